@@ -1,0 +1,1 @@
+"""recserve: a generative recommendation server."""

@@ -1,0 +1,1 @@
+"""What drafters, verifiers and the engine share."""

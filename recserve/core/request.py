@@ -1,0 +1,127 @@
+"""What a caller asks of the engine, in rows and tensors, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from recserve.kernels.trie import Trie
+from recserve.models.inputs import NodeInputs
+
+
+@dataclass(frozen=True)
+class Root:
+    """The cached part of a request: a user's history as the model reads it.
+
+    inputs: n rows, oldest first. keys [n] int64: identity of each row; equal keys mean equal rows, and the
+    prefix cache compares nothing else. shared: the first rows that all rows see (MTGR's profile and long
+    history); they are cached as one piece.
+    """
+
+    inputs: NodeInputs
+    keys: np.ndarray
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class RecommendRequest:
+    """Generate the k best items.
+
+    trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
+    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense item score that reranks the
+    finished beams, 0: not used. deadline_s: time.monotonic() value after which the answer is useless.
+    """
+
+    root: Root
+    trie: Trie
+    k: int
+    beam_width: int
+    strategy: Literal["beam"] = "beam"
+    excluded: np.ndarray | None = None
+    allowed: np.ndarray | None = None
+    dense_weight: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LikelihoodRequest:
+    """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
+
+    root: Root
+    trie: Trie
+    rows: np.ndarray
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RankRequest:
+    """Score candidates with the ranker. candidates: M rows, one token each."""
+
+    root: Root
+    candidates: NodeInputs
+    deadline_s: float | None = None
+
+
+Request = RecommendRequest | LikelihoodRequest | RankRequest
+
+
+@dataclass
+class Timing:
+    """Milliseconds a request spent in each stage of the engine; `forwards` and `nodes` count target work.
+
+    root_cached and root_computed: root tokens found in the prefix cache and computed.
+    """
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    total_ms: float = 0.0
+    forwards: int = 0
+    nodes: int = 0
+    root_cached: int = 0
+    root_computed: int = 0
+
+
+@dataclass(frozen=True)
+class Slate:
+    """Answer to a RecommendRequest: at most k rows, best first; fewer where fewer valid items exist.
+
+    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width. rounds: tree forwards.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    exact: bool
+    rounds: int
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Answer to a LikelihoodRequest or RankRequest, in the order of its candidates.
+
+    values: [M, tasks] float32; task names are the model's (`likelihood` has one).
+    """
+
+    values: np.ndarray
+    tasks: tuple[str, ...]
+    timing: Timing = field(default_factory=Timing)
+
+
+Result = Slate | Scores
+
+
+class DeadlineExceeded(TimeoutError):
+    """The request's deadline passed before its answer was ready."""
+
+
+class QueueFull(RuntimeError):
+    """The engine's queue is full. retry_after_s: when a place is likely to be free."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+

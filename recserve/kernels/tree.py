@@ -1,0 +1,229 @@
+"""The token tree: what a draft proposes, what a ranking call asks, what the target scores in one pass.
+
+Nodes lie in depth-first preorder, so a subtree is a contiguous range and `ends[j]` (one past the last
+node of j's subtree) is the whole mask: node i sees node j exactly when `j <= i < ends[j]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+CANDIDATE = 0
+AUXILIARY = 1
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """B trees packed one after another. A tree may have several root nodes (depth 0, parent -1).
+
+    tokens [T]: token of each node.
+    parents [T]: packed index of the parent, -1 for a root node.
+    depths [T]: 0 for a root node; position of a node = root length + depth.
+    ends [T]: packed index one past the last node of the node's subtree.
+    offsets [B+1]: tree b holds the nodes `offsets[b] : offsets[b + 1]`.
+    kinds [T]: CANDIDATE or AUXILIARY (scored, never accepted); None means all CANDIDATE.
+    gates [T]: adapter on or off for this token; None means all off.
+    root_limits [T]: how many root tokens the node may see; None means all of them.
+    shared [B]: the first nodes of a tree that every node of it sees; None means none.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ends: Tensor
+    offsets: Tensor
+    kinds: Tensor | None = None
+    gates: Tensor | None = None
+    root_limits: Tensor | None = None
+    shared: Tensor | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """T, all nodes of all trees."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_trees(self) -> int:
+        """B."""
+        return self.offsets.shape[0] - 1
+
+    def tree_ids(self) -> Tensor:
+        """[T] number of the tree that each node belongs to."""
+        return torch.repeat_interleave(self.offsets.diff(), output_size=self.num_nodes)
+
+    def dense_mask(self) -> Tensor:
+        """[T, T] bool, row i sees column j. Quadratic: for tests, training rows and small trees."""
+        index = torch.arange(self.num_nodes, device=self.tokens.device)
+        mask = (index[None, :] <= index[:, None]) & (index[:, None] < self.ends[None, :])
+        if self.shared is not None:
+            trees = self.tree_ids()
+            is_shared = index - self.offsets[trees] < self.shared[trees]
+            mask |= is_shared[None, :] & (trees[None, :] == trees[:, None])
+        return mask
+
+    def ancestors(self, max_depth: int) -> Tensor:
+        """[T, max_depth] packed indices of the proper ancestors, nearest first, -1 where none is left."""
+        columns = []
+        node = self.parents
+        for _ in range(max_depth):
+            columns.append(node)
+            node = torch.where(node >= 0, self.parents[node.clamp(min=0)], -1)
+        if not columns:
+            return self.parents.new_empty(self.num_nodes, 0)
+        return torch.stack(columns, dim=1)
+
+    def to(self, device: torch.device | str) -> TokenTree:
+        """The same tree on another device."""
+        moved = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+def chain(tokens: Tensor) -> TokenTree:
+    """One tree without forks: a prefill, a linear draft.   0 -- 1 -- 2 -- 3.
+
+    tokens: [N]. Returns a tree of N nodes, each the child of the one before it.
+    """
+    n = tokens.shape[0]
+    index = torch.arange(n, device=tokens.device)
+    ends = torch.full_like(index, n)
+    offsets = torch.tensor([0, n], device=tokens.device)
+    return TokenTree(tokens, index - 1, index, ends, offsets)
+
+
+def root_branch(tokens: Tensor, branch_offsets: Tensor) -> TokenTree:
+    """One tree of isolated branches: a ranking call (MTGR's mask), each branch a chain of its own.
+
+    0 -- 1
+    2 -- 3        tokens [N], branch_offsets [M+1] starts of the branches, all of length >= 1.
+
+    Raises ValueError if a branch is empty or the offsets do not cover the tokens.
+    """
+    lengths = branch_offsets.diff()
+    n = tokens.shape[0]
+    if lengths.numel() and int(lengths.min()) < 1:
+        raise ValueError("every branch needs at least one token; drop the empty candidates")
+    if int(branch_offsets[-1]) != n:
+        raise ValueError(f"branch_offsets end at {int(branch_offsets[-1])}, tokens hold {n}")
+    index = torch.arange(n, device=tokens.device)
+    starts = torch.repeat_interleave(branch_offsets[:-1], lengths, output_size=n)
+    ends = torch.repeat_interleave(branch_offsets[1:], lengths, output_size=n)
+    depths = index - starts
+    parents = torch.where(depths > 0, index - 1, -1)
+    return TokenTree(tokens, parents, depths, ends, torch.tensor([0, n], device=tokens.device))
+
+
+def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
+    """One tree from parent indices already in preorder.
+
+    tokens, parents: [N]; parents[i] < i, -1 for a root node.
+    Raises ValueError if a parent does not precede its child or the order is not preorder.
+    """
+    n = tokens.shape[0]
+    parent_list = parents.tolist()
+    depths = [0] * n
+    ends = list(range(1, n + 1))
+    open_path: list[int] = []
+    for i, parent in enumerate(parent_list):
+        if not -1 <= parent < i:
+            raise ValueError(f"parents[{i}] is {parent}; a parent must precede its child")
+        while open_path and open_path[-1] != parent:
+            ends[open_path.pop()] = i
+        if parent >= 0 and not open_path:
+            raise ValueError(f"node {i} is not in preorder: its parent {parent} is already closed")
+        depths[i] = len(open_path)
+        open_path.append(i)
+    for node in open_path:
+        ends[node] = n
+    device = tokens.device
+    return TokenTree(
+        tokens,
+        parents,
+        torch.tensor(depths, dtype=torch.int64, device=device),
+        torch.tensor(ends, dtype=torch.int64, device=device),
+        torch.tensor([0, n], device=device),
+    )
+
+
+@dataclass(frozen=True)
+class PathTree:
+    """A tree made of paths, and where each path went.
+
+    nodes [P, L]: tree node of path p at depth d; paths that share a prefix share its nodes.
+    """
+
+    tree: TokenTree
+    nodes: Tensor
+
+
+def from_paths(paths: Tensor) -> PathTree:
+    """One tree of all prefixes of the given paths, shared prefixes merged.
+
+    paths: [P, L] tokens, P and L at least 1; duplicates are allowed.
+    Sorting the paths puts them in preorder: a node opens wherever a row differs from the row before it.
+    """
+    rows, length = paths.shape
+    order = torch.arange(rows, device=paths.device)
+    for column in range(length - 1, -1, -1):
+        order = order[torch.sort(paths[order, column], stable=True).indices]
+    ranked = paths[order]
+    differs = torch.ones_like(ranked, dtype=torch.bool)
+    differs[1:] = (ranked[1:] != ranked[:-1]).cumsum(1) > 0
+    # Row-major order of the opened nodes is preorder: a path's new nodes come deepest last.
+    serial = differs.flatten().cumsum(0).view(rows, length) - 1
+    row_of = torch.where(differs, torch.arange(rows, device=paths.device)[:, None], 0).cummax(0).values
+    node_at = serial.gather(0, row_of)
+    opened = differs.nonzero()
+    row, depth = opened[:, 0], opened[:, 1]
+    parents = torch.where(depth > 0, node_at[row, (depth - 1).clamp(min=0)], -1)
+    n = opened.shape[0]
+    # The subtree ends where the next row opens a node at this depth or above.
+    next_row = torch.where(differs, torch.arange(rows, device=paths.device)[:, None], rows)
+    next_row = torch.cat([next_row[1:], next_row.new_full((1, length), rows)])
+    next_row = next_row.flip(0).cummin(0).values.flip(0)
+    first_new = torch.where(differs, serial, n).min(1).values
+    first_new = torch.cat([first_new, first_new.new_full((1,), n)])
+    ends = first_new[next_row[row, depth]]
+    nodes = torch.empty_like(node_at)
+    nodes[order] = node_at
+    tree = TokenTree(
+        ranked[row, depth], parents, depth, ends, torch.tensor([0, n], device=paths.device)
+    )
+    return PathTree(tree, nodes)
+
+
+def merge(trees: list[TokenTree]) -> TokenTree:
+    """Pack several trees into one, in order. Optional fields must be present in all or in none."""
+    shifts = [0]
+    for tree in trees:
+        shifts.append(shifts[-1] + tree.num_nodes)
+
+    def packed(name: str) -> Tensor | None:
+        values = [getattr(tree, name) for tree in trees]
+        if all(value is None for value in values):
+            return None
+        if any(value is None for value in values):
+            raise ValueError(f"{name} is set in some of the trees; set it in all or in none")
+        return torch.cat(values)
+
+    parents = [
+        torch.where(t.parents >= 0, t.parents + s, -1) for t, s in zip(trees, shifts, strict=False)
+    ]
+    ends = [t.ends + s for t, s in zip(trees, shifts, strict=False)]
+    first = trees[0].offsets[:1]
+    offsets = [first] + [t.offsets[1:] + s for t, s in zip(trees, shifts, strict=False)]
+    return TokenTree(
+        torch.cat([t.tokens for t in trees]),
+        torch.cat(parents),
+        torch.cat([t.depths for t in trees]),
+        torch.cat(ends),
+        torch.cat(offsets),
+        packed("kinds"),
+        packed("gates"),
+        packed("root_limits"),
+        packed("shared"),
+    )

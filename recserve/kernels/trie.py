@@ -1,0 +1,185 @@
+"""The catalogue's trie on the device: every existing semantic id, as arrays.
+
+Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two things
+follow: the children of a node are consecutive node numbers, and the items under a node are a
+consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference of two
+prefix sums, at any node, for any filter.
+Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 2602.22647.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Children:
+    """Children of n nodes, padded to the widest of them.
+
+    nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where padded.
+    valid [n, M]: false where padded.
+    """
+
+    nodes: Tensor
+    codes: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class Trie:
+    """Prefix tree of all semantic ids of one catalogue version.
+
+    first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is the
+        empty prefix; leaves have no children.
+    node_codes [nodes]: the last code of the node's prefix (0 at node 0).
+    first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf : last_leaf`.
+    leaf_items [I]: item row at each leaf rank. item_leaves [I]: leaf rank of each item row.
+    level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is node 0
+        alone, level L holds the leaves.
+    """
+
+    first_child: Tensor
+    node_codes: Tensor
+    first_leaf: Tensor
+    last_leaf: Tensor
+    leaf_items: Tensor
+    item_leaves: Tensor
+    level_starts: tuple[int, ...]
+    codebook_sizes: tuple[int, ...]
+
+    @property
+    def num_levels(self) -> int:
+        """L, disambiguation level included."""
+        return len(self.codebook_sizes)
+
+    @property
+    def num_items(self) -> int:
+        """Items (= leaves) in the trie."""
+        return self.leaf_items.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.first_child.device
+
+    def num_children(self, nodes: Tensor) -> Tensor:
+        """Branching of each node. nodes: any shape; same shape back."""
+        return self.first_child[nodes + 1] - self.first_child[nodes]
+
+    def children(self, nodes: Tensor, width: int | None = None) -> Children:
+        """All children of each node.
+
+        nodes: [n]. width: pad to this many children (no host sync); None: the widest of these nodes.
+        """
+        first = self.first_child[nodes]
+        count = self.first_child[nodes + 1] - first
+        if width is None:
+            width = int(count.max()) if count.numel() else 0
+        step = torch.arange(width, device=self.device)
+        valid = step[None, :] < count[:, None]
+        child = torch.where(valid, first[:, None] + step[None, :], 0)
+        return Children(child, self.node_codes[child], valid)
+
+    def only_child(self, nodes: Tensor) -> Tensor:
+        """First child of each node; meaningful where `num_children(nodes) == 1`."""
+        return self.first_child[nodes]
+
+    def nodes_of_items(self, rows: Tensor) -> Tensor:
+        """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
+        leaves = self.item_leaves[rows]
+        columns = []
+        for level in range(1, self.num_levels + 1):
+            start, stop = self.level_starts[level], self.level_starts[level + 1]
+            rank = torch.searchsorted(self.first_leaf[start:stop], leaves, right=True) - 1
+            columns.append(rank + start)
+        return torch.stack(columns, dim=-1)
+
+    def items_of_leaves(self, nodes: Tensor) -> Tensor:
+        """Item row of each leaf node (a node of level L)."""
+        return self.leaf_items[nodes - self.level_starts[self.num_levels]]
+
+    def to(self, device: torch.device | str) -> Trie:
+        """The same trie on another device."""
+        return Trie(
+            self.first_child.to(device),
+            self.node_codes.to(device),
+            self.first_leaf.to(device),
+            self.last_leaf.to(device),
+            self.leaf_items.to(device),
+            self.item_leaves.to(device),
+            self.level_starts,
+            self.codebook_sizes,
+        )
+
+
+def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
+    """Trie of all rows of `codes`.
+
+    codes: [I, L] int, row i is the semantic id of item row i; rows must be distinct.
+    codebook_sizes: C of each level. Node arrays are int32 (int64 only in what is computed from them).
+    Raises ValueError if two items share a semantic id, a code is out of range, or there are no items.
+    """
+    items, levels = codes.shape
+    if items == 0:
+        raise ValueError("a trie needs at least one item; the catalogue is empty")
+    if len(codebook_sizes) != levels:
+        raise ValueError(f"codes have {levels} levels, codebook_sizes names {len(codebook_sizes)}")
+    codes = codes.to(torch.int64)
+    for level, size in enumerate(codebook_sizes):
+        low, high = int(codes[:, level].min()), int(codes[:, level].max())
+        if low < 0 or high >= size:
+            raise ValueError(f"codes of level {level} span {low}..{high}; the codebook holds {size}")
+    order = _lexicographic_order(codes, codebook_sizes)
+    ranked = codes[order]
+    opens = torch.zeros(items, dtype=torch.bool)
+    opens[0] = True
+    starts = [torch.zeros(1, dtype=torch.int64)]  # first leaf of each node, level by level
+    node_codes = [torch.zeros(1, dtype=torch.int64)]
+    for level in range(levels):
+        opens[1:] |= ranked[1:, level] != ranked[:-1, level]
+        first = opens.nonzero().flatten()
+        starts.append(first)
+        node_codes.append(ranked[first, level])
+    if starts[-1].shape[0] != items:
+        raise ValueError("two items share a semantic id; add a disambiguation level first")
+    level_starts = [0]
+    for first in starts:
+        level_starts.append(level_starts[-1] + first.shape[0])
+    # The first child of a node is the node of the next level that starts at the same leaf.
+    firsts = [
+        torch.searchsorted(starts[level + 1], starts[level]) + level_starts[level + 1]
+        for level in range(levels)
+    ]
+    leaves = torch.full((items + 1,), level_starts[-1], dtype=torch.int64)
+    lasts = [torch.cat([first[1:], first.new_tensor([items])]) for first in starts]
+    item_leaves = torch.empty(items, dtype=torch.int64)
+    item_leaves[order] = torch.arange(items)
+    return Trie(
+        torch.cat([*firsts, leaves]).to(torch.int32),
+        torch.cat(node_codes).to(torch.int32),
+        torch.cat(starts).to(torch.int32),
+        torch.cat(lasts).to(torch.int32),
+        order.to(torch.int32),
+        item_leaves.to(torch.int32),
+        tuple(level_starts),
+        codebook_sizes,
+    )
+
+
+def _lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
+    """Rows in lexicographic order: one sort when the codes pack into 63 bits, else one per level."""
+    bits = 1
+    for size in codebook_sizes:
+        bits *= max(size, 1)
+    if bits < 2**63:
+        key = torch.zeros(codes.shape[0], dtype=torch.int64)
+        for level, size in enumerate(codebook_sizes):
+            key = key * size + codes[:, level]
+        return torch.sort(key, stable=True).indices
+    order = torch.arange(codes.shape[0])
+    for level in range(codes.shape[1] - 1, -1, -1):
+        order = order[torch.sort(codes[order, level], stable=True).indices]
+    return order

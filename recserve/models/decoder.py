@@ -1,0 +1,100 @@
+"""The decoder trunk of the Llama and Qwen family, used by the recommender and by text models alike.
+
+Projections that read the same input are stored as one matrix: one product instead of three.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recserve.models.attention import Attend
+from recserve.models.config import DecoderConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape [..., size] -> the same shape."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rope:
+    """Cosines and sines of rotary positions, computed once per forward and shared by all layers.
+
+    Pairs are (d, d + D/2), the convention of Hugging Face's Llama. Source: arXiv 2104.09864.
+    """
+
+    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
+        exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
+        angles = positions[..., None].float() * theta**-exponents
+        self.cos = angles.cos()[..., None, :].to(dtype)
+        self.sin = angles.sin()[..., None, :].to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., T, H, D] -> the same shape, turned by its position."""
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat(
+            [low * self.cos - high * self.sin, high * self.cos + low * self.sin], dim=-1
+        )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm and a residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, dim = config.hidden_size, config.head_dim
+        self.attention_norm = RMSNorm(size, config.norm_eps)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(size, heads * dim, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(dim, config.norm_eps)
+            self.k_norm = RMSNorm(dim, config.norm_eps)
+        self.output = nn.Linear(config.num_heads * dim, size, bias=False)
+        self.mlp_norm = RMSNorm(size, config.norm_eps)
+        self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, size, bias=False)
+
+    def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
+        """x [..., T, E] -> [..., T, E]."""
+        c = self.config
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
+        query, key, value = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=-2)
+        if c.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        mixed = attend(layer, rope(query), rope(key), value).flatten(-2)
+        x = x + self._dropout(self.output(mixed))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self._dropout(self.down(F.silu(gate) * up))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
+
+
+class Decoder(nn.Module):
+    """Layers and the final norm; embeddings and heads belong to the model around it."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Embedded tokens to final hidden states.
+
+        x: [..., T, E]. positions: [..., T] int, broadcast against x. Returns [..., T, E], final norm applied.
+        """
+        rope = Rope(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rope, number, attend)
+        return self.norm(x)

@@ -1,0 +1,45 @@
+"""What a model is fed: packed columns, one row per token of a root or node of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NodeInputs:
+    """Columns of n rows; all but `tokens` are the ranker's and None elsewhere.
+
+    tokens [n] int64: token numbers (recommender, text) or item rows (ranker).
+    groups [n] int64: token group of MTGR: 0 profile, 1 long history, 2 recent events, 3 candidate.
+    types [n] int64: event type. times [n] int64: microseconds, or position.
+    dense [n, F] float32: side information and cross features.
+    """
+
+    tokens: Tensor
+    groups: Tensor | None = None
+    types: Tensor | None = None
+    times: Tensor | None = None
+    dense: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def select(self, index: Tensor | slice) -> NodeInputs:
+        """The rows at `index`, in that order."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return NodeInputs(**{n: None if c is None else c[index] for n, c in columns.items()})
+
+    @staticmethod
+    def cat(parts: Sequence[NodeInputs]) -> NodeInputs:
+        """Rows of all parts, in order. A column must be present in all parts or in none."""
+        if len(parts) == 1:
+            return parts[0]
+        columns: dict[str, Tensor | None] = {}
+        for f in fields(NodeInputs):
+            values = [getattr(part, f.name) for part in parts]
+            columns[f.name] = None if values[0] is None else torch.cat(values)
+        return NodeInputs(**columns)  # type: ignore[arg-type]
