@@ -97,4 +97,5 @@ class Decoder(nn.Module):
         rope = Rope(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for number, layer in enumerate(self.layers):
             x = layer(x, rope, number, attend)
-        return self.norm(x)
+        hidden: Tensor = self.norm(x)
+        return hidden

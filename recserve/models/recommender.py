@@ -1,0 +1,309 @@
+"""The recommender: a decoder over a history that writes the next item's semantic id.
+
+Two input forms share one token space (docs/architecture.md). `codes`: a history item is its L code
+tokens, and the model is a plain Llama. `items`: a history item is one position, the sum of its
+level embeddings, its projected frozen vector and its id embedding, so that roots are L times
+shorter; codes stay the tokens of what is generated. Sources: TIGER (arXiv 2305.05065) for the
+generation, Medusa (arXiv 2401.10774) for the residual level heads, which start as the identity.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recserve.models.attention import Attend
+from recserve.models.config import DecoderConfig
+from recserve.models.decoder import Decoder
+
+BOS = 0
+
+
+@dataclass(frozen=True)
+class RecommenderConfig:
+    """What a recommender is, as `config.json` keeps it.
+
+    codebook_sizes: C of each level, disambiguation level included. num_items: rows of the id
+    embedding (items of the catalogue it was trained on; later items have none). vector_dim: F of
+    the frozen item vectors, 0 for none. normalization: what the softmax of a level runs over. tied:
+    head = token embedding. dense_head: scores of all items from the root's last hidden state.
+    level_heads: all levels predicted from that state. max_history_items: the longest history it was
+    trained on. Raises ValueError naming the field where a value does not fit.
+    """
+
+    decoder: DecoderConfig
+    codebook_sizes: tuple[int, ...]
+    input: Literal["codes", "items"] = "items"
+    normalization: Literal["children", "vocabulary"] = "children"
+    num_items: int = 0
+    vector_dim: int = 0
+    id_embedding: bool = False
+    tied: bool = False
+    dense_head: bool = False
+    level_heads: bool = False
+    max_history_items: int = 50
+
+    def __post_init__(self) -> None:
+        if self.input not in ("codes", "items"):
+            raise ValueError(f"input is {self.input!r}; choose 'codes' or 'items'")
+        if self.normalization not in ("children", "vocabulary"):
+            raise ValueError(
+                f"normalization is {self.normalization!r}; choose 'children' or 'vocabulary'"
+            )
+        if not self.codebook_sizes or min(self.codebook_sizes) < 1:
+            raise ValueError(
+                f"codebook_sizes is {self.codebook_sizes}; name one size >= 1 per level"
+            )
+        if self.input == "codes" and (self.vector_dim or self.id_embedding or self.dense_head):
+            raise ValueError(
+                "input 'codes' takes no item vectors, id embedding or dense head; use 'items'"
+            )
+        if self.id_embedding and self.num_items < 1:
+            raise ValueError(f"id_embedding needs num_items >= 1, got {self.num_items}")
+
+    @property
+    def num_levels(self) -> int:
+        """L."""
+        return len(self.codebook_sizes)
+
+    @property
+    def num_code_tokens(self) -> int:
+        """V: BOS and the codes of all levels; item tokens start here."""
+        return 1 + sum(self.codebook_sizes)
+
+    @property
+    def level_offsets(self) -> tuple[int, ...]:
+        """First token of each level."""
+        return tuple(1 + sum(self.codebook_sizes[:level]) for level in range(self.num_levels))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, read back by `from_dict`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> RecommenderConfig:
+        """Raises ValueError for a missing or unknown key."""
+        known = {f.name for f in fields(RecommenderConfig)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"recommender config has unknown keys {unknown}; known: {sorted(known)}"
+            )
+        try:
+            decoder = DecoderConfig(**values["decoder"])
+            sizes = tuple(int(size) for size in values["codebook_sizes"])
+        except KeyError as error:
+            raise ValueError(f"recommender config lacks the key {error}") from None
+        return RecommenderConfig(**{**values, "decoder": decoder, "codebook_sizes": sizes})
+
+
+class LevelHead(nn.Module):
+    """x + silu(W x), W starting at zero: what a level reads of the root's hidden state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, E] -> [n, E]."""
+        return x + F.silu(self.linear(x))
+
+
+class Recommender(nn.Module):
+    """Embedding, decoder and heads; `bind_items` gives it the catalogue that item tokens need."""
+
+    item_tokens: Tensor
+    item_vectors: Tensor | None
+
+    def __init__(self, config: RecommenderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.decoder.hidden_size
+        self.tokens = nn.Embedding(config.num_code_tokens, size)
+        self.decoder = Decoder(config.decoder)
+        self.head = nn.Linear(size, config.num_code_tokens, bias=False)
+        if config.vector_dim:
+            self.vector_projection = nn.Linear(config.vector_dim, size, bias=False)
+        if config.id_embedding:
+            self.ids = nn.Embedding(config.num_items, size)
+        if config.dense_head:
+            self.dense_query = nn.Linear(size, size, bias=False)
+            self.dense_scale = nn.Parameter(torch.tensor(1 / 0.07))
+        if config.level_heads:
+            self.level_heads = nn.ModuleList(LevelHead(size) for _ in range(config.num_levels))
+        self.register_buffer("item_tokens", torch.empty(0, config.num_levels).long(), False)
+        self.register_buffer("item_vectors", None, False)
+        self._dense_table: Tensor | None = None
+        self.apply(_initialise)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+        if config.dense_head:
+            nn.init.eye_(self.dense_query.weight)
+
+    def bind_items(self, codes: Tensor, vectors: Tensor | None = None) -> None:
+        """Take the catalogue of this model: what `items` embeds and the dense head scores.
+
+        codes: [I, L] int. vectors: [I, F] float, needed when config.vector_dim is set; rows are
+        scaled to length 1 here. Raises ValueError where they do not fit the config.
+        """
+        c = self.config
+        if codes.ndim != 2 or codes.shape[1] != c.num_levels:
+            raise ValueError(
+                f"codes are {tuple(codes.shape)}; the model has {c.num_levels} levels, [I, L]"
+            )
+        if c.vector_dim:
+            wanted = (codes.shape[0], c.vector_dim)
+            if vectors is None or tuple(vectors.shape) != wanted:
+                came = None if vectors is None else tuple(vectors.shape)
+                raise ValueError(f"vectors are {came}; this model needs {wanted}, [I, F]")
+        device = self.tokens.weight.device
+        offsets = torch.tensor(c.level_offsets, device=device)
+        self.item_tokens = codes.to(device, torch.int64) + offsets
+        if c.vector_dim and vectors is not None:
+            self.item_vectors = F.normalize(vectors.to(device, torch.float32), dim=-1)
+        self._dense_table = None
+
+    @property
+    def num_bound_items(self) -> int:
+        """I of the bound catalogue, 0 before `bind_items`."""
+        return self.item_tokens.shape[0]
+
+    def embed_items(self, rows: Tensor) -> Tensor:
+        """What a history item is to the decoder. rows: any shape [...] -> [..., E]."""
+        x: Tensor = self.tokens(self.item_tokens[rows]).sum(-2)
+        if self.item_vectors is not None:
+            x = x + self.vector_projection(self.item_vectors[rows])
+        if self.config.id_embedding:
+            known = rows < self.config.num_items
+            x = x + torch.where(known[..., None], self.ids(torch.where(known, rows, 0)), 0)
+        return x
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Code and item tokens to the decoder's input. tokens: any shape [...] -> [..., E]."""
+        first_item = self.config.num_code_tokens
+        if self.config.input == "codes":
+            x = self.tokens(tokens)
+        else:
+            is_item = tokens >= first_item
+            rows = torch.where(is_item, tokens - first_item, 0)
+            x = self.tokens(torch.where(is_item, BOS, tokens))
+            x = torch.where(is_item[..., None], self.embed_items(rows), x)
+        return F.dropout(x, self.config.decoder.dropout, self.training)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [..., T] -> hidden [..., T, E], final norm applied."""
+        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend)
+        return hidden
+
+    def level_logits(self, hidden: Tensor, level: int) -> Tensor:
+        """Raw logits of one level's codes. hidden: [n, E] -> [n, C_level]."""
+        start = self.config.level_offsets[level]
+        rows = self.head.weight[start : start + self.config.codebook_sizes[level]]
+        return F.linear(hidden, rows)
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """Raw logits of BOS and all codes. hidden: [n, E] -> [n, V]."""
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
+        """Logits of a level from the root's last hidden state, without the codes before it.
+
+        hidden: [n, E] -> [n, C_level]. Raises ValueError if the model has no level heads.
+        """
+        if not self.config.level_heads:
+            raise ValueError("this recommender was trained without level heads")
+        return self.level_logits(self.level_heads[level](hidden), level)
+
+    def dense_logits(self, hidden: Tensor) -> Tensor:
+        """Cosine of state and item, scaled, for all bound items. hidden: [n, E] -> [n, I]."""
+        query = F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
+        return F.linear(query, self._dense_items().to(query.dtype))
+
+    def dense_scores(self, hidden: Tensor) -> Tensor:
+        """Log-probability of every bound item: hidden [n, E] -> [n, I] float32.
+
+        Raises ValueError if the model has no dense head.
+        """
+        if not self.config.dense_head:
+            raise ValueError("this recommender was trained without a dense head")
+        return self.dense_logits(hidden).float().log_softmax(-1)
+
+    def train(self, mode: bool = True) -> Recommender:
+        """As nn.Module.train; forgets the item table that eval mode keeps."""
+        self._dense_table = None
+        super().train(mode)
+        return self
+
+    def _dense_items(self) -> Tensor:
+        """[I, E] unit rows; kept while the weights stand still (eval mode without gradients)."""
+        table = self._dense_table
+        if table is not None and table.device == self.item_tokens.device:
+            return table
+        rows = torch.arange(self.num_bound_items, device=self.item_tokens.device)
+        table = F.normalize(self.embed_items(rows), dim=-1)
+        if not self.training and not torch.is_grad_enabled():
+            self._dense_table = table
+        return table
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, LevelHead):
+        return
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def save_recommender(model: Recommender, directory: Path | str) -> None:
+    """Write `config.json` and `model.safetensors`; the catalogue belongs to the bundle."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    if model.config.tied:
+        del weights["head.weight"]
+    save_file(weights, directory / "model.safetensors")
+    text = json.dumps(model.config.to_dict(), indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_recommender(
+    directory: Path | str,
+    codes: Tensor | None = None,
+    vectors: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Recommender:
+    """Read what `save_recommender` wrote, in eval mode, bound to the catalogue if `codes` is given.
+
+    codes: [I, L]. vectors: [I, F]. Raises FileNotFoundError, or ValueError naming the file that
+    does not fit.
+    """
+    directory = Path(directory)
+    try:
+        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{directory / 'config.json'} is not JSON: {error}") from error
+    model = Recommender(RecommenderConfig.from_dict(values))
+    path = directory / "model.safetensors"
+    try:
+        weights = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    if model.config.tied:
+        weights["head.weight"] = weights["tokens.weight"]
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"{path} does not fit its config.json: {error}") from error
+    model.to(device)
+    if codes is not None:
+        model.bind_items(codes, vectors)
+    return model.eval()

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from recserve.models.attention import DenseAttention
+from recserve.models.config import DecoderConfig
+from recserve.models.recommender import (
+    Recommender,
+    RecommenderConfig,
+    load_recommender,
+    save_recommender,
+)
+
+SIZES = (4, 5, 3)
+CODES = torch.tensor([[0, 0, 0], [0, 1, 2], [3, 4, 1], [2, 2, 0], [3, 4, 2]])
+
+
+def decoder() -> DecoderConfig:
+    return DecoderConfig(16, 2, 2, 2, 8, 32)
+
+
+def build(**values: object) -> Recommender:
+    torch.manual_seed(0)
+    config = RecommenderConfig(decoder(), SIZES, **values)  # type: ignore[arg-type]
+    return Recommender(config).eval()
+
+
+def items_model(**values: object) -> Recommender:
+    model = build(num_items=5, vector_dim=6, id_embedding=True, dense_head=True, **values)
+    model.bind_items(CODES, torch.randn(5, 6))
+    return model
+
+
+def test_item_token_is_sum_of_levels_vector_and_id() -> None:
+    model = items_model()
+    first_item = model.config.num_code_tokens
+    assert first_item == 13
+    got = model.embed(torch.tensor([0, 3, first_item + 2]))
+    table, vector = model.tokens.weight, model.item_vectors
+    assert vector is not None
+    # Row 2 has codes (3, 4, 1): tokens 1 + 3, 5 + 4, 10 + 1.
+    item = table[4] + table[9] + table[11]
+    item = item + model.vector_projection(vector[2]) + model.ids.weight[2]
+    torch.testing.assert_close(got, torch.stack([table[0], table[3], item]))
+
+
+def test_item_later_than_training_has_no_id_embedding() -> None:
+    model = items_model()
+    later = torch.cat([CODES, torch.tensor([[1, 1, 1]])])
+    vectors = torch.randn(6, 6)
+    model.bind_items(later, vectors)
+    got = model.embed_items(torch.tensor([5]))[0]
+    unit = vectors[5] / vectors[5].norm()
+    expected = model.tokens.weight[[2, 6, 11]].sum(0) + model.vector_projection(unit)
+    torch.testing.assert_close(got, expected)
+    assert model.dense_scores(torch.randn(2, 16)).shape == (2, 6)
+
+
+def test_level_logits_are_slices_of_full_logits() -> None:
+    model = build(input="codes", normalization="vocabulary")
+    hidden = torch.randn(3, 16)
+    full = model.full_logits(hidden)
+    assert full.shape == (3, 13)
+    levels = [model.level_logits(hidden, level) for level in range(3)]
+    torch.testing.assert_close(torch.cat(levels, 1), full[:, 1:])
+
+
+def test_dense_scores_are_log_probabilities_and_follow_new_weights() -> None:
+    model = items_model()
+    hidden = torch.randn(3, 16)
+    with torch.no_grad():
+        before = model.dense_scores(hidden)
+        torch.testing.assert_close(before.exp().sum(1), torch.ones(3))
+        model.train().eval()
+        model.tokens.weight.add_(torch.randn_like(model.tokens.weight))
+        assert not torch.allclose(model.dense_scores(hidden), before)
+
+
+def test_level_heads_start_as_the_level_itself() -> None:
+    model = build(level_heads=True)
+    hidden = torch.randn(3, 16)
+    torch.testing.assert_close(model.parallel_logits(hidden, 2), model.level_logits(hidden, 2))
+    with pytest.raises(ValueError, match="without level heads"):
+        build().parallel_logits(hidden, 0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_saved_model_scores_the_same(tmp_path: Path, tied: bool) -> None:
+    model = items_model(tied=tied, level_heads=True)
+    save_recommender(model, tmp_path)
+    loaded = load_recommender(tmp_path, CODES, model.item_vectors)
+    assert loaded.config == model.config
+    tokens = torch.tensor([[0, 13, 17, 15]])
+    positions = torch.arange(4)
+    with torch.no_grad():
+        before = model(tokens, positions, DenseAttention())
+        after = loaded(tokens, positions, DenseAttention())
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        torch.testing.assert_close(loaded.full_logits(after[0]), model.full_logits(before[0]))
+        torch.testing.assert_close(loaded.dense_scores(after[0]), model.dense_scores(before[0]))
+    assert loaded.head.weight.data_ptr() == loaded.tokens.weight.data_ptr() or not tied
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    save_recommender(build(), tmp_path)
+    config = tmp_path / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "colour": 1}))
+    with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
+        load_recommender(tmp_path)
+    config.write_text(json.dumps({**values, "codebook_sizes": [4, 5, 4]}))
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+        load_recommender(tmp_path)
+    config.write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_recommender(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"input": "words"}, "input is 'words'"),
+        ({"normalization": "level"}, "normalization is 'level'"),
+        ({"input": "codes", "dense_head": True}, "'codes' takes no"),
+        ({"id_embedding": True}, "num_items >= 1, got 0"),
+    ],
+)
+def test_config_refuses(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**values)
+
+
+def test_bind_items_refuses_what_does_not_fit() -> None:
+    model = items_model()
+    with pytest.raises(ValueError, match="the model has 3 levels"):
+        model.bind_items(CODES[:, :2], torch.randn(5, 6))
+    with pytest.raises(ValueError, match=r"vectors are None; this model needs \(5, 6\)"):
+        model.bind_items(CODES)
