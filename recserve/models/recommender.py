@@ -110,8 +110,6 @@ class LevelHead(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, E] -> [n, E]."""
@@ -257,10 +255,11 @@ class Recommender(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    if isinstance(module, LevelHead):
-        return
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, LevelHead):  # reached after its linear layer
+        nn.init.zeros_(module.linear.weight)
+        nn.init.zeros_(module.linear.bias)
 
 
 def save_recommender(model: Recommender, directory: Path | str) -> None:
