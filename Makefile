@@ -1,0 +1,57 @@
+# Every target does its own set-up: a virtual environment with the exact pins of constraints.txt.
+# `make demo ONCE=1` prints and exits. `make test PYTEST_ARGS="-k engine"` runs a part.
+
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+RUNTIME := $(VENV)/.installed-runtime
+DEV := $(VENV)/.installed-dev
+
+.PHONY: demo test check format install redis clean
+
+demo: $(RUNTIME)
+	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
+
+test: $(DEV) redis
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+install: $(DEV)
+
+# The Redis store is tested against a real server; without one its tests skip loudly, and fail where CI is set.
+redis:
+	@command -v redis-server >/dev/null 2>&1 || sh deploy/install-redis.sh
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "recserve needs Python 3.11 or newer; none was found on PATH (set PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) -m venv failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
+
+# torch goes first and alone: with its exact version named, pip takes a CPU build where one is at hand.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing recserve and its pinned dependencies (minutes the first time)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "installing the development tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
