@@ -57,10 +57,15 @@ class LikelihoodRequest:
 
 @dataclass(frozen=True)
 class RankRequest:
-    """Score candidates with the ranker. candidates: M rows, one token each."""
+    """Score candidates with the ranker.
+
+    candidates: M rows, one token each. root_limits: [M] how many root rows each candidate may see (those
+    earlier than its own exposure), None: all of them.
+    """
 
     root: Root
     candidates: NodeInputs
+    root_limits: np.ndarray | None = None
     deadline_s: float | None = None
 
 
@@ -124,4 +129,3 @@ class QueueFull(RuntimeError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-

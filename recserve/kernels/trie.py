@@ -131,7 +131,9 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
     for level, size in enumerate(codebook_sizes):
         low, high = int(codes[:, level].min()), int(codes[:, level].max())
         if low < 0 or high >= size:
-            raise ValueError(f"codes of level {level} span {low}..{high}; the codebook holds {size}")
+            raise ValueError(
+                f"codes of level {level} span {low}..{high}; the codebook holds {size}"
+            )
     order = _lexicographic_order(codes, codebook_sizes)
     ranked = codes[order]
     opens = torch.zeros(items, dtype=torch.bool)

@@ -1,0 +1,99 @@
+"""Keys and values in pages, and where the keys of a packed batch of trees lie.
+
+A page is S consecutive slots; a slot holds one token's key and value in every layer. Pages are handed out by
+the engine; this file only knows addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Size of one token's cache. num_layers, num_kv_heads K, head_dim D."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one slot, keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVPool:
+    """All pages of one model. keys, values: [num_layers, P * S, K, D]."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # Unwritten slots are never read through a page table, but they are read as neighbours of a vector
+        # load and multiplied by zero there: they must be finite.
+        self.keys = torch.zeros(size, dtype=dtype, device=device)
+        self.values = torch.zeros(size, dtype=dtype, device=device)
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store n tokens of one layer. slots [n] distinct; key, value [n, K, D]."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy tokens of all layers from one place to another. source, target [n], disjoint."""
+        self.keys.index_copy_(1, target, self.keys.index_select(1, source))
+        self.values.index_copy_(1, target, self.values.index_select(1, source))
+
+
+def slots_of_pages(pages: Tensor, page_size: int, length: int) -> Tensor:
+    """[length] slots of the first `length` tokens kept in `pages` [n], in order."""
+    slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
+    return slots.flatten()[:length]
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Trees of one forward, and the place of every key they read.
+
+    tree: all nodes, those computed now and those computed in an earlier forward.
+    queries [Tq]: the nodes computed now, ascending; None: all of them.
+    slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from there.
+    root_slots: for each tree the slots of its root, in order.
+    """
+
+    tree: TokenTree
+    queries: Tensor | None
+    slots: Tensor
+    root_slots: tuple[Tensor, ...]
+
+    @property
+    def num_queries(self) -> int:
+        """Tq."""
+        return self.tree.num_nodes if self.queries is None else self.queries.shape[0]
+
+    def query_slots(self) -> Tensor:
+        """[Tq] where the keys and values computed now are stored."""
+        return self.slots if self.queries is None else self.slots[self.queries]
+
+    def root_lengths(self) -> Tensor:
+        """[B] root tokens of each tree."""
+        lengths = [slots.shape[0] for slots in self.root_slots]
+        return torch.tensor(lengths, device=self.slots.device)
+
+    def positions(self) -> Tensor:
+        """[Tq] absolute position of each computed node: root length + depth."""
+        position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
+        return position if self.queries is None else position[self.queries]

@@ -1,0 +1,66 @@
+"""The trie's arrays against a plain dictionary of prefixes."""
+
+import pytest
+import torch
+
+from recserve.kernels.trie import build_trie
+
+
+def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.stack([torch.randint(0, s, (items * 3,), generator=g) for s in sizes], 1)
+    codes = torch.unique(codes, dim=0)
+    return codes[torch.randperm(codes.shape[0], generator=g)[:items]]
+
+
+CATALOGUES = {
+    "one-item": torch.tensor([[3, 0, 7]]),
+    "all-share-a-prefix": torch.tensor([[1, 1, i] for i in range(9)]),
+    "deep": torch.tensor([[i % 2] * 7 + [i] for i in range(6)]),
+    "drawn": draw_codes(300, (8, 8, 8)),
+    "sparse": draw_codes(200, (256, 256, 256, 4)),
+}
+
+
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+def test_children_and_leaf_ranges(codes):
+    sizes = tuple(int(codes[:, level].max()) + 1 for level in range(codes.shape[1]))
+    trie = build_trie(codes, sizes)
+    rows = torch.arange(codes.shape[0])
+    nodes = trie.nodes_of_items(rows)
+    assert torch.equal(trie.node_codes[nodes].long(), codes)
+    assert torch.equal(trie.items_of_leaves(nodes[:, -1]).long(), rows)
+    for level in range(trie.num_levels):
+        start, stop = trie.level_starts[level], trie.level_starts[level + 1]
+        children = trie.children(torch.arange(start, stop))
+        under: dict[tuple[int, ...], set[int]] = {}
+        for row in codes.tolist():
+            under.setdefault(tuple(row[:level]), set()).add(row[level])
+        ordered = [under[p] for p in sorted(under)]
+        assert [
+            set(c[v].tolist()) for c, v in zip(children.codes, children.valid, strict=True)
+        ] == ordered
+        counts = (trie.last_leaf - trie.first_leaf)[start:stop].tolist()
+        expected: dict[tuple[int, ...], int] = {}
+        for row in codes.tolist():
+            expected[tuple(row[:level])] = expected.get(tuple(row[:level]), 0) + 1
+        assert counts == [expected[p] for p in sorted(expected)]
+
+
+def test_shared_ids_and_wrong_codes_are_refused():
+    with pytest.raises(ValueError, match="share a semantic id"):
+        build_trie(torch.tensor([[1, 2], [1, 2]]), (3, 3))
+    with pytest.raises(ValueError, match="span 0..5; the codebook holds 5"):
+        build_trie(torch.tensor([[0], [5]]), (5,))
+    with pytest.raises(ValueError, match="empty"):
+        build_trie(torch.empty(0, 2, dtype=torch.long), (3, 3))
+
+
+def test_bytes_per_million_items():
+    """Arrays only, counted: 100 MB per million items is the bound, four levels of 256."""
+    codes = draw_codes(100_000, (256, 256, 256, 4))
+    trie = build_trie(codes, (256, 256, 256, 4))
+    held = sum(
+        t.numel() * t.element_size() for t in vars(trie).values() if isinstance(t, torch.Tensor)
+    )
+    assert held / trie.num_items * 1e6 < 100e6
