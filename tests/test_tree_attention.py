@@ -98,7 +98,9 @@ def test_silu_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limi
 
 
 def test_shared_rows_are_seen_by_all():
-    """Profile and long history (the first 4 nodes) see each other both ways; later nodes see them too."""
+    """Profile and long history (the first 4 nodes) see each other both ways; later nodes see them
+    too.
+    """
     from dataclasses import replace
 
     batch, query, keys, values = draw_batch([("chain", 9)], [0], 2, 2, 16)
@@ -123,7 +125,9 @@ def test_neighbours_do_not_change_a_tree():
 
 
 def test_wrong_mask_is_noticed():
-    """The comparison can fail: attention that lets a node see its sibling differs from the reference."""
+    """The comparison can fail: attention that lets a node see its sibling differs from the
+    reference.
+    """
     batch, query, keys, values = draw_batch([("branches", 12)], [4], 2, 2, 16)
     wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.root_slots)
     slots = batch.slots

@@ -15,9 +15,9 @@ from recserve.models.inputs import NodeInputs
 class Root:
     """The cached part of a request: a user's history as the model reads it.
 
-    inputs: n rows, oldest first. keys [n] int64: identity of each row; equal keys mean equal rows, and the
-    prefix cache compares nothing else. shared: the first rows that all rows see (MTGR's profile and long
-    history); they are cached as one piece.
+    inputs: n rows, oldest first. keys [n] int64: identity of each row; equal keys mean equal rows,
+    and the prefix cache compares nothing else. shared: the first rows that all rows see (MTGR's
+    profile and long history); they are cached as one piece.
     """
 
     inputs: NodeInputs
@@ -30,8 +30,10 @@ class RecommendRequest:
     """Generate the k best items.
 
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
-    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense item score that reranks the
-    finished beams, 0: not used. deadline_s: time.monotonic() value after which the answer is useless.
+    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense item score that
+    reranks the
+    finished beams, 0: not used. deadline_s: time.monotonic() value after which the answer is
+    useless.
     """
 
     root: Root
@@ -59,8 +61,8 @@ class LikelihoodRequest:
 class RankRequest:
     """Score candidates with the ranker.
 
-    candidates: M rows, one token each. root_limits: [M] how many root rows each candidate may see (those
-    earlier than its own exposure), None: all of them.
+    candidates: M rows, one token each. root_limits: [M] how many root rows each candidate may see
+    (those earlier than its own exposure), None: all of them.
     """
 
     root: Root
@@ -74,7 +76,8 @@ Request = RecommendRequest | LikelihoodRequest | RankRequest
 
 @dataclass
 class Timing:
-    """Milliseconds a request spent in each stage of the engine; `forwards` and `nodes` count target work.
+    """Milliseconds a request spent in each stage of the engine; `forwards` and `nodes` count target
+    work.
 
     root_cached and root_computed: root tokens found in the prefix cache and computed.
     """
@@ -92,9 +95,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Slate:
-    """Answer to a RecommendRequest: at most k rows, best first; fewer where fewer valid items exist.
+    """Answer to a RecommendRequest: at most k rows, best first; fewer where fewer valid items
+    exist.
 
-    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width. rounds: tree forwards.
+    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width. rounds:
+    tree forwards.
     """
 
     rows: np.ndarray

@@ -1,15 +1,18 @@
-"""Tree attention for CPUs: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
+"""Tree attention for CPUs: the root by a flash kernel that reads it once for all nodes, the tree by
+its shape.
 
 Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
   root part   n x R, one flash call for all nodes and all query heads of a KV group
-  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N, in row blocks
-and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root limits, and no
-T x T mask ever does. Bytes moved: root keys and values once, the tree's keys once per ancestor of a node.
+  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N,
+  in row blocks
+and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
+limits, and no T x T mask ever does. Bytes moved: root keys and values once, the tree's keys once
+per ancestor of a node.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +29,8 @@ SHALLOW = 8
 class _Part:
     """One tree's share of a batch, worked out once and used by every layer.
 
-    rows: its rows among the computed nodes. root: slots of the root, as a slice where they are consecutive.
+    rows: its rows among the computed nodes. root: slots of the root, as a slice where they are
+    consecutive.
     root_mask [n, R]: only with root limits. chain: causal among the computed rows, nothing else.
     ancestors [n, A] slots and ancestor_mask [n, A]: proper ancestors of a shallow tree.
     keys [N] slots and mask [n, N]: any other tree.
@@ -53,7 +57,8 @@ class CpuTreeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D] of the pool.
+        """query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots,
+        K, D] of the pool.
 
         The computed nodes are already in the pool. Returns [Tq, H, D].
         """
@@ -115,11 +120,11 @@ def _softmax(
     else:
         tree_out, tree_lse = _shallow(part, grouped, key, value, keys, values)
     if part.root_length:
-        mask = None
+        root_mask: Tensor | None = None
         if part.root_mask is not None:
             mask = part.root_mask[None, None, :, None, :].expand(1, 1, n, heads // kv_heads, -1)
-            mask = mask.flatten(2, 3)
-        root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], mask)
+            root_mask = mask.flatten(2, 3)
+        root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], root_mask)
         # Weight of the tree's part of the one softmax.
         share = torch.sigmoid(tree_lse - root_lse).unsqueeze(-1).to(query.dtype)
         tree_out = torch.lerp(root_out, tree_out, share)
@@ -129,9 +134,11 @@ def _softmax(
 def _flash(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """grouped [K, n, G, D], key and value [m, K, D], mask [1, 1, n * G, m] -> [K, n, G, D], log-sum-exp [K, n, G]."""
+    """grouped [K, n, G, D], key and value [m, K, D], mask [1, 1, n * G, m] -> [K, n, G, D],
+    log-sum-exp [K, n, G].
+    """
     kv_heads, n, groups, dim = grouped.shape
-    additive = None
+    additive: Tensor | None = None
     if mask is not None:
         additive = torch.zeros(mask.shape, dtype=grouped.dtype).masked_fill_(~mask, float("-inf"))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -215,26 +222,19 @@ def _with_tree(
     """Add how the nodes see each other."""
     tree = batch.tree
     shared = 0 if tree.shared is None else int(tree.shared[int(tree.tree_ids()[nodes[0]])])
-    fields = {
-        "rows": base.rows,
-        "root": base.root,
-        "root_length": base.root_length,
-        "root_mask": base.root_mask,
-    }
     all_new = nodes.shape[0] == stop - start
     depth = int(tree.depths[nodes].max())
     if softmax and all_new and not shared and depth == stop - start - 1:
-        return _Part(**fields, chain=True)  # type: ignore[arg-type]
+        return replace(base, chain=True)
     if not shared and depth < SHALLOW:
         ancestors = tree.ancestors(depth)[nodes]
         slots = batch.slots[ancestors.clamp(min=0)]
-        return _Part(**fields, ancestors=slots, ancestor_mask=ancestors >= 0)  # type: ignore[arg-type]
+        return replace(base, ancestors=slots, ancestor_mask=ancestors >= 0)
     columns = torch.arange(start, stop)
     mask = (columns[None, :] <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop][None, :])
     if shared:
         mask[:, :shared] = True
-    keys = _consecutive(batch.slots[start:stop])
-    return _Part(**fields, keys=keys, mask=mask)  # type: ignore[arg-type]
+    return replace(base, keys=_consecutive(batch.slots[start:stop]), mask=mask)
 
 
 def _consecutive(slots: Tensor) -> slice | Tensor:

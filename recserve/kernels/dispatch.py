@@ -17,8 +17,9 @@ LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
     """Attention of one batch, to be called once per layer as (query, key, value, keys, values).
 
-    query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D] of the pool with
-    the computed nodes already written -> [Tq, H, D]. The planned CPU path on a CPU, the reference elsewhere.
+    query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D]
+    of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
+    CPU, the reference elsewhere.
     """
     if batch.slots.device.type == "cpu":
         return CpuTreeAttention(batch, activation)

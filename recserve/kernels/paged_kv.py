@@ -1,7 +1,7 @@
 """Keys and values in pages, and where the keys of a packed batch of trees lie.
 
-A page is S consecutive slots; a slot holds one token's key and value in every layer. Pages are handed out by
-the engine; this file only knows addresses.
+A page is S consecutive slots; a slot holds one token's key and value in every layer. Pages are
+handed out by the engine; this file only knows addresses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class KVPool:
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size
-        # Unwritten slots are never read through a page table, but they are read as neighbours of a vector
+        # Unwritten slots are never read through a page table, but they are read as neighbours of a
+        # vector
         # load and multiplied by zero there: they must be finite.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
@@ -70,7 +71,8 @@ class TreeBatch:
 
     tree: all nodes, those computed now and those computed in an earlier forward.
     queries [Tq]: the nodes computed now, ascending; None: all of them.
-    slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from there.
+    slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from
+    there.
     root_slots: for each tree the slots of its root, in order.
     """
 

@@ -1,4 +1,6 @@
-"""Plain torch twins: one dense mask, one softmax. Slow, short, and the truth that every fast path is tested against."""
+"""Plain torch twins: one dense mask, one softmax. Slow, short, and the truth that every fast path
+is tested against.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from recserve.kernels.paged_kv import TreeBatch
 
 @dataclass(frozen=True)
 class Activation:
-    """What turns scores into weights: softmax, or silu(score) / normalizer without one (HSTU, MTGR).
+    """What turns scores into weights: softmax, or silu(score) / normalizer without one (HSTU,
+    MTGR).
 
-    normalizer: None for softmax; else a constant, so that no row's result depends on how many others there are.
+    normalizer: None for softmax; else a constant, so that no row's result depends on how many
+    others there are.
     """
 
     normalizer: float | None = None
@@ -33,7 +37,8 @@ def tree_attention(
 ) -> Tensor:
     """Every node attends to its tree's root, to itself and to its ancestors.
 
-    query: [Tq, H, D]. keys, values: [slots, K, D], one layer of the pool, the new nodes already written.
+    query: [Tq, H, D]. keys, values: [slots, K, D], one layer of the pool, the new nodes already
+    written.
     Scores are scaled by D ** -0.5. Returns [Tq, H, D] in query's dtype; sums are taken in float32.
     """
     tree, dim = batch.tree, query.shape[-1]

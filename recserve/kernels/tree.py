@@ -1,7 +1,8 @@
-"""The token tree: what a draft proposes, what a ranking call asks, what the target scores in one pass.
+"""The token tree: what a draft proposes, what a ranking call asks, what the target scores in one
+pass.
 
-Nodes lie in depth-first preorder, so a subtree is a contiguous range and `ends[j]` (one past the last
-node of j's subtree) is the whole mask: node i sees node j exactly when `j <= i < ends[j]`.
+Nodes lie in depth-first preorder, so a subtree is a contiguous range and `ends[j]` (one past the
+last node of j's subtree) is the whole mask: node i sees node j exactly when `j <= i < ends[j]`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class TokenTree:
         return mask
 
     def ancestors(self, max_depth: int) -> Tensor:
-        """[T, max_depth] packed indices of the proper ancestors, nearest first, -1 where none is left."""
+        """[T, max_depth] packed indices of the proper ancestors, nearest first, -1 where none is
+        left.
+        """
         columns = []
         node = self.parents
         for _ in range(max_depth):

@@ -1,9 +1,10 @@
 """The catalogue's trie on the device: every existing semantic id, as arrays.
 
-Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two things
+Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two
+things
 follow: the children of a node are consecutive node numbers, and the items under a node are a
-consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference of two
-prefix sums, at any node, for any filter.
+consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference
+of two prefix sums, at any node, for any filter.
 Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 2602.22647.
 """
 
@@ -19,7 +20,8 @@ from torch import Tensor
 class Children:
     """Children of n nodes, padded to the widest of them.
 
-    nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where padded.
+    nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where
+    padded.
     valid [n, M]: false where padded.
     """
 
@@ -32,12 +34,15 @@ class Children:
 class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
-    first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is the
+    first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
+    the
         empty prefix; leaves have no children.
     node_codes [nodes]: the last code of the node's prefix (0 at node 0).
-    first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf : last_leaf`.
+    first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf :
+    last_leaf`.
     leaf_items [I]: item row at each leaf rank. item_leaves [I]: leaf rank of each item row.
-    level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is node 0
+    level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is
+    node 0
         alone, level L holds the leaves.
     """
 
@@ -72,7 +77,8 @@ class Trie:
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
         """All children of each node.
 
-        nodes: [n]. width: pad to this many children (no host sync); None: the widest of these nodes.
+        nodes: [n]. width: pad to this many children (no host sync); None: the widest of these
+        nodes.
         """
         first = self.first_child[nodes]
         count = self.first_child[nodes + 1] - first
@@ -119,8 +125,10 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
     """Trie of all rows of `codes`.
 
     codes: [I, L] int, row i is the semantic id of item row i; rows must be distinct.
-    codebook_sizes: C of each level. Node arrays are int32 (int64 only in what is computed from them).
-    Raises ValueError if two items share a semantic id, a code is out of range, or there are no items.
+    codebook_sizes: C of each level. Node arrays are int32 (int64 only in what is computed from
+    them).
+    Raises ValueError if two items share a semantic id, a code is out of range, or there are no
+    items.
     """
     items, levels = codes.shape
     if items == 0:
@@ -172,7 +180,9 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
 
 
 def _lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
-    """Rows in lexicographic order: one sort when the codes pack into 63 bits, else one per level."""
+    """Rows in lexicographic order: one sort when the codes pack into 63 bits, else one per
+    level.
+    """
     bits = 1
     for size in codebook_sizes:
         bits *= max(size, 1)

@@ -1,7 +1,8 @@
 """How a layer attends: the one seam between the networks and the engine.
 
-A trunk computes queries, keys and values and hands them to an `Attend`. In serving that is the engine's
-paged tree attention; in training it is `DenseAttention` below. The trunk cannot tell them apart.
+A trunk computes queries, keys and values and hands them to an `Attend`. In serving that is the
+engine's paged tree attention; in training it is `DenseAttention` below. The trunk cannot tell them
+apart.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Attend(Protocol):
 class DenseAttention:
     """Softmax attention inside one padded batch, no cache: training, and the plain path of tests.
 
-    mask: [N, N] or [B, 1, N, N] bool, true where row sees column; None: causal. dropout: probability.
+    mask: [N, N] or [B, 1, N, N] bool, true where row sees column; None: causal. dropout:
+    probability.
     """
 
     mask: Tensor | None = None

@@ -92,7 +92,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Embedded tokens to final hidden states.
 
-        x: [..., T, E]. positions: [..., T] int, broadcast against x. Returns [..., T, E], final norm applied.
+        x: [..., T, E]. positions: [..., T] int, broadcast against x. Returns [..., T, E], final
+        norm applied.
         """
         rope = Rope(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for number, layer in enumerate(self.layers):

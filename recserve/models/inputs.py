@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +31,19 @@ class NodeInputs:
 
     def select(self, index: Tensor | slice) -> NodeInputs:
         """The rows at `index`, in that order."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return NodeInputs(**{n: None if c is None else c[index] for n, c in columns.items()})
+        kept: dict[str, Any] = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            kept[f.name] = None if column is None else column[index]
+        return replace(self, **kept)
 
     @staticmethod
     def cat(parts: Sequence[NodeInputs]) -> NodeInputs:
         """Rows of all parts, in order. A column must be present in all parts or in none."""
         if len(parts) == 1:
             return parts[0]
-        columns: dict[str, Tensor | None] = {}
+        columns: dict[str, Any] = {}
         for f in fields(NodeInputs):
             values = [getattr(part, f.name) for part in parts]
             columns[f.name] = None if values[0] is None else torch.cat(values)
-        return NodeInputs(**columns)  # type: ignore[arg-type]
+        return replace(parts[0], **columns)
