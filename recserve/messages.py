@@ -1,0 +1,256 @@
+"""Bodies and answers of every route, once: HTTP, the commands and the service speak these.
+
+Decoding checks types and bounds in one pass (msgspec), which is what makes 500 candidates cheap.
+Names are the contract's: see docs/api.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+MAX_K = 1000
+MAX_BEAM_WIDTH = 1000
+MAX_HISTORY = 4096
+MAX_CANDIDATES = 4096
+MAX_EXCLUDED = 4096
+MAX_EVENTS = 1000
+MAX_BATCH = 256
+MAX_ID_LENGTH = 256
+MAX_TIMEOUT_MS = 60_000
+
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
+TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
+Moment = Annotated[datetime.datetime, Meta(tz=True)]
+
+
+class InvalidRequest(ValueError):
+    """A field is out of range. param: its place, `candidates[3].item_id`; None: the whole body."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(f"{param}: {message}" if param else message)
+        self.param = param
+
+
+class _Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class UserRef(_Body, frozen=True, kw_only=True):
+    """Whose history to read."""
+
+    id: Id
+
+
+class Exclude(_Body, frozen=True, kw_only=True):
+    """Items that must not be answered. seen: leave out what is in the user's history."""
+
+    item_ids: Annotated[list[Id], Meta(max_length=MAX_EXCLUDED)] = []
+    seen: bool = True
+
+
+class RecommendBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
+
+    beam_width: None: 50, or k where that is more. dense_weight: weight of the dense item score
+    that reranks the finished beams, None: the bundle's own.
+    """
+
+    user: UserRef | None = None
+    history: Annotated[list[Id], Meta(max_length=MAX_HISTORY)] | None = None
+    k: Annotated[int, Meta(ge=1, le=MAX_K)] = 10
+    strategy: Name = "auto"
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    dense_weight: Annotated[float, Meta(ge=0, le=100)] | None = None
+    exclude: Exclude = msgspec.field(default_factory=Exclude)
+    filter: dict[str, Any] | None = None
+    outcome: None = None
+    timeout_ms: TimeoutMs | None = None
+    request_id: RequestId | None = None
+    explain: bool = False
+
+
+class Candidate(_Body, frozen=True, kw_only=True):
+    """One item to rank. shown_at: when the user saw it; later events do not count for it."""
+
+    item_id: Id
+    features: Annotated[dict[Name, float], Meta(max_length=64)] | None = None
+    shown_at: Moment | None = None
+
+
+class RankBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/rank. sort_by: the task whose score sorts the answer, None: the model's first."""
+
+    candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=MAX_CANDIDATES)]
+    user: UserRef | None = None
+    history: Annotated[list[Id], Meta(max_length=MAX_HISTORY)] | None = None
+    scorer: Name = "auto"
+    sort_by: Name | None = None
+    timeout_ms: TimeoutMs | None = None
+    request_id: RequestId | None = None
+
+
+class RankBatchBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/rank:batch, one ranking per user."""
+
+    requests: Annotated[list[RankBody], Meta(min_length=1, max_length=MAX_BATCH)]
+    timeout_ms: TimeoutMs | None = None
+    request_id: RequestId | None = None
+
+
+class EventBody(_Body, frozen=True, kw_only=True):
+    """One event. Its values are judged row by row: a bad row does not refuse its neighbours."""
+
+    user_id: str
+    item_id: str
+    type: str | None = None
+    timestamp: str | None = None
+    event_id: str | None = None
+    value: float | None = None
+
+
+class EventsBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/events."""
+
+    events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
+    request_id: RequestId | None = None
+
+
+class TimingMs(Struct, frozen=True, kw_only=True):
+    """Milliseconds per stage; `features` is history, encoding and ids, `total` the whole of it."""
+
+    queue: float = 0.0
+    features: float = 0.0
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+
+
+class Envelope(Struct, frozen=True, kw_only=True):
+    """What every answer of a model carries."""
+
+    request_id: str
+    strategy: str
+    exact: bool
+    rounds: int
+    model_version: str
+    catalog_version: str
+    experiment: None = None
+    degraded: list[str]
+    attribution_token: str
+    timing_ms: TimingMs
+
+
+class RecommendedItem(Struct, frozen=True, kw_only=True):
+    """score: sum of log-probabilities over the levels; None where `source` is not `model`."""
+
+    item_id: str
+    score: float | None
+    rank: int
+    source: str
+    semantic_id: list[int] | UnsetType = UNSET
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """Work behind an answer: events read and used, root tokens cached and computed, tree nodes."""
+
+    history_events: int
+    history_used: int
+    root_tokens_cached: int
+    root_tokens_computed: int
+    forwards: int
+    nodes: int
+
+
+class RecommendAnswer(Envelope, frozen=True, kw_only=True):
+    """A slate, best first."""
+
+    items: list[RecommendedItem]
+    explanation: Explanation | UnsetType = UNSET
+
+
+class RankedItem(Struct, frozen=True, kw_only=True):
+    """score: the sorting task's. scores: one per task."""
+
+    item_id: str
+    score: float
+    rank: int
+    scores: dict[str, float]
+
+
+class RankAnswer(Envelope, frozen=True, kw_only=True):
+    """Candidates by score, best first; `missing_item_ids` are the unknown ones."""
+
+    scorer: str
+    items: list[RankedItem]
+    missing_item_ids: list[str]
+
+
+class ErrorDetail(Struct, frozen=True, kw_only=True):
+    """param: the field at fault; code: a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Struct, frozen=True, kw_only=True):
+    """The one shape of every error."""
+
+    error: ErrorDetail
+
+
+class RankBatchAnswer(Struct, frozen=True, kw_only=True):
+    """One ranking, or one error, per request, in their order."""
+
+    request_id: str
+    results: list[RankAnswer | ErrorAnswer]
+
+
+class Rejection(Struct, frozen=True, kw_only=True):
+    """Why the event at `index` was not stored."""
+
+    index: int
+    reason: str
+
+
+class EventsAnswer(Struct, frozen=True, kw_only=True):
+    """What became of each event."""
+
+    accepted: int
+    duplicates: int
+    rejected: list[Rejection]
+
+
+class HistoryEvent(Struct, frozen=True, kw_only=True):
+    """timestamp: RFC 3339; None where the event came with a position only."""
+
+    item_id: str
+    type: str
+    timestamp: str | None
+
+
+class HistoryAnswer(Struct, frozen=True, kw_only=True):
+    """A user's events, oldest first."""
+
+    user_id: str
+    events: list[HistoryEvent]
+
+
+class ItemAnswer(Struct, frozen=True, kw_only=True):
+    """One item of the catalogue."""
+
+    item_id: str
+    title: str | None
+    categories: list[str]
+    attributes: dict[str, Any]
+    semantic_id: list[int]
+    popularity: float
+    catalog_version: str

@@ -1,0 +1,1 @@
+"""HTTP: routes, errors, the worker behind them and the playground page."""

@@ -1,0 +1,80 @@
+"""Bodies: what is refused, and that the message names field, bound and what came."""
+
+import msgspec
+import pytest
+
+from recserve.messages import InvalidRequest, RankBody, RecommendBody
+from recserve.server.decoding import MalformedBody, decode
+
+RECOMMEND = msgspec.json.Decoder(RecommendBody)
+RANK = msgspec.json.Decoder(RankBody)
+
+
+@pytest.mark.parametrize(
+    "raw, param, words",
+    [
+        ('{"k": 5000}', "k", ("1000", "5000")),
+        ('{"k": 0}', "k", (">= 1", "got 0")),
+        ('{"k": "x"}', "k", ("int", "str")),
+        ('{"beam_width": 1001}', "beam_width", ("1000", "1001")),
+        ('{"bean_width": 5}', "bean_width", ("did you mean beam_width",)),
+        ('{"exclude": {"sen": true}}', "exclude.sen", ("did you mean seen",)),
+        ('{"user": {}}', "user.id", ("required",)),
+        ('{"user": {"id": ""}}', "user.id", (">= 1", 'got ""')),
+        ('{"history": ["a", "%s"]}' % ("b" * 300), "history[1]", ("256", "length 300")),
+        ('{"timeout_ms": 0}', "timeout_ms", ("got 0",)),
+        ('{"request_id": "a b"}', "request_id", ("a b",)),
+        ('{"outcome": "click"}', "outcome", ("null",)),
+        ("[]", None, ("object", "array")),
+        ('{"filter":' + '{"not":' * 50_000 + "1" + "}" * 50_001, None, ("too deep",)),
+    ],
+)
+def test_recommend_body_names_field_bound_and_value(raw, param, words):
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RECOMMEND, raw.encode())
+    assert caught.value.param == param
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw, param, words",
+    [
+        ('{"candidates": []}', "candidates", (">= 1", "length 0")),
+        ("{}", "candidates", ("required",)),
+        ('{"candidates": [{"item_id": "a"}, {"id": "a"}]}', "candidates[1].id", ("item_id",)),
+        (
+            '{"candidates": [{"item_id": "a", "shown_at": "2026-01-01T00:00:00"}]}',
+            "candidates[0].shown_at",
+            ("timezone", "2026-01-01T00:00:00"),
+        ),
+        (
+            '{"candidates": [' + ",".join(['{"item_id": "a"}'] * 4097) + "]}",
+            "candidates",
+            ("4096", "4097"),
+        ),
+    ],
+)
+def test_rank_body_names_field_bound_and_value(raw, param, words):
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RANK, raw.encode())
+    assert caught.value.param == param
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"k": 1} x', b'{"k": NaN}', b'{"strategy": "\xff"}'])
+def test_what_is_not_json_is_malformed(raw):
+    with pytest.raises(MalformedBody):
+        decode(RECOMMEND, raw)
+
+
+def test_number_out_of_range_is_not_an_internal_error():
+    with pytest.raises(InvalidRequest):
+        decode(RANK, b'{"candidates": [{"item_id": "a", "features": {"x": 1e400}}]}')
+
+
+def test_long_values_are_not_echoed_whole():
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RECOMMEND, b'{"strategy": "%s"}' % (b"s" * 100_000))
+    assert len(str(caught.value)) < 300
