@@ -1,0 +1,261 @@
+"""The MTGR ranker: one root per user, one token per candidate, HSTU-style layers, task heads.
+
+A candidate's logits depend on its own row, the rows of the root it may see and constants, never on
+the other candidates: the normaliser of the attention is a constant and every norm is per token.
+Source: MTGR, arXiv 2505.18654, section 3; HSTU layers, arXiv 2402.17152.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recserve.models.attention import Attend
+from recserve.models.inputs import NodeInputs
+
+PROFILE, LONG, RECENT, CANDIDATE = range(4)
+NUM_GROUPS = 4
+SIZES = ("num_", "vector_size", "dense_size", "hidden_size", "head_dim", "max_positions")
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class RankerConfig:
+    """Sizes of a ranker.
+
+    num_items: rows with an id embedding of their own; later rows live on their vector alone.
+    vector_size: width of the item vectors. dense_size: width of `NodeInputs.dense`.
+    num_types: event types. max_positions: positions from here on share one embedding.
+    normalizer: constant of the silu attention.
+    id_dropout: share of item tokens that train without their id embedding, so that new items work.
+    Raises ValueError where a size is below 1 or a probability is outside [0, 1).
+    """
+
+    num_items: int
+    vector_size: int
+    dense_size: int
+    num_types: int = 1
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    head_dim: int = 32
+    max_positions: int = 512
+    normalizer: float = 32.0
+    norm_eps: float = 1e-6
+    dropout: float = 0.1
+    id_dropout: float = 0.2
+    tasks: tuple[str, ...] = ("click", "conversion")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        for name, value in self.to_dict().items():
+            if name.startswith(SIZES) and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name in ("dropout", "id_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.normalizer <= 0:
+            raise ValueError(f"normalizer is {self.normalizer}; it must be above 0")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks are {self.tasks}; name at least one, each once")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; `RankerConfig(**d)` reads it back."""
+        return asdict(self)
+
+
+class GroupLayerNorm(nn.Module):
+    """LayerNorm with a gain and a bias per token group."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(NUM_GROUPS, size))
+        self.bias = nn.Parameter(torch.zeros(NUM_GROUPS, size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+        """x [..., T, E], groups [..., T] -> [..., T, E]."""
+        normed = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return torch.addcmul(F.embedding(groups, self.bias), normed, F.embedding(groups, self.gain))
+
+
+class RankerLayer(nn.Module):
+    """x + MLP(GroupLN(attention * U)); one projection with SiLU gives Q, K, V, U. No softmax."""
+
+    def __init__(self, config: RankerConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.shape = (4, config.num_heads, config.head_dim)
+        self.input_norm = GroupLayerNorm(size, config.norm_eps)
+        self.qkvu = nn.Linear(size, 4 * inner)
+        self.mixed_norm = GroupLayerNorm(inner, config.norm_eps)
+        self.output = nn.Sequential(
+            nn.Linear(inner, size), nn.SiLU(), nn.Dropout(config.dropout), nn.Linear(size, size)
+        )
+
+    def forward(self, x: Tensor, groups: Tensor, layer: int, attend: Attend) -> Tensor:
+        """x [..., T, E], groups [..., T] -> [..., T, E]."""
+        projected = F.silu(self.qkvu(self.input_norm(x, groups)))
+        query, key, value, gate = projected.view(*x.shape[:-1], *self.shape).unbind(-3)
+        mixed = (attend(layer, query, key, value) * gate).flatten(-2)
+        update: Tensor = self.output(self.mixed_norm(mixed, groups))
+        return x + update
+
+
+class Ranker(nn.Module):
+    """Embeddings, layers and task heads. Attention comes from outside, as for the decoder trunk."""
+
+    item_vectors: Tensor
+    item_table: Tensor | None
+
+    def __init__(self, config: RankerConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.id_embedding = nn.Embedding(config.num_items, size)
+        self.vector_projection = nn.Linear(config.vector_size, size, bias=False)
+        self.group_embedding = nn.Embedding(NUM_GROUPS, size)
+        self.type_embedding = nn.Embedding(config.num_types + 1, size)
+        self.position_embedding = nn.Embedding(config.max_positions, size)
+        self.dense_projection = nn.Linear(config.dense_size, size, bias=False)
+        self.mixer = nn.Sequential(nn.Linear(size, 2 * size), nn.SiLU(), nn.Linear(2 * size, size))
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(RankerLayer(config) for _ in range(config.num_layers))
+        self.norm = GroupLayerNorm(size, config.norm_eps)
+        self.head = nn.Sequential(
+            nn.Linear(size, size), nn.SiLU(), nn.Linear(size, len(config.tasks))
+        )
+        for table in (self.id_embedding, self.type_embedding, self.position_embedding):
+            nn.init.normal_(table.weight, std=0.02)
+        self.register_buffer("dense_mean", torch.zeros(config.dense_size))
+        self.register_buffer("dense_scale", torch.ones(config.dense_size))
+        self.register_buffer("item_vectors", torch.zeros(0, config.vector_size), persistent=False)
+        self.register_buffer("item_table", None, persistent=False)
+
+    def bind_items(self, vectors: Tensor) -> None:
+        """Attach the catalogue's item vectors [I, F]; they are not saved with the weights.
+
+        I may exceed `config.num_items`: items that came after training have no id embedding.
+        Raises ValueError if F differs from `config.vector_size` or I is below `config.num_items`.
+        """
+        c = self.config
+        if vectors.ndim != 2 or vectors.shape[1] != c.vector_size:
+            raise ValueError(
+                f"item vectors have shape {tuple(vectors.shape)}; expected [I, {c.vector_size}]"
+            )
+        if vectors.shape[0] < c.num_items:
+            raise ValueError(
+                f"{vectors.shape[0]} item vectors, but {c.num_items} items were trained"
+            )
+        self.item_vectors = vectors.to(self.vector_projection.weight)
+        self.item_table = None
+
+    @torch.no_grad()
+    def freeze_items(self) -> None:
+        """Compute all item embeddings [I, E] once, for serving; `train()` drops them again."""
+        table = self.vector_projection(self.item_vectors)
+        table[: self.config.num_items] += self.id_embedding.weight
+        self.item_table = table
+
+    def train(self, mode: bool = True) -> Ranker:
+        """Switch to training or back; training drops the frozen item embeddings, they go stale."""
+        if mode:
+            self.item_table = None
+        super().train(mode)
+        return self
+
+    @torch.no_grad()
+    def fit_dense(self, mean: Tensor, deviation: Tensor) -> None:
+        """Standardise the dense columns. mean, deviation [dense_size]; deviation 0 counts as 1."""
+        self.get_buffer("dense_mean").copy_(mean)
+        self.get_buffer("dense_scale").copy_(1 / deviation.where(deviation > 1e-6, 1.0))
+
+    def embed(self, inputs: NodeInputs) -> Tensor:
+        """Rows to embeddings, each from its own columns alone.
+
+        inputs: n rows (any leading shape, the same in all columns); every column is required.
+        `times` holds the position in the root. Returns [n, E].
+        Raises ValueError where a column is missing.
+        """
+        groups, types, positions = inputs.groups, inputs.types, inputs.times
+        if groups is None or types is None or positions is None or inputs.dense is None:
+            raise ValueError("the ranker needs tokens, groups, types, times and dense; one is None")
+        dense = (inputs.dense - self.get_buffer("dense_mean")) * self.get_buffer("dense_scale")
+        last = self.config.max_positions - 1
+        x = self._items(inputs.tokens) * (groups != PROFILE)[..., None]
+        x = x + self.group_embedding(groups) + self.type_embedding(types)
+        x = x + self.position_embedding(positions.clamp(max=last)) + self.dense_projection(dense)
+        embedded: Tensor = self.dropout(x + self.mixer(x))
+        return embedded
+
+    def _items(self, rows: Tensor) -> Tensor:
+        if self.item_table is not None:
+            return F.embedding(rows, self.item_table)
+        known = rows < self.config.num_items
+        if self.training and self.config.id_dropout:
+            known &= torch.rand(rows.shape, device=rows.device) >= self.config.id_dropout
+        ids: Tensor = self.id_embedding(rows.clamp(max=self.config.num_items - 1))
+        projected: Tensor = self.vector_projection(F.embedding(rows, self.item_vectors))
+        return ids * known[..., None] + projected
+
+    def forward(self, x: Tensor, groups: Tensor, attend: Attend) -> Tensor:
+        """x [..., T, E] embedded rows, groups [..., T] -> [..., T, E], final norm applied."""
+        for number, layer in enumerate(self.layers):
+            x = layer(x, groups, number, attend)
+        hidden: Tensor = self.norm(x, groups)
+        return hidden
+
+    def heads(self, hidden: Tensor) -> Tensor:
+        """hidden [..., E] of candidates -> [..., tasks] logits, in the order of `config.tasks`."""
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def node_inputs(columns: Mapping[str, np.ndarray]) -> NodeInputs:
+    """Numpy columns (tokens, groups, types, times, dense) as tensors; nothing is copied."""
+    return NodeInputs(**{name: torch.from_numpy(column) for name, column in columns.items()})
+
+
+def save_ranker(model: Ranker, directory: str | Path) -> None:
+    """Write config.json and model.safetensors; a file is replaced whole or not at all."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
+    }
+    save_file(tensors, folder / f"{WEIGHTS_FILE}.new")
+    (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(model.config.to_dict(), indent=1))
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        os.replace(folder / f"{name}.new", folder / name)
+
+
+def load_ranker(
+    directory: str | Path, vectors: np.ndarray | Tensor, device: torch.device | str = "cpu"
+) -> Ranker:
+    """Read a saved ranker, ready to score: in eval mode, item embeddings frozen.
+
+    vectors [I, F]: item vectors of the catalogue version to answer from.
+    Raises ValueError where a file is missing, damaged or does not fit the other.
+    """
+    folder = Path(directory)
+    try:
+        model = Ranker(RankerConfig(**json.loads((folder / CONFIG_FILE).read_text())))
+        model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+    except (OSError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{folder} holds no usable ranker: {error}") from error
+    model.bind_items(torch.as_tensor(vectors, dtype=torch.float32))
+    model = model.to(device).eval()
+    model.freeze_items()
+    return model
