@@ -1,0 +1,148 @@
+"""Settings of `recserve serve`, one schema: flag over RECSERVE_* environment over YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+ENV_PREFIX = "RECSERVE_"
+MIN_KEY_LENGTH = 16
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or out of range; the message names it, its bound and what came."""
+
+
+class ServerConfig(BaseSettings):
+    """What `recserve serve` can be told.
+
+    store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. api_keys: a client
+    sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
+    unless `insecure`. signing_key: signs attribution tokens; None: drawn at start, so that tokens
+    do not outlive the process. max_queue: requests waiting for the engine before 429.
+    drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
+    listening. threads: of torch, None: its own choice.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    bundle: Path
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    store: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    insecure: bool = False
+    signing_key: SecretStr | None = None
+    max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
+    default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
+    max_queue: int = Field(1024, ge=1, le=1_000_000)
+    drain_delay_s: float = Field(0.5, ge=0, le=600)
+    drain_timeout_s: float = Field(30.0, ge=0, le=3600)
+    threads: int | None = Field(None, ge=1, le=1024)
+    access_log: bool = False
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        """The environment gives one string: keys between commas."""
+        return (
+            [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
+        )
+
+    @field_validator("api_keys", "signing_key")
+    @classmethod
+    def _long_enough(cls, value: Any) -> Any:
+        for key in value if isinstance(value, tuple) else (value,) if value else ():
+            length = len(key.get_secret_value())
+            if length < MIN_KEY_LENGTH:
+                raise ValueError(f"a key needs {MIN_KEY_LENGTH} characters or more, got {length}")
+        return value
+
+    @model_validator(mode="after")
+    def _guarded(self) -> ServerConfig:
+        if not (is_loopback(self.host) or self.api_keys or self.insecure):
+            raise ValueError(
+                f"host {self.host} can be reached from outside and no api_keys are set; "
+                "set api_keys, bind 127.0.0.1, or say insecure: true"
+            )
+        return self
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
+        """Settings from flags (None: not given), the environment and a YAML file, in this order.
+
+        Raises ConfigError for an unreadable file, an unknown key or a value out of range.
+        """
+        for name in os.environ:
+            if name.upper().startswith(ENV_PREFIX):
+                key = name[len(ENV_PREFIX) :].lower()
+                if key not in cls.model_fields:
+                    raise ConfigError(f"environment: {_unknown(key, name)}")
+        if file is not None and not file.is_file():
+            raise ConfigError(f"config file {file} does not exist")
+
+        class _WithFile(cls):  # type: ignore[misc, valid-type]
+            @classmethod
+            def settings_customise_sources(
+                cls,
+                settings_cls: type[BaseSettings],
+                init_settings: PydanticBaseSettingsSource,
+                env_settings: PydanticBaseSettingsSource,
+                dotenv_settings: PydanticBaseSettingsSource,
+                file_secret_settings: PydanticBaseSettingsSource,
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                yaml = YamlConfigSettingsSource(settings_cls, yaml_file=file)
+                return init_settings, env_settings, yaml
+
+        try:
+            loaded = _WithFile(**{k: v for k, v in flags.items() if v is not None})
+        except ValidationError as error:
+            raise ConfigError("; ".join(_words(e) for e in error.errors())) from None
+        except Exception as error:
+            raise ConfigError(f"config file {file} cannot be read: {error}") from None
+        return cls.model_construct(**{name: getattr(loaded, name) for name in cls.model_fields})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _unknown(key: str, shown: str) -> str:
+    near = difflib.get_close_matches(key, ServerConfig.model_fields, 1)
+    hint = (
+        f"did you mean {near[0]}?" if near else f"there are {', '.join(ServerConfig.model_fields)}"
+    )
+    return f"unknown key {shown}; {hint}"
+
+
+def _words(error: Any) -> str:
+    """One of pydantic's findings as: setting, bound, what came."""
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return _unknown(name, name)
+    if error["type"] == "missing":
+        return f"{name}: is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message}, got {str(error['input'])[:80]!r}"

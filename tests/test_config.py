@@ -1,0 +1,94 @@
+"""Settings: precedence, unknown keys, bounds, and the refusal to stand open."""
+
+from pathlib import Path
+
+import pytest
+
+from recserve.config import ConfigError, ServerConfig, is_loopback
+
+KEY = "a-key-of-sixteen"
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("RECSERVE_"):
+            monkeypatch.delenv(name)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "recserve.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_flag_over_environment_over_file(tmp_path, monkeypatch):
+    file = written(tmp_path, "bundle: from_file\nport: 1\nhost: 127.0.0.3\nmax_queue: 7\n")
+    monkeypatch.setenv("RECSERVE_PORT", "2")
+    monkeypatch.setenv("RECSERVE_HOST", "127.0.0.2")
+    config = ServerConfig.load({"host": "127.0.0.1", "store": None}, file)
+    assert (config.host, config.port, config.max_queue) == ("127.0.0.1", 2, 7)
+    assert config.bundle == Path("from_file")
+    assert type(config) is ServerConfig
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("bundle: b\nprot: 9\n", ("prot", "did you mean port")),
+        ("bundle: b\nport: 70000\n", ("port", "65535", "70000")),
+        ("bundle: b\ndrain_delay_s: -1\n", ("drain_delay_s", "0", "-1")),
+        ("bundle: b\ndevice: tpu\n", ("device", "cuda", "tpu")),
+        ("port: 9\n", ("bundle", "required")),
+        ("bundle: b\napi_keys: [short]\n", ("api_keys", "16", "5")),
+        ("bundle: [\n", ("recserve.yaml",)),
+        ("- a\n", ("recserve.yaml",)),
+    ],
+)
+def test_bad_file_names_key_bound_and_value(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig.load({}, written(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unknown_environment_names_the_near_one(monkeypatch):
+    monkeypatch.setenv("RECSERVE_STROE", "lmdb:x")
+    with pytest.raises(ConfigError, match="did you mean store"):
+        ServerConfig.load({"bundle": "b"})
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        ServerConfig.load({"bundle": "b"}, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_open_address_needs_keys_or_a_word(host):
+    with pytest.raises(ConfigError, match="api_keys"):
+        ServerConfig.load({"bundle": "b", "host": host})
+    assert ServerConfig.load({"bundle": "b", "host": host, "insecure": True}).host == host
+    assert ServerConfig.load({"bundle": "b", "host": host, "api_keys": (KEY,)}).host == host
+
+
+def test_keys_from_the_environment_and_never_printed(monkeypatch):
+    monkeypatch.setenv("RECSERVE_API_KEYS", f"{KEY}, another-key-of-24-chars")
+    config = ServerConfig.load({"bundle": "b"})
+    assert [k.get_secret_value() for k in config.api_keys] == [KEY, "another-key-of-24-chars"]
+    assert KEY not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "host, yes",
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("127.9.9.9", True),
+        ("10.0.0.1", False),
+    ],
+)
+def test_is_loopback(host, yes):
+    assert is_loopback(host) is yes
