@@ -1,0 +1,135 @@
+"""Prometheus collectors, named as in docs/api.md; every label comes from a closed set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from recserve.messages import TimingMs
+
+STAGES = ("queue", "features", "prefill", "draft", "verify", "total")
+ARMS = ("none",)
+SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What is read from the engine at scrape time.
+
+    queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
+    """
+
+    queue_depth: int = 0
+    kv_pages: Mapping[str, int] = field(default_factory=dict)
+    prefix_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+class _EngineCollector(Collector):
+    """Asks for the engine's figures when Prometheus asks, so that its loop counts nothing."""
+
+    def __init__(self, read: Callable[[], Gauges | None]) -> None:
+        self.read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return self._families(Gauges())
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = self.read()
+        if gauges is not None:
+            yield from self._families(gauges)
+
+    @staticmethod
+    def _families(gauges: Gauges) -> Iterator[Metric]:
+        depth = GaugeMetricFamily("recserve_queue_depth", "Requests waiting for the engine")
+        depth.add_metric([], gauges.queue_depth)
+        yield depth
+        pages = GaugeMetricFamily("recserve_kv_pages", "Pages of the KV pool", labels=["state"])
+        for state, count in gauges.kv_pages.items():
+            pages.add_metric([state], count)
+        yield pages
+        tokens = CounterMetricFamily(
+            "recserve_prefix_cache_tokens",
+            "Root tokens found in the prefix cache or not",
+            labels=["result"],
+        )
+        for result, count in gauges.prefix_tokens.items():
+            tokens.add_metric([result], count)
+        yield tokens
+
+
+class Metrics:
+    """The collectors of one server. A route or reason outside its set counts as `other`."""
+
+    def __init__(
+        self,
+        routes: Iterable[str],
+        strategies: Iterable[str],
+        reasons: Iterable[str],
+        engine: Callable[[], Gauges | None],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.routes, self.strategies = frozenset(routes), frozenset(strategies)
+        self.reasons = frozenset(reasons)
+        self.request_seconds = Histogram(
+            "recserve_request_seconds",
+            "Time from the first byte of a request to the last of its answer",
+            ["route", "strategy", "arm"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.stage_seconds = Histogram(
+            "recserve_stage_seconds",
+            "Time a request spent in a stage",
+            ["stage"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.failed = Counter(
+            "recserve_requests_failed",
+            "Requests that got no answer of a model",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.rounds = Histogram(
+            "recserve_recommend_rounds",
+            "Tree forwards per recommendation",
+            buckets=ROUNDS,
+            registry=self.registry,
+        )
+        self.illegal_items = Counter(
+            "recserve_illegal_items",
+            "Items the engine returned that do not exist or were excluded; must stay 0",
+            registry=self.registry,
+        )
+        # A reason that never happened must still be there to alert on.
+        for reason in self.reasons:
+            self.failed.labels(reason)
+        self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+        self.registry.register(_EngineCollector(engine))
+
+    def request(self, route: str | None, strategy: str, seconds: float) -> None:
+        """Count one request; `strategy` is `none` where no model answered."""
+        known = route if route in self.routes else "other"
+        used = strategy if strategy in self.strategies else "none"
+        self.request_seconds.labels(known, used, ARMS[0]).observe(seconds)
+
+    def failure(self, reason: str) -> None:
+        """Count one failed request."""
+        self.failed.labels(reason if reason in self.reasons else "other").inc()
+
+    def stages(self, timing: TimingMs) -> None:
+        """Count the stages of one answered request."""
+        for stage, histogram in self._stages.items():
+            histogram.observe(getattr(timing, stage) / 1e3)
+
+    def page(self) -> bytes:
+        """All collectors in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,125 @@
+"""The one table from exception class to HTTP status, and the one shape of every error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.features.history import CorruptHistory, StoreUnavailable
+from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
+from recserve.server.decoding import MalformedBody
+from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+
+
+class BodyTooLarge(ValueError):
+    """The body is longer than the server reads."""
+
+
+class Unauthorized(PermissionError):
+    """No valid key came with the request."""
+
+
+class CrossSite(PermissionError):
+    """A page of another site made a browser send this."""
+
+
+class NotReady(RuntimeError):
+    """The server is loading, draining or broken."""
+
+
+class ClientGone(ConnectionError):
+    """The client closed the connection before its answer was ready."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """status: of HTTP. type, code: words of the answer. reason: label of the failure counter.
+
+    message: what the client reads; None: the exception's own words, which are written for clients.
+    """
+
+    status: int
+    type: str
+    code: str
+    reason: str
+    message: str | None = None
+
+
+INTERNAL = Row(500, "server_error", "internal", "internal", "internal error")
+TABLE: dict[type[Exception], Row] = {
+    MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
+    Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
+    CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
+    UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
+    UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
+    BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
+    InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
+    QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
+    CorruptHistory: Row(
+        500,
+        "server_error",
+        "corrupt_history",
+        "features_down",
+        "the stored history of this user is damaged; delete the user to start anew",
+    ),
+    NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
+    ServiceClosed: Row(
+        503, "unavailable_error", "not_ready", "not_ready", "the server is shutting down"
+    ),
+    StoreUnavailable: Row(
+        503,
+        "unavailable_error",
+        "history_unavailable",
+        "features_down",
+        "the history store does not answer",
+    ),
+    DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
+}
+# What routing itself refuses: unknown path, wrong method.
+ROUTING: dict[int, Row] = {
+    404: Row(404, "not_found_error", "unknown_route", "not_found", "no such route"),
+    405: Row(405, "invalid_request_error", "method_not_allowed", "not_found", "wrong method"),
+}
+REASONS = tuple(sorted({r.reason for r in (*TABLE.values(), *ROUTING.values(), INTERNAL)}))
+
+
+def row_of(error: BaseException) -> Row:
+    """The table's row of an exception, by its nearest class; anything else is internal."""
+    if isinstance(error, HTTPException):
+        return ROUTING.get(error.status_code, INTERNAL)
+    for kind in type(error).__mro__:
+        if kind in TABLE:
+            return TABLE[kind]
+    return INTERNAL
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """The body of an error, without any internal name."""
+    row = row_of(error)
+    message = row.message or str(error) or row.code.replace("_", " ")
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return ErrorAnswer(
+        error=ErrorDetail(message=message, type=row.type, param=param, code=row.code)
+    )
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer of an error, with the headers that belong to its status."""
+    row = row_of(error)
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif row.status == 503:
+        headers["Retry-After"] = "1"
+    elif row.status == 401:
+        headers["WWW-Authenticate"] = 'Basic realm="recserve: any name, a key as password"'
+    elif isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
+        headers["Allow"] = error.headers["Allow"]
+    body = msgspec.json.encode(error_answer(error))
+    return Response(body, row.status, headers, "application/json")

@@ -1,0 +1,15 @@
+"""Failures a client can cause or meet, each a class of its own."""
+
+from __future__ import annotations
+
+
+class UnknownItem(LookupError):
+    """The item is not in the catalogue."""
+
+
+class UnknownModel(LookupError):
+    """The bundle holds no such model."""
+
+
+class ServiceClosed(RuntimeError):
+    """The service has been closed."""
