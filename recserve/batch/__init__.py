@@ -1,0 +1,1 @@
+"""Answers for many users at once: Parquet in, Parquet out."""

@@ -1,0 +1,174 @@
+"""The callable of a batch job: a table of users in, slates and refused rows out.
+
+It knows no file, so that any runner that maps tables can use it: the local one or a cluster's.
+Columns in: `user_id` and, per row and optional, `history`, `k`, `strategy`, `exclude_seen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from recserve.features.parquet import column, is_text
+from recserve.messages import MAX_K, InvalidRequest, RecommendAnswer, RecommendBody
+
+ANSWERS = pa.schema(
+    [
+        pa.field("user_id", pa.string(), nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("item_id", pa.string(), nullable=False),
+        pa.field("score", pa.float32()),
+        pa.field("strategy", pa.string(), nullable=False),
+        pa.field("model_version", pa.string(), nullable=False),
+        pa.field("catalog_version", pa.string(), nullable=False),
+    ]
+)
+ERRORS = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("user_id", pa.string()),
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+
+
+def _is_text_list(kind: Any) -> bool:
+    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and is_text(kind.value_type)
+
+
+COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "user_id": (is_text, "string"),
+    "history": (_is_text_list, "list<string>"),
+    "k": (pa.types.is_integer, "an integer"),
+    "strategy": (is_text, "string"),
+    "exclude_seen": (pa.types.is_boolean, "bool"),
+}
+
+Recommend = Callable[[Sequence[RecommendBody]], Sequence[RecommendAnswer | Exception]]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a row gets that does not say it itself. Raises ValueError if k is out of range."""
+
+    k: int = 50
+    strategy: str = "auto"
+    exclude_seen: bool = True
+    beam_width: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= MAX_K:
+            raise ValueError(f"k is {self.k}; it must be from 1 to {MAX_K}")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """answers: schema ANSWERS, users in the order of the input. errors: schema ERRORS."""
+
+    answers: pa.Table
+    errors: pa.Table
+
+
+def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
+    """Names of the columns that nothing reads.
+
+    schema: Arrow schema of the input. Raises SchemaError, naming file and column, if `user_id` is
+    missing or a known column has another type.
+    """
+    empty = schema.empty_table()
+    for name, (accepts, expected) in COLUMNS.items():
+        if name == "user_id" or name in schema.names:
+            column(empty, path, name, accepts, expected)
+    return tuple(name for name in schema.names if name not in COLUMNS)
+
+
+class Generator:
+    """Slates for a table of users.
+
+    recommend: bodies to answers in the same order, an exception in the place of a refused body.
+    in_flight: bodies given to it at once.
+    """
+
+    def __init__(self, recommend: Recommend, defaults: Defaults, in_flight: int = 64) -> None:
+        if in_flight < 1:
+            raise ValueError(f"in_flight is {in_flight}; at least 1 request must be under way")
+        self.recommend = recommend
+        self.defaults = defaults
+        self.in_flight = in_flight
+
+    def __call__(
+        self, users: pa.Table, first_row: int = 0, done: Callable[[int], None] | None = None
+    ) -> Generated:
+        """users: checked by check_schema. first_row: input row of its first row, for the errors.
+
+        done: told the number of rows after each group of requests.
+        """
+        answers: list[tuple[str, RecommendAnswer]] = []
+        errors: list[dict[str, Any]] = []
+        for start, rows in self._groups(users):
+            bodies: list[RecommendBody] = []
+            numbers: list[int] = []
+            for i, row in enumerate(rows):
+                try:
+                    bodies.append(self._body(row))
+                    numbers.append(i)
+                except ValueError as error:
+                    errors.append(_refused(first_row + start + i, row, error))
+            for i, result in zip(numbers, self.recommend(bodies), strict=True):
+                if isinstance(result, Exception):
+                    errors.append(_refused(first_row + start + i, rows[i], result))
+                else:
+                    answers.append((rows[i]["user_id"], result))
+            if done is not None:
+                done(len(rows))
+        errors.sort(key=lambda error: error["row"])
+        return Generated(_answer_table(answers), pa.Table.from_pylist(errors, schema=ERRORS))
+
+    def _groups(self, users: pa.Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        known = users.select([name for name in users.column_names if name in COLUMNS])
+        for start in range(0, users.num_rows, self.in_flight):
+            yield start, known.slice(start, self.in_flight).to_pylist()
+
+    def _body(self, row: dict[str, Any]) -> RecommendBody:
+        """The request of one row. Raises ValueError for a null id or a value out of range."""
+        if row["user_id"] is None:
+            raise ValueError("user_id: is null")
+
+        def given(name: str, default: Any) -> Any:
+            value = row.get(name)
+            return default if value is None else value
+
+        try:
+            return msgspec.convert(
+                {
+                    "user": {"id": row["user_id"]},
+                    "history": row.get("history"),
+                    "k": given("k", self.defaults.k),
+                    "strategy": given("strategy", self.defaults.strategy),
+                    "beam_width": self.defaults.beam_width,
+                    "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
+                },
+                RecommendBody,
+            )
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(None, str(error)) from None
+
+
+def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, Any]:
+    return {"row": number, "user_id": row["user_id"], "reason": str(error)}
+
+
+def _answer_table(answers: list[tuple[str, RecommendAnswer]]) -> pa.Table:
+    rows = [
+        (user, item.rank, item.item_id, item.score, a.strategy, a.model_version, a.catalog_version)
+        for user, a in answers
+        for item in a.items
+    ]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(ANSWERS)
+    arrays = [pa.array(values, kind) for values, kind in zip(columns, ANSWERS.types, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=ANSWERS)

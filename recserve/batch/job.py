@@ -1,0 +1,192 @@
+"""A batch job on one machine: input file to parts, one manifest line per part, all or nothing.
+
+Everything is written into a folder beside the output and renamed at the end, so that whoever reads
+the output never sees half a job. Part names and bytes depend on input, bundle and options only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recserve.batch.generate import Generated, Generator, check_schema
+from recserve.features.parquet import SchemaError
+
+MANIFEST = "_manifest.jsonl"
+ERRORS_FOLDER = "_errors"
+
+
+class OutputExists(ValueError):
+    """The output is there already and may not be replaced."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. rows_per_part: input rows of a part. overwrite: replace an earlier job's output.
+
+    Raises ValueError if rows_per_part is below 1.
+    """
+
+    input: Path
+    output: Path
+    rows_per_part: int = 20_000
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows_per_part < 1:
+            raise ValueError(f"rows_per_part is {self.rows_per_part}; a part needs at least 1 row")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the manifest. first_row, users: its input rows. rows: its answer rows."""
+
+    part: str
+    first_row: int
+    users: int
+    rows: int
+    errors: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the job is: input rows done and in all, refused rows, seconds since the start."""
+
+    done: int
+    total: int
+    errors: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the job did. unused_columns: input columns that nothing reads."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+    unused_columns: tuple[str, ...]
+
+    @property
+    def users(self) -> int:
+        """Input rows."""
+        return sum(part.users for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Answer rows."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def errors(self) -> int:
+        """Refused input rows."""
+        return sum(part.errors for part in self.parts)
+
+
+def check(job: Job) -> tuple[int, tuple[str, ...]]:
+    """Rows of the input and its unused columns; call it before a model is loaded.
+
+    Raises SchemaError for an input that cannot be read or has wrong columns, OutputExists if the
+    output is there and is neither empty nor an earlier job's that may be replaced.
+    """
+    if not job.input.is_file():
+        raise SchemaError(f"{job.input}: no such file")
+    try:
+        with pq.ParquetFile(job.input) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise SchemaError(f"{job.input}: not a readable Parquet file ({error})") from error
+    unused = check_schema(schema, job.input)
+    if rows == 0:
+        raise SchemaError(f"{job.input}: the file has no rows; expected at least one")
+    free = not job.output.exists() or (job.output.is_dir() and not any(job.output.iterdir()))
+    replaceable = job.overwrite and (job.output / MANIFEST).is_file()
+    if not free and not replaceable:
+        hint = f"it holds no {MANIFEST}" if job.overwrite else "an earlier job's needs --overwrite"
+        raise OutputExists(f"{job.output} is there and not empty; name another folder ({hint})")
+    return rows, unused
+
+
+def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> Report:
+    """The whole job. Raises what `check` and the generator raise; then no output is left."""
+    total, unused = check(job)
+    started = time.monotonic()
+    done = errors = 0
+
+    def tell(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(Progress(done, total, errors, time.monotonic() - started))
+
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{job.output.name}-", dir=job.output.parent))
+    parts: list[Part] = []
+    try:
+        with (folder / MANIFEST).open("w", encoding="utf-8") as manifest:
+            for number, (first_row, users) in enumerate(_slices(job)):
+                generated = generate(users, first_row, tell)
+                errors += generated.errors.num_rows
+                parts.append(
+                    _write(folder, f"part-{number:05d}.parquet", first_row, users, generated)
+                )
+                manifest.write(json.dumps(asdict(parts[-1])) + "\n")
+            manifest.flush()
+            os.fsync(manifest.fileno())
+        folder.chmod(0o755)
+        if job.output.exists():
+            shutil.rmtree(job.output)
+        folder.rename(job.output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return Report(tuple(parts), time.monotonic() - started, unused)
+
+
+def _slices(job: Job) -> Iterator[tuple[int, pa.Table]]:
+    """(first row, table) of each part, read one part at a time."""
+    with pq.ParquetFile(job.input) as file:
+        first_row = 0
+        waiting: list[pa.RecordBatch] = []
+        rows = 0
+        for batch in file.iter_batches(batch_size=job.rows_per_part):
+            while rows + batch.num_rows >= job.rows_per_part:
+                need = job.rows_per_part - rows
+                yield first_row, pa.Table.from_batches([*waiting, batch.slice(0, need)])
+                first_row += job.rows_per_part
+                batch, waiting, rows = batch.slice(need), [], 0
+            if batch.num_rows:
+                waiting.append(batch)
+                rows += batch.num_rows
+        if rows:
+            yield first_row, pa.Table.from_batches(waiting)
+
+
+def _write(folder: Path, name: str, first_row: int, users: pa.Table, generated: Generated) -> Part:
+    path = folder / name
+    pq.write_table(generated.answers, path, compression="zstd")
+    if generated.errors.num_rows:
+        (folder / ERRORS_FOLDER).mkdir(exist_ok=True)
+        pq.write_table(generated.errors, folder / ERRORS_FOLDER / name, compression="zstd")
+    return Part(
+        name,
+        first_row,
+        users.num_rows,
+        generated.answers.num_rows,
+        generated.errors.num_rows,
+        _sha256(path),
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
