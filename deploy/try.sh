@@ -93,6 +93,7 @@ done
 
 make_root
 build
+variables+=("RECSERVE_API_KEYS=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')")
 say "a bundle for it: recserve demo --once"
 (inside "XDG_CACHE_HOME=/data $entrypoint demo --once")
 cp -r "$root"/data/recserve/demo/*/bundle/. "$root/bundle"
