@@ -1,0 +1,237 @@
+"""Item filters: a bounded tree of conditions to one bool per item, cached.
+
+`{"and": [F, ...]}`, `{"or": [F, ...]}`, `{"not": F}`, `{"eq": [field, value]}`,
+`{"in": [field, [value, ...]]}`, `{"range": [field, low, high]}` with both ends inside and null for
+an open end. A null attribute fulfils no condition. `category` holds for a whole path, a prefix of
+it and each of its parts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recserve.features.items import ItemTable
+
+MAX_DEPTH = 8
+MAX_NODES = 64
+MAX_VALUES = 1000
+CATEGORY = "category"
+ITEM_ID = "item_id"
+OPERATORS = ("and", "or", "not", "eq", "in", "range")
+
+
+class FilterError(ValueError):
+    """A filter that cannot be used. param: the place in the tree, `and[1].eq`."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of text or lists of text: the rows of each value."""
+
+    rows: dict[str, np.ndarray]
+
+    def equal(self, value: Any, out: np.ndarray) -> None:
+        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        if not isinstance(value, str):
+            raise ValueError(f"is compared with text, got {json.dumps(value)[:60]}")
+        out[self.rows.get(value, [])] = True
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A column of numbers, or of booleans as 0 and 1; NaN where null. values [I] float64."""
+
+    values: np.ndarray
+    is_bool: bool
+
+    def equal(self, value: Any, out: np.ndarray) -> None:
+        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        if isinstance(value, bool) != self.is_bool or not isinstance(value, int | float):
+            kind = "true or false" if self.is_bool else "a number"
+            raise ValueError(f"is compared with {kind}, got {json.dumps(value)[:60]}")
+        out |= self.values == _number(value)
+
+
+class ItemFilters:
+    """Filters over one catalogue version; safe to ask from several threads.
+
+    A field's column is made when it is first asked for. Results are kept, the latest used, up to
+    cache_bytes.
+    """
+
+    def __init__(self, items: ItemTable, cache_bytes: int = 64 << 20) -> None:
+        self._items = items
+        self._columns: dict[str, Texts | Numbers] = {}
+        self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._capacity = max(1, cache_bytes // max(1, len(items)))
+        self._lock = threading.Lock()
+        schema = items.attributes.schema
+        kinds = {name: schema.field(name).type for name in items.attributes.column_names}
+        self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
+
+    def allowed(self, tree: Any) -> np.ndarray:
+        """[I] bool, read-only: the items that fulfil the filter.
+
+        Raises FilterError for a tree that is too deep or large, an unknown operator or field, or a
+        value of the wrong type.
+        """
+        self._check(tree, "", 1, [0])
+        key = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        result = self._evaluate(tree, "")
+        result.flags.writeable = False
+        with self._lock:
+            self._cache[key] = result
+            while len(self._cache) > self._capacity:
+                self._cache.popitem(last=False)
+        return result
+
+    def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
+        """Shape and bounds of the whole tree, before any of it is evaluated."""
+        nodes[0] += 1
+        if depth > MAX_DEPTH:
+            raise FilterError(place, f"at most {MAX_DEPTH} levels, got more")
+        if nodes[0] > MAX_NODES:
+            raise FilterError(place, f"at most {MAX_NODES} conditions, got more")
+        if not isinstance(tree, dict) or len(tree) != 1:
+            raise FilterError(place, f"expected one of {', '.join(OPERATORS)} as the only key")
+        ((operator, operand),) = tree.items()
+        here = f"{place}.{operator[:40]}" if place else operator[:40]
+        if operator == "not":
+            self._check(operand, here, depth + 1, nodes)
+        elif operator in ("and", "or"):
+            if not isinstance(operand, list) or not operand:
+                raise FilterError(here, "expected a list of one condition or more")
+            for index, part in enumerate(operand):
+                self._check(part, f"{here}[{index}]", depth + 1, nodes)
+        elif operator in OPERATORS:
+            self._check_leaf(operator, operand, here)
+        else:
+            raise FilterError(here, f"unknown operator; there are {', '.join(OPERATORS)}")
+
+    def _check_leaf(self, operator: str, operand: Any, here: str) -> None:
+        size = 3 if operator == "range" else 2
+        if not isinstance(operand, list) or len(operand) != size or not isinstance(operand[0], str):
+            shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
+            raise FilterError(here, f"expected [field, {shape}]")
+        if operand[0] not in self.fields:
+            near = difflib.get_close_matches(operand[0], self.fields, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.fields)}"
+            raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
+        if operator == "in" and not (
+            isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
+        ):
+            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values")
+        if operator == "range":
+            for end in operand[1:]:
+                if end is not None and (isinstance(end, bool) or not isinstance(end, int | float)):
+                    raise FilterError(here, f"ends are numbers or null, got {json.dumps(end)[:60]}")
+
+    def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
+        ((operator, operand),) = tree.items()
+        here = f"{place}.{operator}" if place else operator
+        if operator == "not":
+            return ~self._evaluate(operand, here)
+        if operator in ("and", "or"):
+            parts = [self._evaluate(p, f"{here}[{i}]") for i, p in enumerate(operand)]
+            join = np.logical_and if operator == "and" else np.logical_or
+            return np.asarray(join.reduce(parts))
+        column = self._column(operand[0])
+        out = np.zeros(len(self._items), dtype=bool)
+        if operator == "range":
+            if not isinstance(column, Numbers):
+                raise FilterError(here, f"field {operand[0]} is text and has no range")
+            low, high = operand[1:]
+            out[:] = ~np.isnan(column.values)
+            if low is not None:
+                out &= column.values >= _number(low)
+            if high is not None:
+                out &= column.values <= _number(high)
+            return out
+        try:
+            for value in operand[1] if operator == "in" else operand[1:]:
+                column.equal(value, out)
+        except ValueError as error:
+            raise FilterError(here, f"field {operand[0]} {error}") from None
+        return out
+
+    def _column(self, name: str) -> Texts | Numbers:
+        if name not in self._columns:
+            self._columns[name] = self._make_column(name)
+        return self._columns[name]
+
+    def _make_column(self, name: str) -> Texts | Numbers:
+        if name == ITEM_ID:
+            return _texts([[i] for i in self._items.ids])
+        if name == CATEGORY:
+            return _texts([_parts(paths) for paths in self._items.categories])
+        column = self._items.attributes.column(name)
+        if _is_number(column.type) or pa.types.is_boolean(column.type):
+            values = pc.fill_null(pc.cast(column, pa.float64(), safe=False), float("nan"))
+            return Numbers(values.to_numpy(), pa.types.is_boolean(column.type))
+        values = column.to_pylist()
+        if _is_list(column.type):
+            return _texts([[v for v in value or [] if v is not None] for value in values])
+        return _texts([[] if value is None else [value] for value in values])
+
+
+def _number(value: float) -> float:
+    """As float64; integers beyond its range become infinite instead of an error."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _texts(values: list[list[str]]) -> Texts:
+    rows: dict[str, list[int]] = {}
+    for row, found in enumerate(values):
+        for value in found:
+            rows.setdefault(value, []).append(row)
+    return Texts({value: np.array(found, dtype=np.int32) for value, found in rows.items()})
+
+
+def _parts(paths: list[str]) -> list[str]:
+    """Of each path `A > B`: `A`, `B` and `A > B`."""
+    found: set[str] = set()
+    for path in paths:
+        parts = path.split(" > ")
+        found.update(parts)
+        found.update(" > ".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return sorted(found)
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(
+        kind.value_type
+    )
+
+
+def _usable(kind: Any) -> bool:
+    return _is_number(kind) or _is_text(kind) or _is_list(kind) or bool(pa.types.is_boolean(kind))
