@@ -1,0 +1,54 @@
+"""Item categories as numbers: a path "A > B > C" is a category, and so are "A" and "A > B"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+PATH_SEPARATOR = " > "
+MAX_CATEGORIES = 16
+
+
+def _prefixes(path: str) -> list[str]:
+    """ "A > B > C" is a category, and so are "A" and "A > B"."""
+    parts = path.split(PATH_SEPARATOR)
+    return [PATH_SEPARATOR.join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _item_categories(paths: Sequence[str]) -> set[str]:
+    return {prefix for path in paths for prefix in _prefixes(path)}
+
+
+def category_vocabulary(
+    categories: Sequence[Sequence[str]],
+) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Names of all categories, sorted, with their weight log(items / items of it)."""
+    counts: dict[str, int] = {}
+    for paths in categories:
+        for name in _item_categories(paths):
+            counts[name] = counts.get(name, 0) + 1
+    names = tuple(sorted(counts))
+    return names, tuple(float(np.log(len(categories) / counts[name])) for name in names)
+
+
+def category_matrix(
+    categories: Sequence[Sequence[str]], names: Sequence[str], weights: Sequence[float]
+) -> np.ndarray:
+    """Categories of each item as numbers, [I, K] int32, rarest first, padded with G = len(names).
+
+    At most 16 per item, the rarest; categories that are not among the names are left out.
+    """
+    number = {name: i for i, name in enumerate(names)}
+    lists = [
+        sorted(
+            (number[name] for name in _item_categories(paths) if name in number),
+            key=lambda c: (-weights[c], c),
+        )[:MAX_CATEGORIES]
+        for paths in categories
+    ]
+    width = max(map(len, lists), default=0)
+    matrix = np.full((len(lists), max(width, 1)), len(number), dtype=np.int32)
+    for row, found in enumerate(lists):
+        matrix[row, : len(found)] = found
+    return matrix
