@@ -1,0 +1,185 @@
+"""What this machine can do and what stands in the way: one finding per line, with what to do.
+
+A finding is `ok`, `warn` (it works, but slower or with less room) or `fail` (it will not work).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+State = Literal["ok", "warn", "fail"]
+
+MIN_PYTHON = (3, 11)
+MIN_OPEN_FILES = 1024
+MIN_FREE_BYTES = 1 << 30
+MAX_STORE_MS = 5.0
+PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """name: what was looked at. detail: what was found, and what to do where it is not `ok`."""
+
+    name: str
+    state: State
+    detail: str
+
+
+def examine(bundle: Path | None = None, store: str | None = None) -> list[Finding]:
+    """All findings. bundle: verified in full when given. store: a history store's URL, asked once.
+
+    Never raises for what it examines: a check that breaks is a finding with state `fail`.
+    """
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": check_python,
+        "packages": check_packages,
+        "device": check_device,
+        "open files": check_open_files,
+        "disk": lambda: check_disk(Path(tempfile.gettempdir())),
+        "clock": check_clock,
+    }
+    if bundle is not None:
+        checks["bundle"] = lambda: check_bundle(bundle)
+    if store is not None:
+        checks["store"] = lambda: check_store(store)
+    return [_guarded(name, check) for name, check in checks.items()]
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {error}")
+
+
+def check_python() -> Finding:
+    """The interpreter."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < MIN_PYTHON:
+        wanted = ".".join(map(str, MIN_PYTHON))
+        return Finding("python", "fail", f"{found}; {wanted} or newer is needed")
+    return Finding("python", "ok", found)
+
+
+def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
+    """Versions of what recserve stands on."""
+    found, missing = [], []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}; run `make install`")
+    return Finding("packages", "ok", ", ".join(found))
+
+
+def check_device() -> Finding:
+    """Where tensors will live: a GPU, or the CPU with its threads and its bf16 instructions."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        size = f"{properties.total_memory / 2**30:.0f} GiB"
+        version = f"CUDA {torch.version.cuda}"
+        if importlib.util.find_spec("triton") is None:
+            advice = "Triton is missing, so the plain kernels run: pip install 'recserve[gpu]'"
+            return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
+        return Finding("device", "ok", f"{properties.name}, {size}, {version}")
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    words = _cpu_flags()
+    bf16 = "amx_bf16" if "amx_bf16" in words else "avx512_bf16" if "avx512_bf16" in words else ""
+    return Finding("device", "ok", f"CPU, {threads}, {bf16 or 'no bf16 instructions'}")
+
+
+def _cpu_flags() -> set[str]:
+    """Instruction sets as Linux lists them; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return set(line.split())
+
+
+def check_open_files() -> Finding:
+    """Sockets a server may hold."""
+    try:
+        import resource
+    except ImportError:
+        return Finding("open files", "ok", "this system has no limit to read")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft < MIN_OPEN_FILES:
+        advice = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n {MIN_OPEN_FILES}"
+        return Finding("open files", "warn", f"limit {soft}; {advice}")
+    return Finding("open files", "ok", f"limit {soft}")
+
+
+def check_disk(folder: Path) -> Finding:
+    """Room for a bundle and its checkpoints."""
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 2**30:.1f} GiB free in {folder}"
+    if free < MIN_FREE_BYTES:
+        return Finding("disk", "warn", f"{found}; training wants {MIN_FREE_BYTES / 2**30:.0f} GiB")
+    return Finding("disk", "ok", found)
+
+
+def check_clock() -> Finding:
+    """Deadlines are counted on the monotonic clock; its steps must be finer than a millisecond."""
+    step = time.get_clock_info("monotonic").resolution
+    if step > 1e-3:
+        return Finding("clock", "warn", f"monotonic steps of {step * 1e3:.1f} ms blur timings")
+    return Finding("clock", "ok", f"monotonic steps of {step * 1e9:.0f} ns")
+
+
+def check_bundle(path: Path) -> Finding:
+    """Every file of the bundle against its sha256."""
+    from recserve.bundle import Bundle
+
+    bundle = Bundle.open(path)
+    bundle.verify()
+    manifest = bundle.manifest
+    versions = f"model {manifest.model_version}, catalogue {manifest.catalog_version}"
+    return Finding("bundle", "ok", f"{len(manifest.files)} files match, {versions}")
+
+
+def check_store(url: str) -> Finding:
+    """Opens the store and asks it for a user that is not there."""
+    from recserve.features.history import open_store
+
+    shown = without_password(url)
+    store = open_store(url)
+    try:
+        store.get("recserve-doctor")
+        started = time.perf_counter()
+        store.get("recserve-doctor")
+        taken_ms = (time.perf_counter() - started) * 1e3
+    finally:
+        store.close()
+    if taken_ms > MAX_STORE_MS:
+        detail = (
+            f"{shown} answered in {taken_ms:.1f} ms; a store should stay under {MAX_STORE_MS} ms"
+        )
+        return Finding("store", "warn", detail)
+    return Finding("store", "ok", f"{shown} answered in {taken_ms:.2f} ms")
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be printed."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
