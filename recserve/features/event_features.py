@@ -11,8 +11,8 @@ from recserve.features.ranking_tables import RankingSettings, RankingTables
 
 PROFILE_COLUMNS = ("earlier_events", "earlier_count", "earlier_value", "earlier_conversions")
 EVENT_COLUMNS = (
-    *("log_count", "log_gap", "value", "conversion"),
-    *("hour_sin", "hour_cos", "weekday_sin", "weekday_cos"),
+    *("event_log_count", "event_log_gap", "event_value", "event_conversion"),
+    *("event_hour_sin", "event_hour_cos", "event_weekday_sin", "event_weekday_cos"),
 )
 MOMENT_COLUMNS = (
     *("log_wait", "has_moment"),

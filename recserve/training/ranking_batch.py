@@ -1,0 +1,76 @@
+"""A batch of the ranker: roots and their candidates padded into one rectangle, and who sees
+whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.features.ranking import Columns, RankingRoot, visible_rows
+from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import node_inputs
+
+
+@dataclass(frozen=True)
+class RankingBatch:
+    """B roots with their candidates, padded to N rows; candidates follow the root's padding.
+
+    inputs: columns [B, N]. limits [B, N]: how many rows each row sees, besides itself.
+    candidates [M]: places of the candidates in the flattened [B * N], root after root.
+    labels [M, 2]: click and conversion.
+    """
+
+    inputs: NodeInputs
+    limits: Tensor
+    candidates: Tensor
+    labels: Tensor
+
+    def mask(self) -> Tensor:
+        """[B, 1, N, N] bool, row sees column."""
+        index = torch.arange(self.limits.shape[1], device=self.limits.device)
+        itself = index[:, None] == index[None, :]
+        return ((index < self.limits[..., None]) | itself)[:, None]
+
+    def to(self, device: torch.device | str) -> RankingBatch:
+        """The same batch on another device."""
+        moved = {k: v.to(device) for k, v in vars(self.inputs).items()}
+        return RankingBatch(
+            NodeInputs(**moved),
+            self.limits.to(device),
+            self.candidates.to(device),
+            self.labels.to(device),
+        )
+
+
+def pack(
+    roots: list[RankingRoot],
+    candidates: Columns,
+    limits: np.ndarray,
+    sizes: np.ndarray,
+    labels: np.ndarray,
+) -> RankingBatch:
+    """Pad B roots and their candidates. candidates: M rows, root after root; sizes [B] of each."""
+    root_width, width = max(map(len, roots)), int(sizes.max())
+    shape = (len(roots), root_width + width)
+    owner = np.repeat(np.arange(sizes.size), sizes)
+    place = root_width + np.arange(owner.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    columns = {}
+    for name, values in candidates.arrays().items():
+        whole = np.zeros((*shape, *values.shape[1:]), dtype=values.dtype)
+        for row, root in zip(whole, roots, strict=True):
+            row[: len(root)] = getattr(root.columns, name)
+        whole[owner, place] = values
+        columns[name] = whole
+    seen = np.zeros(shape, dtype=np.int64)
+    for row, root in zip(seen, roots, strict=True):
+        row[: len(root)] = visible_rows(root)
+    seen[owner, place] = limits
+    return RankingBatch(
+        node_inputs(columns),
+        torch.from_numpy(seen),
+        torch.from_numpy(owner * shape[1] + place),
+        torch.from_numpy(labels),
+    )
