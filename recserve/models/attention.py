@@ -40,15 +40,29 @@ class DenseAttention:
         if groups > 1:
             key = key.repeat_interleave(groups, dim=-2)
             value = value.repeat_interleave(groups, dim=-2)
+        query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
+        if query.device.type == "cpu" and value.dtype == torch.bfloat16 and not self.dropout:
+            return _plain_attention(query, key, value, self.mask).transpose(-3, -2)
         out = F.scaled_dot_product_attention(
-            query.transpose(-3, -2),
-            key.transpose(-3, -2),
-            value.transpose(-3, -2),
+            query,
+            key,
+            value,
             attn_mask=self.mask,
             dropout_p=self.dropout,
             is_causal=self.mask is None,
         )
         return out.transpose(-3, -2)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """What scaled_dot_product_attention computes, whose backward in bf16 is slow on CPUs."""
+    if mask is None:
+        size = query.shape[-2]
+        mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+    bias = torch.zeros_like(mask, dtype=value.dtype).masked_fill_(~mask, -torch.inf)
+    scores = (query * query.shape[-1] ** -0.5).to(value.dtype) @ key.to(value.dtype).mT
+    mixed: Tensor = (scores + bias).softmax(-1).to(value.dtype) @ value
+    return mixed
 
 
 @dataclass(frozen=True)

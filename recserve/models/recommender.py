@@ -192,9 +192,12 @@ class Recommender(nn.Module):
             x = self.tokens(tokens)
         else:
             is_item = tokens >= first_item
-            rows = torch.where(is_item, tokens - first_item, 0)
             x = self.tokens(torch.where(is_item, BOS, tokens))
-            x = torch.where(is_item[..., None], self.embed_items(rows), x)
+            if tokens.device.type == "cpu":  # elsewhere a count of items would stop the queue
+                x = x.index_put((is_item,), self.embed_items(tokens[is_item] - first_item))
+            else:
+                rows = torch.where(is_item, tokens - first_item, 0)
+                x = torch.where(is_item[..., None], self.embed_items(rows), x)
         return F.dropout(x, self.config.decoder.dropout, self.training)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -222,10 +225,9 @@ class Recommender(nn.Module):
             raise ValueError("this recommender was trained without level heads")
         return self.level_logits(self.level_heads[level](hidden), level)
 
-    def dense_logits(self, hidden: Tensor) -> Tensor:
-        """Cosine of state and item, scaled, for all bound items. hidden: [n, E] -> [n, I]."""
-        query = F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
-        return F.linear(query, self._dense_items().to(query.dtype))
+    def dense_query_rows(self, hidden: Tensor) -> Tensor:
+        """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
+        return F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
 
     def dense_scores(self, hidden: Tensor) -> Tensor:
         """Log-probability of every bound item: hidden [n, E] -> [n, I] float32.
@@ -234,7 +236,8 @@ class Recommender(nn.Module):
         """
         if not self.config.dense_head:
             raise ValueError("this recommender was trained without a dense head")
-        return self.dense_logits(hidden).float().log_softmax(-1)
+        query = self.dense_query_rows(hidden)
+        return F.linear(query, self.dense_item_rows().to(query.dtype)).float().log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
         """As nn.Module.train; forgets the item table that eval mode keeps."""
@@ -242,7 +245,7 @@ class Recommender(nn.Module):
         super().train(mode)
         return self
 
-    def _dense_items(self) -> Tensor:
+    def dense_item_rows(self) -> Tensor:
         """[I, E] unit rows; kept while the weights stand still (eval mode without gradients)."""
         table = self._dense_table
         if table is not None and table.device == self.item_tokens.device:

@@ -1,0 +1,171 @@
+"""What a recommender is trained for: its levels, its dense head and its level heads.
+
+Every loss is the mean over predicted items; that of the levels sums over an item's levels, so it is
+the negative log-probability of the item that the server reports as a score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.trie import Trie
+from recserve.models.attention import DenseAttention
+from recserve.models.recommender import Recommender
+from recserve.training.data import TreeBatch
+from recserve.training.full_softmax import full_softmax_loss
+
+MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the parts.
+
+    mask_seen: items of the history (and prefixes that lead to nothing else) are taken out of the
+    softmax, which is how a server that filters them reads the model. dense_weight, heads_weight: 0
+    leaves that part out.
+    """
+
+    label_smoothing: float = 0.0
+    mask_seen: bool = True
+    dense_weight: float = 0.0
+    heads_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """total is what is minimised; the parts are detached means per predicted item."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+def tree_losses(model: Recommender, trie: Trie, batch: TreeBatch, objective: Objective) -> Losses:
+    """One pass over the trees of a batch, and every loss that hangs on it."""
+    hidden = model(batch.tokens, batch.positions, DenseAttention(batch.mask())).flatten(0, 1)
+    items = batch.trunk_rows.shape[0]
+    paths = _node_paths(trie)
+    levels = level_loss(model, trie, paths, batch, hidden, objective) / items
+    total, parts = levels, {"levels": levels.detach()}
+    trunk = hidden[batch.trunk_nodes]
+    if objective.dense_weight:
+        dense = dense_loss(model, batch, trunk, objective) / items
+        total = total + objective.dense_weight * dense
+        parts["dense"] = dense.detach()
+    if objective.heads_weight:
+        heads = heads_loss(model, batch, trunk.detach()) / items
+        total = total + objective.heads_weight * heads
+        parts["heads"] = heads.detach()
+    return Losses(total, parts)
+
+
+def level_loss(
+    model: Recommender,
+    trie: Trie,
+    paths: Tensor,
+    batch: TreeBatch,
+    hidden: Tensor,
+    objective: Objective,
+) -> Tensor:
+    """Summed negative log-likelihood of all targets. hidden [B * N, E], paths [I, L + 1] nodes of
+    each item."""
+    total = hidden.new_zeros((), dtype=torch.float32)
+    counts = torch.bincount(batch.target_levels, minlength=model.config.num_levels).tolist()
+    start = 0
+    for level, count in enumerate(counts):
+        part = slice(start, start + count)
+        start += count
+        if not count:
+            continue
+        states = hidden[batch.target_nodes[part]]
+        rows = batch.target_rows[part]
+        if model.config.normalization == "vocabulary":
+            target = model.item_tokens[rows, level]
+            logits = model.full_logits(states).float()
+            total = total + F.cross_entropy(
+                logits, target, reduction="sum", label_smoothing=objective.label_smoothing
+            )
+            continue
+        parents, targets = paths[rows, level], paths[rows, level + 1]
+        children = trie.children(parents)
+        logits = model.level_logits(states, level).float().gather(1, children.codes.long())
+        slots = targets - trie.first_child[parents].long()
+        valid = children.valid
+        if objective.mask_seen:
+            valid = valid & ~_seen_children(trie, paths, batch, part, level, valid.shape[1])
+            valid[torch.arange(count, device=valid.device), slots] = True
+        total = total + _cross_entropy(logits, slots, valid, objective.label_smoothing)
+    return total
+
+
+def dense_loss(model: Recommender, batch: TreeBatch, trunk: Tensor, objective: Objective) -> Tensor:
+    """Summed negative log-likelihood of the next items over all bound items. trunk: [q, E]."""
+    seen = batch.histories[_tree_of(batch, batch.trunk_nodes)]
+    index = torch.arange(seen.shape[1], device=seen.device)
+    before = (index < batch.trunk_steps[:, None]) & (seen != batch.trunk_rows[:, None])
+    if not objective.mask_seen:
+        before = torch.zeros_like(before)
+    which, where = before.nonzero(as_tuple=True)
+    hidden = torch.stack([which, seen[which, where]], dim=1)
+    query, items = model.dense_query_rows(trunk), model.dense_item_rows()
+    return full_softmax_loss(query, items, batch.trunk_rows, hidden)
+
+
+def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:
+    """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E],
+    detached."""
+    total = trunk.new_zeros((), dtype=torch.float32)
+    offsets = model.config.level_offsets
+    for level, offset in enumerate(offsets):
+        logits = model.parallel_logits(trunk, level).float()
+        target = model.item_tokens[batch.trunk_rows, level] - offset
+        total = total + F.cross_entropy(logits, target, reduction="sum")
+    return total
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy over the valid columns, the smoothed part spread over those alone."""
+    log_p = logits.masked_fill(~valid, MASKED).log_softmax(-1)
+    loss = -log_p.gather(1, targets[:, None]).sum()
+    if smoothing:
+        spread = -(log_p * valid).sum(-1) / valid.sum(-1)
+        loss = (1 - smoothing) * loss + smoothing * spread.sum()
+    return loss
+
+
+def _seen_children(
+    trie: Trie, paths: Tensor, batch: TreeBatch, targets: slice, level: int, width: int
+) -> Tensor:
+    """[m, width] children under which the history holds every item."""
+    known = batch.histories >= 0
+    seen = paths[batch.histories.clamp(min=0)]
+    child, parent = seen[..., level + 1], seen[..., level]
+    same = (child[:, :, None] == child[:, None, :]) & known[:, None, :]
+    earlier = same.tril().sum(-1)
+    size = trie.last_leaf[child] - trie.first_leaf[child]
+    complete = (earlier >= size) & known
+    tree = _tree_of(batch, batch.target_nodes[targets])
+    parents = paths[batch.target_rows[targets], level]
+    index = torch.arange(known.shape[1], device=known.device)
+    hit = complete[tree] & (index < batch.target_steps[targets, None])
+    hit &= parent[tree] == parents[:, None]
+    which, where = hit.nonzero(as_tuple=True)
+    slots = child[tree[which], where] - trie.first_child[parents[which]]
+    mask = torch.zeros(tree.shape[0], width, dtype=torch.bool, device=known.device)
+    mask[which, slots.long()] = True
+    return mask
+
+
+def _tree_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
+    return nodes // batch.tokens.shape[1]
+
+
+def _node_paths(trie: Trie) -> Tensor:
+    """[I, L + 1] trie node of each prefix of each item, the empty one first."""
+    rows = torch.arange(trie.num_items, device=trie.device)
+    nodes = trie.nodes_of_items(rows).long()
+    return torch.cat([torch.zeros_like(nodes[:, :1]), nodes], dim=1)
