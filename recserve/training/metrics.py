@@ -1,0 +1,90 @@
+"""Ranking metrics, vectorised: hits of one held-out item per user, and areas under the curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NOT_FOUND = np.iinfo(np.int64).max
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def ranks_of(rows: ArrayLike, held: ArrayLike) -> Ints:
+    """Place of each held-out item in its slate: 0 is the top, NOT_FOUND where it is not in it.
+
+    rows: [n, k] item rows, best first, -1 where the slate is shorter. held: [n] item rows, none of
+    them negative.
+    """
+    held = np.asarray(held)
+    if held.size and held.min() < 0:
+        raise ValueError("a held-out item is -1; leave users without one out of the evaluation")
+    hits = np.asarray(rows) == held[:, None]
+    if not hits.shape[1]:
+        return np.full(held.shape[0], NOT_FOUND, dtype=np.int64)
+    return np.where(hits.any(axis=1), hits.argmax(axis=1), NOT_FOUND)
+
+
+def recall(ranks: ArrayLike, k: int) -> float:
+    """Share of users whose held-out item is among the first k. ranks: [n]."""
+    return float((np.asarray(ranks) < k).mean())
+
+
+def ndcg(ranks: ArrayLike, k: int) -> float:
+    """Mean of 1 / log2(place + 2) over users, 0 beyond the first k: NDCG of a single relevant item.
+    ranks: [n]."""
+    ranks = np.asarray(ranks)
+    within = ranks < k
+    return float(np.where(within, 1 / np.log2(np.where(within, ranks, 0) + 2), 0).mean())
+
+
+def slate_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, float]:
+    """`recall@k` and `ndcg@k` for each cutoff. Raises ValueError if there are no users."""
+    if not np.asarray(ranks).size:
+        raise ValueError("no user has a held-out item; events need at least three per user")
+    both = (("recall", recall), ("ndcg", ndcg))
+    return {f"{name}@{k}": metric(ranks, k) for k in cutoffs for name, metric in both}
+
+
+def auc(labels: ArrayLike, scores: ArrayLike) -> float:
+    """Chance that a positive outscores a negative, ties counting half; NaN without both. labels,
+    scores: [n]."""
+    labels = np.asarray(labels)
+    areas, _ = _group_auc(labels, scores, np.zeros(labels.shape[0], dtype=np.int64))
+    return float(areas[0]) if areas.size else float("nan")
+
+
+def gauc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> float:
+    """AUC within each group, averaged by group size; groups of one class alone are left out.
+
+    labels, scores, groups: [n]. NaN if no group has both classes. Source: Zhu et al. 2017, arXiv
+    1703.02091.
+    """
+    areas, sizes = _group_auc(labels, scores, groups)
+    return float(np.average(areas, weights=sizes)) if areas.size else float("nan")
+
+
+def _group_auc(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike) -> tuple[Floats, Ints]:
+    """Areas and sizes of the groups that have both classes, from the rank sum of their
+    positives."""
+    labels, scores = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
+    _, groups = np.unique(np.asarray(groups), return_inverse=True)
+    order = np.lexsort((scores, groups))
+    labels, scores, groups = labels[order], scores[order], groups[order]
+    sizes = np.bincount(groups)
+    if not sizes.size:
+        return np.zeros(0), np.zeros(0, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    place = np.arange(labels.shape[0]) - starts[groups] + 1.0
+    tie = np.ones(labels.shape[0], dtype=bool)
+    tie[1:] = (scores[1:] != scores[:-1]) | (groups[1:] != groups[:-1])
+    run = np.cumsum(tie) - 1
+    place = (np.bincount(run, place) / np.bincount(run))[run]
+    positives = np.bincount(groups, labels)
+    negatives = sizes - positives
+    both = (positives > 0) & (negatives > 0)
+    above = np.bincount(groups, place * labels) - positives * (positives + 1) / 2
+    return above[both] / (positives * negatives)[both], sizes[both]
