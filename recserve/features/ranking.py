@@ -192,7 +192,7 @@ def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
     mixed ^= mixed >> np.uint64(32)
     mixed += MIXERS[: words.shape[1]]
     total = np.bitwise_xor.reduce(mixed * MIXERS[: words.shape[1]], axis=1)
-    total ^= np.uint64(salt % 2**64) * MIXERS[0]
+    total ^= np.uint64(salt * int(MIXERS[0]) % 2**64)
     total ^= total >> np.uint64(31)
     return np.asarray((total * np.uint64(0x94D049BB133111EB)).view(np.int64))
 
