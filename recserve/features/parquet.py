@@ -125,7 +125,7 @@ class RowCheck:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The whole file. Raises SchemaError if it is missing, not Parquet, too large or empty."""
+    """The whole file. Raises SchemaError if missing, not Parquet, too large or empty."""
     if not path.is_file():
         raise SchemaError(f"{path}: no such file")
     try:

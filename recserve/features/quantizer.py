@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import faiss
 import numpy as np
@@ -20,8 +20,7 @@ from safetensors.numpy import load_file, save_file
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
-OPQ_ROUNDS = 8
-OPQ_KMEANS_ROUNDS = 4
+OPQ_KMEANS_ROUNDS = (8, 2, 2, 2, 8)
 
 
 class Quantizer(Protocol):
@@ -137,16 +136,15 @@ class ProductQuantizer:
             vectors = vectors[np.sort(rng.choice(len(vectors), limit, replace=False))]
         padded = np.pad(vectors, ((0, 0), (0, -dim % levels)))
         rotation = np.eye(padded.shape[1], dtype=np.float32)
-        model = faiss.ProductQuantizer(padded.shape[1], levels, bits)
+        model: Any = faiss.ProductQuantizer(padded.shape[1], levels, bits)
         model.cp.seed = seed + 1
         model.cp.min_points_per_centroid = 1
-        for turn in range(OPQ_ROUNDS):
+        for turn, rounds in enumerate(OPQ_KMEANS_ROUNDS):
             turned = np.ascontiguousarray(padded @ rotation.T)
-            full = turn in (0, OPQ_ROUNDS - 1)
-            model.cp.niter = KMEANS_ROUNDS if full else OPQ_KMEANS_ROUNDS
+            model.cp.niter = rounds
             model.train(turned)
             model.train_type = faiss.ProductQuantizer.Train_hot_start
-            if turn + 1 < OPQ_ROUNDS:
+            if turn + 1 < len(OPQ_KMEANS_ROUNDS):
                 # The rotation that best fits the decoded vectors: orthogonal Procrustes.
                 decoded = model.decode(model.compute_codes(turned))
                 left, _, right = np.linalg.svd(decoded.T @ padded)

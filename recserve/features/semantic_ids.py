@@ -145,8 +145,9 @@ class SemanticIdIndex:
     def decode(self, codes: np.ndarray) -> PackedRows:
         """All items under each code tuple, in lexicographic order of their semantic ids.
 
-        codes: [n, l] int, 1 <= l <= L: with l = L one item or none; without the disambiguation level
-        every item of the tuple; any shorter prefix works alike. Raises ValueError for another width.
+        codes: [n, l] int, 1 <= l <= L: with l = L one item or none; without the disambiguation
+        level every item of the tuple; any shorter prefix works alike. Raises ValueError for
+        another width.
         """
         if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_levels:
             raise ValueError(f"codes have shape {codes.shape}; expected [n, 1..{self.num_levels}]")
