@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from recserve.messages import TimingMs
-
 STAGES = ("queue", "features", "prefill", "draft", "verify", "total")
 ARMS = ("none",)
 SECONDS = (
@@ -25,9 +23,11 @@ class Gauges:
     """What is read from the engine at scrape time.
 
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
+    illegal_items: items answered by a model that do not exist or were excluded.
     """
 
     queue_depth: int = 0
+    illegal_items: int = 0
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
 
@@ -63,6 +63,11 @@ class _EngineCollector(Collector):
         for result, count in gauges.prefix_tokens.items():
             tokens.add_metric([result], count)
         yield tokens
+        illegal = CounterMetricFamily(
+            "recserve_illegal_items", "Items of a model that do not exist or were excluded; must be 0"
+        )
+        illegal.add_metric([], gauges.illegal_items)
+        yield illegal
 
 
 class Metrics:
@@ -104,11 +109,6 @@ class Metrics:
             buckets=ROUNDS,
             registry=self.registry,
         )
-        self.illegal_items = Counter(
-            "recserve_illegal_items",
-            "Items the engine returned that do not exist or were excluded; must stay 0",
-            registry=self.registry,
-        )
         # A reason that never happened must still be there to alert on.
         for reason in self.reasons:
             self.failed.labels(reason)
@@ -125,10 +125,10 @@ class Metrics:
         """Count one failed request."""
         self.failed.labels(reason if reason in self.reasons else "other").inc()
 
-    def stages(self, timing: TimingMs) -> None:
+    def stages(self, milliseconds: Mapping[str, float]) -> None:
         """Count the stages of one answered request."""
         for stage, histogram in self._stages.items():
-            histogram.observe(getattr(timing, stage) / 1e3)
+            histogram.observe(milliseconds[stage] / 1e3)
 
     def page(self) -> bytes:
         """All collectors in Prometheus' text format."""

@@ -1,0 +1,78 @@
+"""The ASGI application: routes, the gate in front of them, the worker behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version as installed
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.config import ServerConfig
+from recserve.metrics import Metrics
+from recserve.server import events, health, items, playground, rank, recommend
+from recserve.server.errors import REASONS
+from recserve.server.exchange import Exchange
+from recserve.server.gate import Gate
+from recserve.server.openapi import describe
+from recserve.server.worker import Worker
+from recserve.service import Service
+from recserve.service.service import SCORERS, STRATEGIES
+
+log = logging.getLogger(__name__)
+
+
+def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
+    """An application for any ASGI server; its lifespan loads and closes the service.
+
+    service: an opened one to use instead of loading `config.bundle`; the app closes it.
+    `app.state.worker` is the worker, for whoever drains it.
+    """
+    worker = Worker((lambda: service) if service is not None else (lambda: _load(config)))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.close)
+
+    app = FastAPI(
+        title="recserve",
+        version=installed("recserve"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    metrics = Metrics((), (*STRATEGIES, *SCORERS), REASONS, worker.gauges)
+    exchange = Exchange(worker, metrics, config.max_body_bytes, config.default_timeout_ms)
+    for room in (recommend, rank, events, items, health, playground):
+        app.include_router(room.router(exchange))
+    metrics.routes = frozenset(r.path for r in app.routes if hasattr(r, "path"))
+    keys = tuple(key.get_secret_value() for key in config.api_keys)
+    app.add_middleware(Gate, worker=worker, metrics=metrics, api_keys=keys)
+    app.add_exception_handler(HTTPException, _to_gate)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    app.state.worker = worker
+    return app
+
+
+async def _to_gate(_: Request, error: Exception) -> Response:
+    """The framework's own refusals take the way of all errors."""
+    raise error
+
+
+def _load(config: ServerConfig) -> Service:
+    secret = config.signing_key
+    return Service.open(
+        config.bundle,
+        config.store,
+        config.device,
+        signing_key=None if secret is None else secret.get_secret_value().encode(),
+        max_queue=config.max_queue,
+    )

@@ -1,0 +1,156 @@
+"""Between a route and the service: bodies in, deadlines, waiting for the engine, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.core.request import DeadlineExceeded
+from recserve.messages import MAX_TIMEOUT_MS, InvalidRequest
+from recserve.metrics import Metrics
+from recserve.server.decoding import decode
+from recserve.server.errors import BodyTooLarge, ClientGone
+from recserve.server.trace import Trace, trace_of
+from recserve.server.worker import Worker
+from recserve.service import Service
+from recserve.service.work import Work
+
+T = TypeVar("T")
+A = TypeVar("A")
+DEADLINE_HEADER = "x-deadline-ms"
+# The engine itself ends what is late; this is how much longer a route waits for it to say so.
+GRACE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the routes of one app share."""
+
+    worker: Worker
+    metrics: Metrics
+    max_body_bytes: int
+    default_timeout_ms: int
+
+    @property
+    def service(self) -> Service:
+        """The service. Raises NotReady."""
+        return self.worker.service
+
+    async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """The typed body. Raises BodyTooLarge, MalformedBody, InvalidRequest, ClientGone."""
+        limit = self.max_body_bytes
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > limit:
+            raise BodyTooLarge(f"the body may have {limit} bytes, got {announced}")
+        chunks = []
+        size = 0
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise BodyTooLarge(f"the body may have {limit} bytes, got more")
+            chunks.append(chunk)
+            more = message.get("more_body", False)
+        body = decode(decoder, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        trace_of(request.scope).rename(getattr(body, "request_id", None))
+        return body
+
+    def deadline_s(self, request: Request, timeout_ms: int | None) -> float:
+        """time.monotonic() value after which the client does not want its answer.
+
+        The sooner of `timeout_ms` and the X-Deadline-Ms header (milliseconds left).
+        """
+        limits = [] if timeout_ms is None else [timeout_ms]
+        header = request.headers.get(DEADLINE_HEADER)
+        if header is not None:
+            if not (header.isascii() and header.isdigit() and len(header) < 10) or not int(header):
+                raise InvalidRequest(
+                    "X-Deadline-Ms", f"expected 1 to {MAX_TIMEOUT_MS} ms, got {header[:40]!r}"
+                )
+            limits.append(min(int(header), MAX_TIMEOUT_MS))
+        left_ms = min(limits, default=self.default_timeout_ms)
+        return trace_of(request.scope).began_s + left_ms / 1e3
+
+
+async def begin(service: Service, function: Callable[..., A], *arguments: Any) -> A:
+    """A part of the service that reads the history store: on a thread where that may block."""
+    if service.store_blocks:
+        return await asyncio.to_thread(function, *arguments)
+    return function(*arguments)
+
+
+async def outcomes(
+    request: Request, works: Sequence[Work[A]], deadline_s: float
+) -> list[A | Exception]:
+    """The answer or error of each work, in order.
+
+    Raises ClientGone or DeadlineExceeded, after cancelling all that is not done.
+    """
+    futures = [work.future for work in works if work.future is not None]
+    if futures:
+        await _wait(request, futures, deadline_s)
+    found: list[A | Exception] = []
+    for work in works:
+        try:
+            found.append(work.wait())
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
+    waiting = [asyncio.wrap_future(future) for future in futures]
+    done = waiting[0] if len(waiting) == 1 else asyncio.gather(*waiting, return_exceptions=True)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait(
+            {done, gone},
+            timeout=max(0.0, deadline_s - time.monotonic()) + GRACE_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if done.done():
+            return
+        if gone.done():
+            raise ClientGone("the client closed the connection")
+        raise DeadlineExceeded("the deadline passed before the answer was ready")
+    finally:
+        gone.cancel()
+        done.cancel()
+        for future, wrapped in zip(futures, waiting, strict=True):
+            future.cancel()
+            if wrapped.done() and not wrapped.cancelled():
+                wrapped.exception()  # else asyncio logs it as never retrieved
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def finished(trace: Trace, answer: A | Exception) -> A:
+    """The answer, noted in the trace. Raises the error it is."""
+    if isinstance(answer, Exception):
+        raise answer
+    trace.strategy = getattr(answer, "strategy", "none")
+    trace.timing_ms = getattr(answer, "timing_ms", None)
+    return answer
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def json_response(answer: Any, status: int = 200) -> Response:
+    """Any message as JSON."""
+    return Response(_ENCODER.encode(answer), status, media_type="application/json")

@@ -1,0 +1,101 @@
+"""What stands in front of every route: request id, key, cross-site check, error shape, counting."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import time
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from recserve.metrics import Metrics
+from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
+from recserve.server.trace import HEADER, SCOPE_KEY, Trace
+from recserve.server.worker import Worker
+
+log = logging.getLogger(__name__)
+# Probes of orchestrators carry no key, and up or down is all that these say.
+OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+
+
+class Gate:
+    """ASGI middleware; the only place that sees keys."""
+
+    def __init__(
+        self, app: ASGIApp, worker: Worker, metrics: Metrics, api_keys: tuple[str, ...]
+    ) -> None:
+        self.app = app
+        self.worker = worker
+        self.metrics = metrics
+        self.keys = tuple(key.encode() for key in api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        trace = scope[SCOPE_KEY] = Trace()
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], *trace.headers()]
+            await send(message)
+
+        self.worker.in_flight += 1
+        try:
+            try:
+                headers = Headers(scope=scope)
+                trace.rename(headers.get(HEADER))
+                self._check(scope, headers)
+                await self.app(scope, receive, answer)
+            except Exception as error:
+                row = row_of(error)
+                trace.failure = row.reason
+                if row.status == 500:
+                    log.error("request %s failed", trace.request_id, exc_info=error)
+                if not started and not isinstance(error, ClientGone):
+                    await error_response(error)(scope, receive, answer)
+        finally:
+            self.worker.in_flight -= 1
+            self._count(scope, trace)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raises Unauthorized or CrossSite."""
+        if self.keys and scope["path"] not in OPEN_PATHS:
+            given = _key(headers.get("authorization", ""))
+            # Every key is compared, so that the time says nothing about which one was near.
+            if not sum([hmac.compare_digest(given, key) for key in self.keys]):
+                raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
+        if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
+            raise CrossSite("a page of another site may not send this")
+
+    def _count(self, scope: Scope, trace: Trace) -> None:
+        route: Any = scope.get("route")
+        seconds = time.monotonic() - trace.began_s
+        self.metrics.request(getattr(route, "path", None), trace.strategy, seconds)
+        if trace.failure is not None:
+            self.metrics.failure(trace.failure)
+        if trace.timing_ms is not None:
+            stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}
+            self.metrics.stages(stages)
+
+
+def _key(authorization: str) -> bytes:
+    """The key of `Bearer KEY`, or of `Basic` as its password, which is what a browser can send."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except (ValueError, binascii.Error):
+            return b""
+    return b""

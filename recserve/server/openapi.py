@@ -1,0 +1,55 @@
+"""GET /openapi.json: the framework's description, with the messages' own schemas put in.
+
+Routes read raw bodies, which is what makes them quick, so the framework cannot know what is in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from recserve import messages as m
+
+BODIES = {
+    "recommend": m.RecommendBody,
+    "rank": m.RankBody,
+    "rank_batch": m.RankBatchBody,
+    "add_events": m.EventsBody,
+}
+ANSWERS = {
+    "recommend": m.RecommendAnswer,
+    "rank": m.RankAnswer,
+    "rank_batch": m.RankBatchAnswer,
+    "add_events": m.EventsAnswer,
+    "history": m.HistoryAnswer,
+    "item": m.ItemAnswer,
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description of the app."""
+    said = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer]
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    by_kind = dict(zip(kinds, schemas, strict=True))
+    said["components"] = {"schemas": components}
+    for operations in said["paths"].values():
+        for operation in operations.values():
+            name = operation["operationId"]
+            if name in BODIES:
+                content = {"application/json": {"schema": by_kind[BODIES[name]]}}
+                operation["requestBody"] = {"required": True, "content": content}
+            error = {"application/json": {"schema": by_kind[m.ErrorAnswer]}}
+            operation["responses"] = {"default": {"description": "Refused.", "content": error}}
+            if name == "delete_user":
+                operation["responses"]["204"] = {"description": "Forgotten."}
+                continue
+            operation["responses"]["200"] = answered = {"description": "Answered."}
+            if name in ANSWERS:
+                answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
+    return said

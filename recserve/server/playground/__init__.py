@@ -1,0 +1,53 @@
+"""GET /, the playground: one self-contained page under a strict content security policy."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from recserve.server.exchange import Exchange, json_response
+
+NUM_USERS = 50
+NUM_ITEMS = 200
+
+
+def policy(page: str) -> str:
+    """A policy under which this page's own script and style run, and nothing else does."""
+
+    def sources(tag: str) -> str:
+        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [hashlib.sha256(block.encode()).digest() for block in blocks]
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {sources('script')}; style-src {sources('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def router(exchange: Exchange) -> APIRouter:
+    """The page, and the users and items it offers to try."""
+    routes = APIRouter(include_in_schema=False)
+    page = (files(__package__) / "index.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": policy(page),
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    body = page.encode()
+
+    @routes.get("/")
+    async def playground() -> Response:
+        return Response(body, headers=headers, media_type="text/html; charset=utf-8")
+
+    @routes.get("/playground/samples")
+    async def samples() -> Response:
+        return json_response(exchange.service.samples(NUM_USERS, NUM_ITEMS))
+
+    return routes

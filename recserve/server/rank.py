@@ -1,0 +1,44 @@
+"""POST /v1/rank and /v1/rank:batch."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.messages import RankBatchAnswer, RankBatchBody, RankBody
+from recserve.server.errors import error_answer
+from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
+from recserve.server.trace import trace_of
+
+BODY = msgspec.json.Decoder(RankBody)
+BATCH_BODY = msgspec.json.Decoder(RankBatchBody)
+
+
+def router(exchange: Exchange) -> APIRouter:
+    """Routes of the scorers."""
+    routes = APIRouter()
+
+    @routes.post("/v1/rank", operation_id="rank")
+    async def rank(request: Request) -> Response:
+        """Given candidates, best first."""
+        body = await exchange.body(request, BODY)
+        service, trace = exchange.service, trace_of(request.scope)
+        deadline_s = exchange.deadline_s(request, body.timeout_ms)
+        work = await begin(service, service.begin_rank, body, trace.request_id, deadline_s)
+        (outcome,) = await outcomes(request, [work], deadline_s)
+        return json_response(finished(trace, outcome))
+
+    @routes.post("/v1/rank:batch", operation_id="rank_batch")
+    async def rank_batch(request: Request) -> Response:
+        """One ranking per user; an error in one leaves the others as they are."""
+        body = await exchange.body(request, BATCH_BODY)
+        service, trace = exchange.service, trace_of(request.scope)
+        deadline_s = exchange.deadline_s(request, body.timeout_ms)
+        works = await begin(service, service.begin_rank_batch, body, trace.request_id, deadline_s)
+        found = await outcomes(request, works, deadline_s)
+        results = [error_answer(o) if isinstance(o, Exception) else o for o in found]
+        return json_response(RankBatchAnswer(request_id=trace.request_id, results=results))
+
+    return routes

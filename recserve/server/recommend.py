@@ -1,0 +1,33 @@
+"""POST /v1/recommend."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.messages import RecommendBody
+from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
+from recserve.server.trace import trace_of
+
+BODY = msgspec.json.Decoder(RecommendBody)
+
+
+def router(exchange: Exchange) -> APIRouter:
+    """Routes of the recommender."""
+    routes = APIRouter()
+
+    @routes.post("/v1/recommend", operation_id="recommend")
+    async def recommend(request: Request) -> Response:
+        """The k best items for a user or a history."""
+        body = await exchange.body(request, BODY)
+        service, trace = exchange.service, trace_of(request.scope)
+        deadline_s = exchange.deadline_s(request, body.timeout_ms)
+        work = await begin(service, service.begin_recommend, body, trace.request_id, deadline_s)
+        (outcome,) = await outcomes(request, [work], deadline_s)
+        answer = finished(trace, outcome)
+        exchange.metrics.rounds.observe(answer.rounds)
+        return json_response(answer)
+
+    return routes

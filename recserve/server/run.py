@@ -1,0 +1,68 @@
+"""`recserve serve`: uvicorn, with a drain between the signal and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from types import FrameType
+
+import torch
+import uvicorn
+
+from recserve.config import ServerConfig
+from recserve.server.app import create_app
+from recserve.server.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal `ready` and new work get 503, what runs is finished, and it exits.
+
+    A second signal ends the wait.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, delay_s: float) -> None:
+        super().__init__(config)
+        self.worker = worker
+        self.delay_s = delay_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        if self.worker.draining:
+            super().handle_exit(sig, frame)
+            return
+        log.info("%s: draining", signal.Signals(sig).name)
+        self.worker.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; True: stop listening and wait for what is in flight."""
+        if self.worker.failure is not None:
+            return True
+        if self.worker.draining:
+            self.delay_s -= 0.1
+            if self.delay_s <= 0:
+                return True
+        return await super().on_tick(counter)
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until a signal comes. Returns the exit code: 1 if the bundle could not be served."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    app = create_app(config)
+    worker: Worker = app.state.worker
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_level="info",
+        access_log=config.access_log,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    asyncio.run(DrainingServer(settings, worker, config.drain_delay_s).serve())
+    return 1 if worker.failure is not None else 0

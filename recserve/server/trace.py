@@ -1,0 +1,60 @@
+"""What is known of one HTTP request on its way through the server."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from recserve.messages import InvalidRequest, TimingMs
+
+HEADER = "x-request-id"
+_SHAPE = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
+SCOPE_KEY = "recserve.trace"
+
+
+@dataclass
+class Trace:
+    """request_id: the client's, else drawn. began_s: of time.monotonic().
+
+    strategy, timing_ms: set once a model has answered. failure: label of the failure counter.
+    """
+
+    request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    began_s: float = field(default_factory=time.monotonic)
+    strategy: str = "none"
+    timing_ms: TimingMs | None = None
+    failure: str | None = None
+
+    def rename(self, request_id: str | None) -> None:
+        """Take the id that the client gave, if it gave one.
+
+        Raises InvalidRequest for one that could not stand in a header.
+        """
+        if request_id is None:
+            return
+        if not _SHAPE.match(request_id):
+            raise InvalidRequest("X-Request-Id", "expected 1 to 128 of A-Z a-z 0-9 . _ : -")
+        self.request_id = request_id
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer carries."""
+        headers = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if self.timing_ms is not None:
+            stages = {
+                name: getattr(self.timing_ms, name) for name in self.timing_ms.__struct_fields__
+            }
+            text = ", ".join(f"{name};dur={value}" for name, value in stages.items())
+            headers.append((b"server-timing", text.encode()))
+        return headers
+
+
+def trace_of(scope: Any) -> Trace:
+    """The trace that the gate put into the scope."""
+    trace: Trace = scope[SCOPE_KEY]
+    return trace

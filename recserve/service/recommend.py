@@ -1,0 +1,211 @@
+"""From a recommend body to a slate."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from recserve.core.request import RecommendRequest, Result, Slate
+from recserve.engine.strategies import RECOMMEND
+from recserve.features.filters import FilterError
+from recserve.messages import (
+    Explanation,
+    InvalidRequest,
+    RecommendAnswer,
+    RecommendBody,
+    RecommendedItem,
+)
+from recserve.service.histories import History
+from recserve.service.roots import RecommenderRoots
+from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
+from recserve.service.work import Stopwatch, Work
+
+AUTO = "beam"
+DEFAULT_BEAM_WIDTH = 50
+POPULAR = "popular"
+
+
+def resolve_strategy(name: str) -> str:
+    """The strategy that a word stands for. Raises InvalidRequest, listing what there is."""
+    if name == "auto":
+        return AUTO
+    if name not in RECOMMEND:
+        there = ", ".join(("auto", *RECOMMEND))
+        raise InvalidRequest("strategy", f"there are {there}, got {name!r}")
+    return name
+
+
+class Recommendations:
+    """Slates from the recommender; from popularity where there is no history to read."""
+
+    def __init__(self, runtime: Runtime, roots: RecommenderRoots, dense_weight: float) -> None:
+        self.runtime = runtime
+        self.roots = roots
+        self.dense_weight = dense_weight
+
+    def begin(
+        self, body: RecommendBody, request_id: str | None, deadline_s: float | None
+    ) -> Work[RecommendAnswer]:
+        """Read the history and hand the request to the engine.
+
+        Raises InvalidRequest, and what Engine.submit raises.
+        """
+        watch = Stopwatch()
+        strategy = resolve_strategy(body.strategy)
+        snapshot = self.runtime.snapshot
+        width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
+        if width < body.k:
+            raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
+        dense_weight = self._dense_weight(body.dense_weight)
+        allowed = _allowed(snapshot, body)
+        history = self.runtime.histories.read(body.user, body.history, snapshot)
+        degraded = list(history.degraded)
+        given = np.array(snapshot.rows_of(body.exclude.item_ids), dtype=np.int64)
+        if (given < 0).any():
+            degraded.append("unknown_excluded_items")
+            given = given[given >= 0]
+        seen = history.rows if body.exclude.seen else history.rows[:0]
+        draft = _Slate(body, request_id, snapshot, history, np.concatenate([given, seen]), allowed)
+        if not history.rows.size:
+            degraded.append("cold_start")
+            watch.features_done()
+            return Work(None, lambda _: self._finish(draft, degraded, watch, None))
+        request = RecommendRequest(
+            self.roots.root(snapshot, history.rows),
+            snapshot.trie,
+            body.k,
+            width,
+            strategy,  # type: ignore[arg-type]
+            draft.excluded,
+            allowed,
+            dense_weight,
+            deadline_s,
+        )
+        watch.features_done()
+        future = self.runtime.engine.submit(request)
+
+        def finish(result: Result | None) -> RecommendAnswer:
+            assert isinstance(result, Slate)
+            return self._finish(draft, degraded, watch, result, strategy)
+
+        return Work(future, finish)
+
+    def _dense_weight(self, asked: float | None) -> float:
+        if asked and not self.roots.config.dense_head:
+            raise InvalidRequest(
+                "dense_weight", f"this recommender has no dense head; expected 0, got {asked}"
+            )
+        return self.dense_weight if asked is None else asked
+
+    def _finish(
+        self,
+        draft: _Slate,
+        degraded: list[str],
+        watch: Stopwatch,
+        slate: Slate | None,
+        strategy: str = POPULAR,
+    ) -> RecommendAnswer:
+        rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        if slate is not None:
+            legal = draft.legal(slate.rows)
+            if not legal.all():
+                self.runtime.illegal(int((~legal).sum()))
+                degraded = [*degraded, "illegal_items"]
+            rows, scores = slate.rows[legal], slate.scores[legal]
+        timing = None if slate is None else slate.timing
+        missing = draft.body.k - rows.size
+        filled = draft.fill(missing, rows) if missing > 0 else rows[:0]
+        if missing > filled.size:
+            degraded = [*degraded, "fewer_than_k"]
+        return RecommendAnswer(
+            items=draft.items(rows, scores, filled),
+            strategy=strategy,
+            exact=slate is not None and slate.exact,
+            rounds=0 if slate is None else slate.rounds,
+            explanation=draft.explanation(slate, self.roots) if draft.body.explain else UNSET,
+            **self.runtime.envelope(
+                draft.request_id, draft.body.user, draft.snapshot, degraded, watch, timing
+            ),
+        )
+
+
+class _Slate:
+    """A slate in the making: what may stand on it, and how its items are written."""
+
+    def __init__(
+        self,
+        body: RecommendBody,
+        request_id: str | None,
+        snapshot: Snapshot,
+        history: History,
+        excluded: np.ndarray,
+        allowed: np.ndarray | None,
+    ) -> None:
+        self.body = body
+        self.request_id = request_id
+        self.snapshot = snapshot
+        self.history = history
+        self.excluded = excluded
+        self.allowed = allowed
+
+    def legal(self, rows: np.ndarray) -> np.ndarray:
+        """[n] bool: exists, is not excluded, fulfils the filter."""
+        legal = (rows >= 0) & (rows < self.snapshot.num_items)
+        legal &= ~np.isin(rows, self.excluded)
+        if self.allowed is not None:
+            legal &= self.allowed[np.where(legal, rows, 0)]
+        return np.asarray(legal)
+
+    def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
+        """Popular rows for the places that the model left empty."""
+        taken = np.concatenate([self.excluded, rows])
+        return self.snapshot.most_popular(count, taken, self.allowed)
+
+    def items(
+        self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
+    ) -> list[RecommendedItem]:
+        """rows and scores [n] from the model, then filled [m] by popularity."""
+        ids = self.snapshot.catalog.items.ids
+        answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
+        return [
+            RecommendedItem(
+                item_id=ids[row],
+                score=score,
+                rank=rank,
+                source=POPULAR if score is None else "model",
+                semantic_id=self._codes(row),
+            )
+            for rank, (row, score) in enumerate(
+                zip([*rows.tolist(), *filled.tolist()], answers, strict=True), start=1
+            )
+        ]
+
+    def explanation(self, slate: Slate | None, roots: RecommenderRoots) -> Explanation:
+        """Where the work went."""
+        read = int(self.history.rows.size)
+        timing = None if slate is None else slate.timing
+        return Explanation(
+            history_events=self.history.num_events,
+            history_used=0 if slate is None else roots.used(read),
+            root_tokens_cached=0 if timing is None else timing.root_cached,
+            root_tokens_computed=0 if timing is None else timing.root_computed,
+            forwards=0 if timing is None else timing.forwards,
+            nodes=0 if timing is None else timing.nodes,
+        )
+
+    def _codes(self, row: int) -> list[int] | UnsetType:
+        if not self.body.explain:
+            return UNSET
+        codes: list[int] = self.snapshot.catalog.index.codes[row].tolist()
+        return codes
+
+
+def _allowed(snapshot: Snapshot, body: RecommendBody) -> np.ndarray | None:
+    if body.filter is None:
+        return None
+    try:
+        return snapshot.filters.allowed(body.filter)
+    except FilterError as error:
+        place = f"filter.{error.param}" if error.param else "filter"
+        raise InvalidRequest(place, str(error)) from None

@@ -1,0 +1,106 @@
+"""Histories as the models read them: the root of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from recserve.core.request import Root
+from recserve.features.encoding import root_tokens, window_start
+from recserve.features.event_features import UserEvents
+from recserve.features.ranking import (
+    candidate_columns,
+    root_columns,
+    split_history,
+    window_columns,
+)
+from recserve.features.ranking_tables import RankingTables
+from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import node_inputs
+from recserve.models.recommender import RecommenderConfig
+from recserve.service.histories import History
+from recserve.service.snapshot import Snapshot
+
+
+class RecommenderRoots:
+    """Roots of the recommender: the tokens of the last items, in a window that slides in blocks."""
+
+    def __init__(self, config: RecommenderConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.block = max(1, config.max_history_items // 4)
+
+    def used(self, num_events: int) -> int:
+        """How many of a history's events the root holds."""
+        return num_events - self._start(num_events)
+
+    def root(self, snapshot: Snapshot, rows: np.ndarray) -> Root:
+        """rows: [n] item rows, oldest first."""
+        tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
+        return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
+
+    def keys(self, snapshot: Snapshot, rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """Keys and shared rows of every root that this history has had while it grew."""
+        starts = {self._start(n): n for n in range(rows.size + 1)}
+        for start, stop in starts.items():
+            yield self._tokens(snapshot, rows[start:stop]), 0
+
+    def _start(self, num_events: int) -> int:
+        return window_start(num_events, self.config.max_history_items, self.block)
+
+    def _tokens(self, snapshot: Snapshot, rows: np.ndarray) -> np.ndarray:
+        codes = snapshot.catalog.index.codes
+        return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
+
+
+class RankerRoots:
+    """Roots and branches of the ranker."""
+
+    def __init__(self, tables: RankingTables, salt: int, device: torch.device) -> None:
+        self.tables = tables
+        self.salt = salt
+        self.device = device
+
+    def root(
+        self,
+        history: History,
+        rows: np.ndarray,
+        shown_at: np.ndarray | None,
+        given: Mapping[str, np.ndarray],
+    ) -> tuple[Root, NodeInputs, np.ndarray | None]:
+        """The user's root, the candidates under it, and how much of it each may see (None: all)."""
+        columns = root_columns(self.tables, self._events(history), self.salt)
+        branches = candidate_columns(self.tables, columns, rows, shown_at, given)
+        root = Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
+        limits = None if shown_at is None else branches.root_limits
+        return root, self._inputs(branches.columns.arrays()), limits
+
+    def keys(self, history: History) -> Iterator[tuple[np.ndarray, int]]:
+        """Keys and shared rows of every root that this history has had while it grew."""
+        events = self._events(history)
+        settings = self.tables.settings
+        windows = {split_history(n, settings): n for n in range(len(events) + 1)}
+        for (start, split), stop in windows.items():
+            columns = window_columns(self.tables, events.slice(0, stop), start, split, self.salt)
+            yield columns.keys, columns.shared
+
+    def _events(self, history: History) -> UserEvents:
+        """The history in the ranker's own numbering of types; a type it does not know is none."""
+        settings = self.tables.settings
+        numbers = {name: index for index, name in enumerate(settings.type_names)}
+        types = np.array([numbers.get(name, -1) for name in history.type_names], np.int64)
+        values = history.values
+        if values is None:
+            values = np.full(history.rows.size, settings.mean_value if settings.has_values else 1.0)
+        return UserEvents(
+            history.rows, history.times, types[history.types], values.astype(np.float32)
+        )
+
+    def _inputs(self, arrays: Mapping[str, np.ndarray]) -> NodeInputs:
+        inputs = node_inputs(arrays)
+        if self.device.type == "cpu":
+            return inputs
+        moved = {name: getattr(inputs, name).to(self.device) for name in arrays}
+        return NodeInputs(**moved)

@@ -1,0 +1,63 @@
+"""What every answer is made with: engine, catalogue, histories, versions."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from recserve.core.request import Timing
+from recserve.engine.engine import Engine
+from recserve.messages import UserRef
+from recserve.service.attribution import Signer
+from recserve.service.histories import Histories
+from recserve.service.snapshot import Snapshot
+from recserve.service.work import Stopwatch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Runtime:
+    """Shared by the parts of a service. illegal_items: seen since the start; must stay 0."""
+
+    engine: Engine
+    snapshot: Snapshot
+    histories: Histories
+    signer: Signer
+    model_version: str
+    device: torch.device
+    illegal_items: int = field(default=0)
+
+    def envelope(
+        self,
+        request_id: str | None,
+        user: UserRef | None,
+        snapshot: Snapshot,
+        degraded: Sequence[str],
+        watch: Stopwatch,
+        timing: Timing | None,
+    ) -> dict[str, Any]:
+        """The fields that all answers of a model have, but `strategy`, `exact` and `rounds`."""
+        request_id = request_id or str(uuid.uuid4())
+        version = snapshot.catalog.version
+        user_id = None if user is None else user.id
+        return {
+            "request_id": request_id,
+            "model_version": self.model_version,
+            "catalog_version": version,
+            "degraded": list(dict.fromkeys(degraded)),
+            "attribution_token": self.signer.token(
+                request_id, user_id, self.model_version, version
+            ),
+            "timing_ms": watch.read(timing),
+        }
+
+    def illegal(self, count: int) -> None:
+        """Note items that a model should never have returned."""
+        self.illegal_items += count
+        log.error("a model returned %d items that do not exist or were excluded", count)

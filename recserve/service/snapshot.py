@@ -1,0 +1,64 @@
+"""One catalogue version with everything that is looked up in it while answering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recserve.features.catalog import Catalog
+from recserve.features.filters import ItemFilters
+from recserve.kernels.trie import Trie, build_trie
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Immutable; a request reads one snapshot from start to end.
+
+    rows: item id to row. popular [I] int32: rows, most popular first.
+    """
+
+    catalog: Catalog
+    trie: Trie
+    filters: ItemFilters
+    rows: dict[str, int]
+    popular: np.ndarray
+
+    @staticmethod
+    def of(catalog: Catalog, device: torch.device) -> Snapshot:
+        """Build the lookups of a catalogue, the trie on the device."""
+        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        return Snapshot(
+            catalog,
+            build_trie(codes, catalog.index.codebook_sizes).to(device),
+            ItemFilters(catalog.items),
+            {item_id: row for row, item_id in enumerate(catalog.items.ids)},
+            catalog.popular,
+        )
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        return len(self.catalog)
+
+    def rows_of(self, item_ids: Iterable[str]) -> list[int]:
+        """Row of each id, -1 where it is unknown."""
+        get = self.rows.get
+        return [get(item_id, -1) for item_id in item_ids]
+
+    def most_popular(
+        self, count: int, excluded: np.ndarray, allowed: np.ndarray | None
+    ) -> np.ndarray:
+        """At most `count` rows, most popular first, that are allowed and not excluded.
+
+        excluded: item rows, any order, repeats allowed. allowed: bool [I], None: all.
+        """
+        if allowed is None:
+            # Of the first count + X rows at most X are excluded, so the rest of the order is idle.
+            head = self.popular[: count + excluded.size]
+            return np.asarray(head[~np.isin(head, excluded)][:count])
+        usable = allowed.copy()
+        usable[excluded] = False
+        return np.asarray(self.popular[usable[self.popular]][:count])
