@@ -1,0 +1,286 @@
+"""The training loop of every model: one optimiser, one schedule, one way to stop, resume and keep
+the best."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from recserve.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from recserve.training.options import EpochRecord, TrainOptions, TrainReport
+from recserve.training.plot import save_plot
+
+VALIDATION_SHARE = 0.1  # of max_minutes, kept free for the first validation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How weights move: AdamW, linear warm-up, cosine to `floor` of the peak, an average of the
+    weights.
+
+    warmup: share of all steps. averaging: decay per step of the average that is validated and kept,
+    0 for none. patience: epochs without a better validation before it stops, 0 for never. max_norm:
+    of the gradient.
+    """
+
+    epochs: int
+    learning_rate: float
+    weight_decay: float = 0.1
+    warmup: float = 0.1
+    floor: float = 0.02
+    averaging: float = 0.99
+    patience: int = 0
+    max_norm: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.98)
+
+    def factor(self, progress: float) -> float:
+        """Share of the peak learning rate. progress: of the run, 0 to 1."""
+        if progress < self.warmup:
+            return max(progress, 1e-3) / self.warmup
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        return self.floor + (1 - self.floor) * cosine
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Loss of one batch. total: minimised. parts: means per target, for the log. targets: their
+    number."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+    targets: int
+
+
+class Trainee(Protocol):
+    """A model, its data and its validation, as the loop sees them.
+
+    selection: the metric of `validate` that decides, higher is better.
+    """
+
+    model: nn.Module
+    selection: str
+
+    def plan(self, epoch: int) -> Sequence[Any]:
+        """One cheap description per batch of this epoch; depends on (seed, epoch) and nothing
+        else."""
+        ...
+
+    def loss(self, batch: Any) -> StepLoss:
+        """Loss of the batch that a description stands for."""
+        ...
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the model as it is, in eval mode, without gradients."""
+        ...
+
+
+def fit(
+    trainee: Trainee,
+    schedule: Schedule,
+    options: TrainOptions,
+    directory: Path,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train; the model ends with the weights that validated best.
+
+    directory: receives `checkpoint.safetensors` after each epoch and `training.png` at the end. The
+    learning rate follows the share of the run that is done: steps of all steps, or seconds of
+    max_minutes where those are further. A run that was interrupted and resumed equals one that was
+    not, unless max_minutes cuts it. Raises ValueError for a checkpoint of another recipe.
+    """
+    run = _Run(trainee, schedule, options, directory, console or Console(stderr=True))
+    return run.run()
+
+
+class _Run:
+    def __init__(
+        self,
+        trainee: Trainee,
+        schedule: Schedule,
+        options: TrainOptions,
+        directory: Path,
+        console: Console,
+    ) -> None:
+        self.trainee, self.schedule, self.options = trainee, schedule, options
+        self.directory, self.console = directory, console
+        self.checkpoint = directory / "checkpoint.safetensors"
+        model = trainee.model
+        self.named = dict(model.named_parameters())
+        self.state = RunState(
+            model,
+            _adamw(model, schedule),
+            {name: p.detach().clone() for name, p in self.named.items()},
+            {},
+        )
+        self.recipe = asdict(schedule) | {"seed": options.seed, "model": type(model).__name__}
+        self.limit_s = 60 * options.max_minutes if options.max_minutes else math.inf
+        self.dtype = options.autocast_dtype()
+        self.device = options.torch_device()
+
+    def run(self) -> TrainReport:
+        state = self.state
+        if self.options.resume and self.checkpoint.exists():
+            load_checkpoint(state, self.checkpoint, self.recipe)
+            self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
+        self.started = time.monotonic() - state.seconds
+        stopped = "epochs"
+        with self._progress() as progress:
+            for epoch in range(state.epoch, self.schedule.epochs):
+                finished = self._epoch(epoch, progress)
+                self.console.print(_line(self.state.history[-1], self.schedule.epochs))
+                if not finished or self._out_of_time():
+                    stopped = "max_minutes"
+                    break
+                if self.schedule.patience and (
+                    state.epoch - state.best_epoch >= self.schedule.patience
+                ):
+                    stopped = "early stop"
+                    break
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(state.best[name])
+        self.trainee.model.eval()
+        save_plot(state.history, self.trainee.selection, self.directory / "training.png")
+        best = state.history[state.best_epoch - 1]
+        return TrainReport(
+            state.epoch,
+            state.best_epoch,
+            self.trainee.selection,
+            best.metrics,
+            stopped,  # type: ignore[arg-type]
+            state.seconds,
+            self.directory,
+            state.history,
+        )
+
+    def _epoch(self, epoch: int, progress: Progress) -> bool:
+        """Train and validate one epoch; false if time ran out inside it."""
+        state = self.state
+        torch.manual_seed(self.options.seed * 1_000_003 + epoch)
+        self.trainee.model.train()
+        plan = self.trainee.plan(epoch)
+        task = progress.add_task(f"epoch {epoch + 1}/{self.schedule.epochs}", total=len(plan))
+        sums: dict[str, float] = {}
+        targets, done, began = 0, 0, time.monotonic()
+        for batch in plan:
+            losses = self._step(batch, len(plan))
+            targets, done = targets + losses.targets, done + 1
+            for name, part in losses.parts.items():
+                sums[name] = sums.get(name, 0.0) + float(part) * losses.targets
+            speed = targets / (time.monotonic() - began)
+            shown = "  ".join(f"{name} {value / targets:.3f}" for name, value in sums.items())
+            progress.update(task, advance=1, shown=f"{shown}  {speed:,.0f} targets/s")
+            if self._out_of_time():
+                break
+        seconds = time.monotonic() - began
+        metrics = self._validate()
+        progress.remove_task(task)
+        state.epoch = epoch + 1
+        state.seconds = time.monotonic() - self.started
+        losses_of_epoch = {name: value / targets for name, value in sums.items()}
+        state.history.append(
+            EpochRecord(epoch + 1, losses_of_epoch, metrics, state.seconds, targets / seconds)
+        )
+        value = metrics[self.trainee.selection]
+        if value > state.best_value or not state.best:
+            state.best_value, state.best_epoch = value, epoch + 1
+            state.best = {name: tensor.clone() for name, tensor in state.averaged.items()}
+        save_checkpoint(state, self.checkpoint, self.recipe)
+        return done == len(plan)
+
+    def _step(self, batch: Any, steps_per_epoch: int) -> StepLoss:
+        state, schedule = self.state, self.schedule
+        elapsed = time.monotonic() - self.started
+        in_steps = (state.step + 1) / (schedule.epochs * steps_per_epoch)
+        progress = max(in_steps, elapsed / self._training_s())
+        for group in state.optimizer.param_groups:
+            group["lr"] = schedule.learning_rate * schedule.factor(progress)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            losses = self.trainee.loss(batch)
+        state.optimizer.zero_grad(set_to_none=True)
+        losses.total.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.trainee.model.parameters(), schedule.max_norm)
+        state.optimizer.step()
+        state.step += 1
+        # A young average must forget the weights it started from.
+        decay = min(schedule.averaging, (1 + state.step) / (10 + state.step))
+        decay = decay if schedule.averaging else 0.0
+        with torch.no_grad():
+            averaged = [state.averaged[name] for name in self.named]
+            torch._foreach_lerp_(averaged, list(self.named.values()), 1 - decay)
+        return losses
+
+    def _validate(self) -> dict[str, float]:
+        """Metrics of the averaged weights, which are swapped in for it."""
+        began = time.monotonic()
+        kept = {name: p.detach().clone() for name, p in self.named.items()}
+        try:
+            self._load(self.state.averaged)
+            self.trainee.model.eval()
+            with (
+                torch.no_grad(),
+                torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None),
+            ):
+                metrics = self.trainee.validate()
+        finally:
+            self._load(kept)
+        self.state.validation_s = time.monotonic() - began
+        return metrics
+
+    @torch.no_grad()
+    def _load(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.named.items():
+            parameter.copy_(weights[name])
+
+    def _training_s(self) -> float:
+        """Seconds that training may take, so that a last validation fits in."""
+        first = VALIDATION_SHARE * self.limit_s if not self.state.validation_s else 0.0
+        return max(self.limit_s - max(self.state.validation_s, first), 1e-3)
+
+    def _out_of_time(self) -> bool:
+        return time.monotonic() - self.started >= self._training_s()
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+
+
+def _adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+    """Weight decay on matrices, none on norms, biases and scales."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": schedule.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=schedule.learning_rate,
+        betas=schedule.betas,
+        fused=True,
+    )
+
+
+def _line(record: EpochRecord, epochs: int) -> str:
+    losses = "  ".join(f"{name} {value:.3f}" for name, value in record.losses.items())
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+    return (
+        f"epoch {record.epoch}/{epochs}  {losses}  {metrics}  "
+        f"{record.tokens_per_s:,.0f} targets/s  {record.seconds / 60:.1f} min"
+    )

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+
+from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+
+OPTIONS = TrainOptions(device="cpu", precision="float32")
+SCHEDULE = Schedule(epochs=4, learning_rate=0.05, averaging=0.5)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Line:
+    """Fits y = x @ w with dropout; breaks in epoch `fails`, validates to `script` if given."""
+
+    selection = "score"
+
+    def __init__(self, fails: int | None = None, script: list[float] | None = None) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.fails, self.script, self.epoch = fails, script, -1
+        noise = torch.Generator().manual_seed(1)
+        self.x = torch.randn(32, 4, generator=noise)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def plan(self, epoch: int) -> list[torch.Tensor]:
+        self.epoch = epoch
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(epoch))
+        return list(order.split(8))
+
+    def loss(self, batch: torch.Tensor) -> StepLoss:
+        if self.epoch == self.fails:
+            raise Interrupted
+        loss = F.mse_loss(self.model(self.x[batch]), self.y[batch])
+        return StepLoss(loss, {"error": loss.detach()}, len(batch))
+
+    def validate(self) -> dict[str, float]:
+        if self.script is not None:
+            return {"score": self.script[self.epoch]}
+        return {"score": -F.mse_loss(self.model(self.x), self.y).item()}
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def outcome(report: TrainReport) -> list[tuple[dict[str, float], dict[str, float]]]:
+    return [(record.losses, record.metrics) for record in report.history]
+
+
+def test_resumed_run_equals_the_straight_one(tmp_path: Path) -> None:
+    """Broken in epoch 3 of 4 and resumed: the same losses, metrics and weights, bit for bit."""
+    straight = Line()
+    report = fit(straight, SCHEDULE, OPTIONS, tmp_path / "straight", quiet())
+    with pytest.raises(Interrupted):
+        fit(Line(fails=2), SCHEDULE, OPTIONS, tmp_path / "broken", quiet())
+    resumed = Line()
+    options = replace(OPTIONS, resume=True)
+    second = fit(resumed, SCHEDULE, options, tmp_path / "broken", quiet())
+    assert report.epochs == second.epochs == 4
+    assert outcome(second) == outcome(report)
+    for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=0)
+
+
+def test_loss_falls_and_a_picture_is_left(tmp_path: Path) -> None:
+    report = fit(Line(), replace(SCHEDULE, epochs=20), OPTIONS, tmp_path, quiet())
+    assert report.metrics["score"] > report.history[0].metrics["score"]
+    assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_best_epoch_is_kept_and_patience_stops(tmp_path: Path) -> None:
+    trainee = Line(script=[0.1, 0.3, 0.2, 0.2, 0.9])
+    report = fit(trainee, replace(SCHEDULE, epochs=5, patience=2), OPTIONS, tmp_path, quiet())
+    assert (report.stopped, report.best_epoch, report.epochs) == ("early stop", 2, 4)
+    assert report.metrics == {"score": 0.3}
+
+
+def test_averaged_weights_are_kept(tmp_path: Path) -> None:
+    """With an average that never moves from the first step on, the kept weights are old ones."""
+    plain, averaged = Line(), Line()
+    fit(plain, replace(SCHEDULE, averaging=0.0), OPTIONS, tmp_path / "a", quiet())
+    fit(averaged, replace(SCHEDULE, averaging=0.99), OPTIONS, tmp_path / "b", quiet())
+    pairs = zip(plain.model.parameters(), averaged.model.parameters(), strict=True)
+    assert any(not torch.allclose(one, two) for one, two in pairs)
+
+
+def test_max_minutes_ends_the_run(tmp_path: Path) -> None:
+    options = replace(OPTIONS, max_minutes=0.01)
+    report = fit(Line(), replace(SCHEDULE, epochs=10_000), options, tmp_path, quiet())
+    assert report.stopped == "max_minutes"
+    assert report.epochs < 10_000
+
+
+def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> None:
+    fit(Line(), SCHEDULE, OPTIONS, tmp_path, quiet())
+    options = replace(OPTIONS, resume=True)
+    with pytest.raises(ValueError, match=r"other \['learning_rate'\]"):
+        fit(Line(), replace(SCHEDULE, learning_rate=0.1), options, tmp_path, quiet())
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is damaged"):
+        fit(Line(), SCHEDULE, options, tmp_path, quiet())
+
+
+def test_learning_rate_rises_then_falls_to_the_floor() -> None:
+    schedule = Schedule(10, 1.0, warmup=0.1, floor=0.02)
+    assert schedule.factor(0.05) == pytest.approx(0.5)
+    assert schedule.factor(0.5) == pytest.approx(0.51)
+    assert schedule.factor(1.0) == schedule.factor(3.0) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"epochs": 0}, "epochs is 0; train for at least 1"),
+        ({"max_minutes": 0.0}, "max_minutes is 0.0; it must be above 0"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"precision": "int8"}, "precision is 'int8'"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_options_refuse(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(**values)  # type: ignore[arg-type]
