@@ -39,8 +39,11 @@ MAY_IMPORT = {
     "batch": TOP,
     "experiments": TOP,
     "doctor": TOP,
-    "demo": TOP | {"building", "training", "server"},
-    "cli": TOP | {"building", "training", "server", "batch", "experiments", "demo", "doctor"},
+    "terminal": {"messages", "doctor", "batch"},
+    "demo": TOP | {"building", "training", "server", "terminal"},
+    "cli": TOP
+    | {"building", "training", "server", "batch", "experiments"}
+    | {"demo", "doctor", "terminal"},
     "__main__": {"cli"},
     "__init__": TOP,
 }

@@ -90,7 +90,8 @@ def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
 class Generator:
     """Slates for a table of users.
 
-    recommend: bodies to answers in the same order, an exception in the place of a refused body.
+    recommend: bodies to answers in the same order. A ValueError in the place of an answer refuses
+    that row; any other exception ends the job.
     in_flight: bodies given to it at once.
     """
 
@@ -120,8 +121,10 @@ class Generator:
                 except ValueError as error:
                     errors.append(_refused(first_row + start + i, row, error))
             for i, result in zip(numbers, self.recommend(bodies), strict=True):
-                if isinstance(result, Exception):
+                if isinstance(result, ValueError):
                     errors.append(_refused(first_row + start + i, rows[i], result))
+                elif isinstance(result, Exception):
+                    raise result
                 else:
                     answers.append((rows[i]["user_id"], result))
             if done is not None:

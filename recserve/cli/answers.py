@@ -1,0 +1,177 @@
+"""`recserve recommend`, `rank`, `batch`, `history`: the service's answers without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from recserve.cli.flags import (
+    BundleFlag,
+    Device,
+    DeviceFlag,
+    HistoryFlag,
+    JsonFlag,
+    StoreFlag,
+    UserFlag,
+    ids,
+    json_value,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from recserve.service import Service
+
+Body = TypeVar("Body")
+BAD_USAGE = 2
+
+
+def recommend(
+    bundle: BundleFlag,
+    user: UserFlag = None,
+    history: HistoryFlag = None,
+    k: Annotated[int, typer.Option("-k", "--k", help="Items in the slate.")] = 10,
+    strategy: Annotated[str, typer.Option(help="auto, beam, ...")] = "auto",
+    beam_width: Annotated[int | None, typer.Option(help="Kept prefixes; default 50 or k.")] = None,
+    filter: Annotated[str | None, typer.Option(help="Condition on items, as JSON.")] = None,
+    seen: Annotated[
+        bool, typer.Option("--seen/--unseen", help="Whether items of the history may come.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where the work went.")] = False,
+    store: StoreFlag = None,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """A slate for a user or a history, without a server."""
+    from recserve.messages import RecommendBody
+    from recserve.terminal import slate_table, titles
+
+    body = _body(
+        RecommendBody,
+        user=user and {"id": user},
+        history=ids(history),
+        k=k,
+        strategy=strategy,
+        beam_width=beam_width,
+        filter=filter and json_value(filter, "--filter"),
+        exclude={"seen": not seen},
+        explain=explain,
+    )
+    with _service(bundle, store, device) as service:
+        answer = service.recommend(body)
+        _print(answer, as_json, slate_table(answer, titles(service.item)))
+
+
+def rank(
+    bundle: BundleFlag,
+    item: Annotated[list[str], typer.Option(help="Candidates: repeat, or put commas between.")],
+    user: UserFlag = None,
+    history: HistoryFlag = None,
+    scorer: Annotated[str, typer.Option(help="auto, ranker or likelihood.")] = "auto",
+    store: StoreFlag = None,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """The order of given items for a user or a history, without a server."""
+    from recserve.messages import RankBody
+    from recserve.terminal import ranking_table, titles
+
+    body = _body(
+        RankBody,
+        user=user and {"id": user},
+        history=ids(history),
+        scorer=scorer,
+        candidates=[{"item_id": item_id} for item_id in ids(item) or []],
+    )
+    with _service(bundle, store, device) as service:
+        answer = service.rank(body)
+        _print(answer, as_json, ranking_table(answer, titles(service.item)))
+    if answer.missing_item_ids and not as_json:
+        typer.echo(f"not in the catalogue: {', '.join(answer.missing_item_ids)}", err=True)
+
+
+def batch(
+    bundle: BundleFlag,
+    input: Annotated[Path, typer.Option(help="Parquet: user_id; history, k, strategy, ...")],
+    output: Annotated[Path, typer.Option(help="Folder of the answers; it appears at the end.")],
+    k: Annotated[int, typer.Option("-k", "--k", help="Where a row does not say.")] = 50,
+    strategy: Annotated[str, typer.Option(help="Where a row does not say.")] = "auto",
+    beam_width: Annotated[int | None, typer.Option(min=1, help="Kept prefixes.")] = None,
+    rows_per_part: Annotated[int, typer.Option(min=1, help="Users per output file.")] = 20_000,
+    in_flight: Annotated[int, typer.Option(min=1, help="Users computed together.")] = 64,
+    engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier job's output.")
+    ] = False,
+    progress: Annotated[
+        Literal["rich", "json"], typer.Option(help="A bar, or lines of JSON; on standard error.")
+    ] = "rich",
+    store: StoreFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Slates for every user of a Parquet file. Exit status 1: failed, 2: called wrongly."""
+    from recserve.batch.generate import Defaults, Generator
+    from recserve.batch.job import Job, check, run
+    from recserve.terminal import job_progress
+
+    job = Job(input, output, rows_per_part, overwrite)
+    try:
+        unused = check(job)[1]
+        defaults = Defaults(k, strategy, beam_width=beam_width)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_USAGE) from None
+    if unused:
+        typer.echo(f"{input}: columns not used: {', '.join(unused)}", err=True)
+    with _service(bundle, store, device) as service, job_progress(progress) as tell:
+        report = run(job, Generator(service.recommend_many, defaults, in_flight), tell)
+    refused = f", {report.errors} refused (see _errors)" if report.errors else ""
+    typer.echo(
+        f"{report.users} users, {report.rows} rows in {len(report.parts)} parts"
+        f"{refused}, {report.seconds:.1f} s"
+    )
+
+
+def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFlag = False) -> None:
+    """Print what is stored of a user, oldest first."""
+    from recserve.terminal import history_table, titles
+
+    with _service(bundle, store, "cpu") as service:
+        answer = service.history(user)
+        _print(answer, as_json, history_table(answer, titles(service.item)))
+
+
+def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
+    """Remove all that is stored of a user (of a running server: DELETE /v1/users/USER)."""
+    with _service(bundle, store, "cpu") as service:
+        service.delete_user(user)
+    typer.echo(f"nothing is stored of {user}")
+
+
+def _service(bundle: Path, store: str | None, device: Device) -> Service:
+    from recserve.service import Service
+
+    return Service.open(bundle, store, device)
+
+
+def _body(kind: type[Body], **fields: Any) -> Body:
+    """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
+    import msgspec
+
+    return msgspec.convert({n: v for n, v in fields.items() if v is not None}, kind)
+
+
+def _print(answer: Any, as_json: bool, table: Table) -> None:
+    import msgspec
+    from rich.console import Console
+
+    from recserve.terminal import timing_line
+
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+        return
+    Console().print(table)
+    if hasattr(answer, "timing_ms"):
+        typer.echo(timing_line(answer.timing_ms, answer.degraded))

@@ -1,0 +1,76 @@
+"""The command line: which commands there are, and how an error looks.
+
+Commands import what is heavy inside themselves, so that `recserve --help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from recserve.cli import answers, bundles, running
+
+FAILED = 1
+
+app = typer.Typer(
+    help="Generative recommendation server: build, train, serve, recommend and rank.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (
+    running.demo,
+    bundles.build,
+    bundles.train,
+    running.serve,
+    answers.recommend,
+    answers.rank,
+    answers.batch,
+    running.doctor,
+):
+    app.command()(command)
+
+bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
+bundle_app.command()(bundles.verify)
+app.add_typer(bundle_app, name="bundle")
+
+history_app = typer.Typer(help="Look after a user's stored history.", no_args_is_help=True)
+history_app.command()(answers.show)
+history_app.command()(answers.delete)
+app.add_typer(history_app, name="history")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"recserve {importlib.metadata.version('recserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show an error's trace back.")] = False,
+) -> None:
+    """What holds for every command."""
+
+
+def main() -> None:
+    """Run a command; an error is one line on standard error, with `--debug` its trace back too."""
+    try:
+        app()
+    except BrokenPipeError:
+        # Whoever read our output has gone; say nothing more, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(FAILED) from None
+    except (ValueError, LookupError, OSError, RuntimeError) as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(FAILED) from None

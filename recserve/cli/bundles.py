@@ -1,0 +1,99 @@
+"""`recserve build`, `train`, `evaluate`, `bundle verify`: what makes and checks a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from recserve.cli.flags import BundleFlag, DeviceFlag
+
+Model = Literal["recommender", "ranker", "sasrec"]
+
+
+def build(
+    items: Annotated[Path, typer.Option(help="Parquet: item_id, title, categories, more.")],
+    events: Annotated[Path, typer.Option(help="Parquet: user_id, item_id, timestamp/position.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
+    embeddings: Annotated[
+        Path | None, typer.Option(help="Item vectors, .npy or Parquet; without: from text.")
+    ] = None,
+    quantizer: Annotated[
+        Literal["residual", "product"], typer.Option(help="How vectors become semantic ids.")
+    ] = "residual",
+    levels: Annotated[int, typer.Option(min=1, max=64, help="Codes per semantic id.")] = 4,
+    codes: Annotated[int, typer.Option(min=2, max=65536, help="Codes per level.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Of vectors and quantiser.")] = 0,
+    on_bad_rows: Annotated[
+        Literal["error", "skip"], typer.Option(help="What becomes of a row that cannot be used.")
+    ] = "error",
+) -> None:
+    """Turn items and events into a bundle: vectors, semantic ids, catalogue."""
+    from recserve.building import BuildOptions, build_bundle
+
+    options = BuildOptions(
+        items=items,
+        events=events,
+        out=out,
+        embeddings=embeddings,
+        quantizer=quantizer,
+        levels=levels,
+        codes=codes,
+        seed=seed,
+        on_bad_rows=on_bad_rows,
+    )
+    build_bundle(options, typer.echo)
+
+
+def train(
+    model: Annotated[Model, typer.Argument(help="What to train.")],
+    bundle: BundleFlag,
+    input: Annotated[
+        Literal["items", "codes"],
+        typer.Option(help="A recommender reads one position per item, or its codes."),
+    ] = "items",
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
+    ] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="End within so long.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and sampling.")] = 0,
+    device: DeviceFlag = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+) -> None:
+    """Train a model of the bundle; the best checkpoint on validation is kept."""
+    from recserve.bundle import Bundle
+    from recserve.training.options import TrainOptions
+    from recserve.training.ranker import train_ranker
+    from recserve.training.recommender import train_recommender
+    from recserve.training.sasrec import train_sasrec
+
+    options = TrainOptions(
+        epochs=epochs,
+        max_minutes=max_minutes,
+        seed=seed,
+        device=device,
+        resume=resume,
+        input=input,
+    )
+    trainers = {
+        "recommender": train_recommender,
+        "ranker": train_ranker,
+        "sasrec": train_sasrec,
+    }
+    report = trainers[model](Bundle.open(bundle), options)
+    kept = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    typer.echo(
+        f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
+        f"(ended by {report.stopped}, {report.seconds:.0f} s): {kept}"
+    )
+
+
+def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
+    """Compare every file of a bundle with its sha256."""
+    from recserve.bundle import Bundle
+
+    bundle = Bundle.open(path)
+    bundle.verify()
+    versions = f"model {bundle.manifest.model_version}, catalogue {bundle.manifest.catalog_version}"
+    typer.echo(f"{path}: {len(bundle.manifest.files)} files match, {versions}")

@@ -1,0 +1,48 @@
+"""Flags that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+Device = Literal["auto", "cpu", "cuda"]
+
+BundleFlag = Annotated[Path, typer.Option("--bundle", help="Folder of the bundle.")]
+StoreFlag = Annotated[
+    str | None, typer.Option("--store", help="History store: lmdb:PATH or redis://HOST:PORT/DB.")
+]
+DeviceFlag = Annotated[Device, typer.Option("--device", help="Where tensors live.")]
+UserFlag = Annotated[str | None, typer.Option("--user", help="User whose history is read.")]
+HistoryFlag = Annotated[
+    list[str] | None,
+    typer.Option("--history", help="Item ids, oldest first: repeat, or put commas between."),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the answer of the HTTP route.")]
+
+
+def ids(values: list[str] | None) -> list[str] | None:
+    """Ids of a flag that may be repeated and may hold commas; None where it was not given."""
+    return [part for value in values for part in value.split(",") if part] if values else None
+
+
+def json_value(text: str, flag: str) -> Any:
+    """The value of a flag that takes JSON. Raises BadParameter."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON ({error})", param_hint=flag) from None
+
+
+def numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Numbers between commas, each at least 1. Raises BadParameter."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        message = f"{text!r}: expected numbers from 1, commas between"
+        raise typer.BadParameter(message, param_hint=flag)
+    return found

@@ -1,0 +1,55 @@
+"""`recserve demo`, `serve`, `doctor`: what runs on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recserve.cli.flags import Device, StoreFlag
+
+
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with items.parquet and events.parquet; without it, made up."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of 127.0.0.1.")] = 8080,
+    once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
+) -> None:
+    """Build, train and serve a small catalogue, and print a slate and a ranking."""
+    from recserve.demo import run_demo
+
+    raise typer.Exit(run_demo(data, port, once))
+
+
+def serve(
+    bundle: Annotated[Path | None, typer.Option(help="Folder of the bundle.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address; beyond loopback needs keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default 8080.")] = None,
+    store: StoreFlag = None,
+    device: Annotated[Device | None, typer.Option(help="Where tensors live.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings as YAML.")] = None,
+) -> None:
+    """Serve a bundle over HTTP. A flag wins over its RECSERVE_* variable, that over --config."""
+    from recserve.config import ServerConfig
+    from recserve.server.run import serve as run_server
+
+    flags = {"bundle": bundle, "host": host, "port": port, "store": store, "device": device}
+    raise typer.Exit(run_server(ServerConfig.load(flags, config)))
+
+
+def doctor(
+    bundle: Annotated[Path | None, typer.Option(help="Verify this bundle too.")] = None,
+    store: StoreFlag = None,
+) -> None:
+    """What this machine can do and what stands in the way; exit status 1 if something fails."""
+    from rich.console import Console
+
+    from recserve.doctor import examine
+    from recserve.terminal import findings_table
+
+    findings = examine(bundle, store)
+    Console().print(findings_table(findings))
+    raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))
