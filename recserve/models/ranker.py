@@ -77,18 +77,19 @@ class RankerConfig:
 
 
 class GroupLayerNorm(nn.Module):
-    """LayerNorm with a gain and a bias per token group."""
+    """LayerNorm with a gain (kept as its difference from 1) and a bias per token group."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(NUM_GROUPS, size))
+        self.gain = nn.Parameter(torch.zeros(NUM_GROUPS, size))
         self.bias = nn.Parameter(torch.zeros(NUM_GROUPS, size))
         self.eps = eps
 
     def forward(self, x: Tensor, groups: Tensor) -> Tensor:
         """x [..., T, E], groups [..., T] -> [..., T, E]."""
         normed = F.layer_norm(x, x.shape[-1:], eps=self.eps)
-        return torch.addcmul(F.embedding(groups, self.bias), normed, F.embedding(groups, self.gain))
+        gain, bias = F.embedding(groups, self.gain + 1), F.embedding(groups, self.bias)
+        return torch.addcmul(bias, normed, gain)
 
 
 class RankerLayer(nn.Module):

@@ -40,6 +40,14 @@ class Window:
     stop: int
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """What a batch is made of: its roots, and the key of its draws."""
+
+    windows: list[Window]
+    key: tuple[int, int, int]
+
+
 class RankingData:
     """Training windows of an event log, and negatives for them.
 
@@ -59,7 +67,7 @@ class RankingData:
         self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
         self.sampler = NegativeSampler(train, tables)
 
-    def epoch(self, epoch: int) -> Iterator[RankingBatch]:
+    def plan(self, epoch: int) -> list[BatchPlan]:
         """All windows of all users once; where the windows are cut differs between epochs."""
         noise = np.random.default_rng((self.seed, epoch))
         windows = list(self._windows(noise))
@@ -67,17 +75,14 @@ class RankingData:
             0.9, 1.1, len(windows)
         )
         order = np.argsort(sizes, kind="stable")
-        for index in noise.permutation(self.num_batches(len(windows))):
-            chosen = order[index * self.batch_roots : (index + 1) * self.batch_roots]
-            draw = np.random.default_rng((self.seed, epoch, int(index)))
-            yield self._batch([windows[i] for i in chosen], draw)
-
-    def num_batches(self, num_windows: int | None = None) -> int:
-        """Batches of an epoch; without an argument an estimate, the cuts of the windows differ."""
-        if num_windows is None:
-            recent = self.tables.settings.recent_items
-            num_windows = int((-(-self.train.lengths() // recent)).sum())
-        return -(-num_windows // self.batch_roots)
+        batches = [
+            order[first : first + self.batch_roots]
+            for first in range(0, order.size, self.batch_roots)
+        ]
+        return [
+            BatchPlan([windows[i] for i in batches[index]], (self.seed, epoch, int(index)))
+            for index in noise.permutation(len(batches))
+        ]
 
     def _windows(self, noise: np.random.Generator) -> Iterator[Window]:
         s = self.tables.settings
@@ -88,9 +93,11 @@ class RankingData:
                 if stop > split:
                     yield Window(user, max(0, split - s.long_items), split, stop)
 
-    def _batch(self, windows: list[Window], draw: np.random.Generator) -> RankingBatch:
+    def batch(self, plan: BatchPlan) -> RankingBatch:
+        """Roots, positives at their own exposure times, negatives and all their features."""
+        draw = np.random.default_rng(plan.key)
         roots, places, own = [], [], []
-        for window in windows:
+        for window in plan.windows:
             events = UserEvents.of(self.train, window.user).slice(0, window.stop)
             roots.append(window_columns(self.tables, events, window.start, window.split))
             size = window.stop - window.split
