@@ -13,7 +13,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.training.data import HistoryTrees
 from recserve.training.full_softmax import full_softmax_loss
-from recserve.training.objectives import Objective, tree_losses
+from recserve.training.objectives import Objective, node_paths, tree_losses
 from recserve.training.search import beam_search
 
 SIZES = (3, 4, 2)
@@ -87,7 +87,7 @@ def test_one_pass_equals_one_sequence_per_target(
     batch = trees_of(model).batch(np.array([0, 2, 1]))
     objective = Objective(mask_seen=mask_seen)
     with torch.no_grad():
-        got = tree_losses(model, trie(), batch, objective).parts["levels"]
+        got = tree_losses(model, trie(), node_paths(trie()), batch, objective).parts["levels"]
         expected = 0.0
         for first, last in itertools.pairwise(OFFSETS):
             for step in range(first, last):
@@ -158,7 +158,9 @@ def test_dense_loss_hides_what_was_seen_before() -> None:
     model = build("items", "children")
     batch = trees_of(model).batch(np.array([0]))
     with torch.no_grad():
-        got = tree_losses(model, trie(), batch, Objective(dense_weight=1.0)).parts["dense"]
+        got = tree_losses(
+            model, trie(), node_paths(trie()), batch, Objective(dense_weight=1.0)
+        ).parts["dense"]
         expected = 0.0
         for step in range(3):
             tokens = torch.tensor([root_tokens(model, ROWS[:step].tolist())])
@@ -208,14 +210,18 @@ def test_heads_learn_without_touching_the_trunk() -> None:
     model = build("items", "children", level_heads=True)
     batch = trees_of(model).batch(np.array([0, 2]))
     objective = replace(Objective(), heads_weight=1.0)
-    with_heads = tree_losses(model, trie(), batch, objective).total
-    without = tree_losses(model, trie(), batch, Objective()).total
+    with_heads = tree_losses(model, trie(), node_paths(trie()), batch, objective).total
+    without = tree_losses(model, trie(), node_paths(trie()), batch, Objective()).total
     parameters = [p for n, p in model.named_parameters() if n.startswith("decoder")]
     assert with_heads.item() > without.item()
     grads = [torch.autograd.grad(loss, parameters) for loss in (with_heads, without)]
     torch.testing.assert_close(grads[0], grads[1])
     head = model.level_heads[1].linear.weight
     assert (
-        torch.autograd.grad(tree_losses(model, trie(), batch, objective).total, head)[0].abs().sum()
+        torch.autograd.grad(
+            tree_losses(model, trie(), node_paths(trie()), batch, objective).total, head
+        )[0]
+        .abs()
+        .sum()
         > 0
     )

@@ -66,8 +66,12 @@ class Trainee(Protocol):
     selection: the metric of `validate` that decides, higher is better.
     """
 
-    model: nn.Module
     selection: str
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
 
     def plan(self, epoch: int) -> Sequence[Any]:
         """One cheap description per batch of this epoch; depends on (seed, epoch) and nothing

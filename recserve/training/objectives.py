@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention
-from recserve.models.recommender import Recommender
+from recserve.models.recommender import BOS, Recommender
 from recserve.training.data import TreeBatch
 from recserve.training.full_softmax import full_softmax_loss
 
@@ -34,6 +34,7 @@ class Objective:
     mask_seen: bool = True
     dense_weight: float = 0.0
     heads_weight: float = 0.0
+    item_dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,17 @@ class Losses:
     parts: dict[str, Tensor]
 
 
-def tree_losses(model: Recommender, trie: Trie, batch: TreeBatch, objective: Objective) -> Losses:
-    """One pass over the trees of a batch, and every loss that hangs on it."""
-    hidden = model(batch.tokens, batch.positions, DenseAttention(batch.mask())).flatten(0, 1)
+def tree_losses(
+    model: Recommender, trie: Trie, paths: Tensor, batch: TreeBatch, objective: Objective
+) -> Losses:
+    """One pass over the trees of a batch, and every loss that hangs on it. paths: of
+    `node_paths`."""
+    tokens = batch.tokens
+    if objective.item_dropout and model.training:
+        hide = torch.rand(tokens.shape, device=tokens.device) < objective.item_dropout
+        tokens = torch.where(hide & (tokens >= model.config.num_code_tokens), BOS, tokens)
+    hidden = model(tokens, batch.positions, DenseAttention(batch.mask())).flatten(0, 1)
     items = batch.trunk_rows.shape[0]
-    paths = _node_paths(trie)
     levels = level_loss(model, trie, paths, batch, hidden, objective) / items
     total, parts = levels, {"levels": levels.detach()}
     trunk = hidden[batch.trunk_nodes]
@@ -164,7 +171,7 @@ def _tree_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
     return nodes // batch.tokens.shape[1]
 
 
-def _node_paths(trie: Trie) -> Tensor:
+def node_paths(trie: Trie) -> Tensor:
     """[I, L + 1] trie node of each prefix of each item, the empty one first."""
     rows = torch.arange(trie.num_items, device=trie.device)
     nodes = trie.nodes_of_items(rows).long()

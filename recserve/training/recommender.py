@@ -1,0 +1,201 @@
+"""Training a recommender on a bundle: recipes, the trainee of the loop, and what the bundle
+keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recserve.bundle import Bundle
+from recserve.features.catalog import Catalog
+from recserve.features.events import EventLog
+from recserve.kernels.trie import Trie, build_trie
+from recserve.models.config import DecoderConfig
+from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.training.data import HistoryTrees
+from recserve.training.evaluate import (
+    SlateOptions,
+    leave_one_out_cases,
+    recommender_slates,
+    slate_columns,
+)
+from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.objectives import Objective, node_paths, tree_losses
+from recserve.training.options import TrainOptions, TrainReport
+
+
+@dataclass(frozen=True)
+class RecommenderRecipe:
+    """What a recommender is trained with.
+
+    max_nodes: padded nodes of a batch. rerank_weight: of the dense head when finished beams are
+    ranked, kept in the bundle as the server's default. validation_users, validation_width:
+    validation between epochs is on that many users with that beam.
+    """
+
+    input: str = "items"
+    normalization: str = "children"
+    hidden_size: int = 192
+    num_layers: int = 2
+    num_heads: int = 6
+    intermediate_size: int = 512
+    dropout: float = 0.25
+    rope_theta: float = 10_000.0
+    tied: bool = False
+    id_embedding: bool = True
+    item_vectors: bool = True
+    max_history_items: int = 50
+    max_nodes: int = 4096
+    objective: Objective = field(default_factory=lambda: Objective(0.05, True, 0.5, 0.1))
+    schedule: Schedule = field(default_factory=lambda: Schedule(10, 2e-3, patience=3))
+    rerank_weight: float = 0.6
+    validation_users: int = 4000
+    validation_width: int = 20
+
+    def config(self, catalog: Catalog) -> RecommenderConfig:
+        """The model's configuration on a catalogue."""
+        index = catalog.index
+        items = self.input == "items"
+        head_dim = self.hidden_size // self.num_heads
+        decoder = DecoderConfig(
+            self.hidden_size,
+            self.num_layers,
+            self.num_heads,
+            self.num_heads,
+            head_dim,
+            self.intermediate_size,
+            rope_theta=self.rope_theta,
+            dropout=self.dropout,
+        )
+        return RecommenderConfig(
+            decoder,
+            index.codebook_sizes,
+            self.input,  # type: ignore[arg-type]
+            self.normalization,  # type: ignore[arg-type]
+            num_items=index.num_items,
+            vector_dim=catalog.vectors.shape[1] if items and self.item_vectors else 0,
+            id_embedding=items and self.id_embedding,
+            tied=self.tied,
+            dense_head=items and self.objective.dense_weight > 0,
+            level_heads=self.objective.heads_weight > 0,
+            max_history_items=self.max_history_items,
+        )
+
+
+ITEMS = RecommenderRecipe()
+CODES = RecommenderRecipe(
+    input="codes",
+    normalization="vocabulary",
+    max_history_items=20,
+    objective=Objective(0.05, False, 0.0, 0.1),
+    rerank_weight=0.0,
+)
+RECIPES = {"items": ITEMS, "codes": CODES}
+
+
+class RecommenderTrainee:
+    """A recommender with its history trees, as the loop sees it."""
+
+    def __init__(
+        self,
+        recipe: RecommenderRecipe,
+        catalog: Catalog,
+        events: EventLog,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.recipe, self.seed, self.device = recipe, seed, device
+        config = recipe.config(catalog)
+        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        self.trie: Trie = build_trie(codes, config.codebook_sizes)
+        train = events.leave_one_out().train
+        self.data = HistoryTrees(
+            train.offsets, train.item_rows, catalog.index.codes, self.trie, config
+        )
+        self.trie = self.trie.to(device)
+        self.paths = node_paths(self.trie)
+        self.model = Recommender(config).to(device)
+        self.model.bind_items(codes, torch.from_numpy(catalog.vectors))
+        self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
+        self.column = "filtered" if recipe.objective.mask_seen else "kept"
+        self.selection = "ndcg@10"
+
+    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Tree numbers of each batch."""
+        return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
+
+    def loss(self, batch: NDArray[np.int64]) -> StepLoss:
+        """Loss of the trees of these numbers."""
+        trees = self.data.batch(batch).to(self.device)
+        losses = tree_losses(self.model, self.trie, self.paths, trees, self.recipe.objective)
+        return StepLoss(losses.total, losses.parts, len(trees.trunk_rows))
+
+    def validate(self) -> dict[str, float]:
+        """NDCG and recall at 10 of the slates that the server would give."""
+        options = SlateOptions(
+            self.recipe.validation_width, self.column == "filtered", self.recipe.rerank_weight
+        )
+
+        def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
+            asked = replace(options, filtered=filtered)
+            return recommender_slates(self.model, self.trie, self.cases, which, 10, asked)
+
+        columns = slate_columns(self.cases, slates, (10,), columns=(self.column,))  # type: ignore[arg-type]
+        return columns[self.column]
+
+
+def train_recommender(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: RecommenderRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train, keep the best epoch on validation and record it in the bundle.
+
+    recipe: None takes that of options.input. Raises ValueError if the bundle's events hold nothing
+    out to validate on, or for a checkpoint of another run.
+    """
+    recipe = recipe_for(options, recipe)
+    device = options.torch_device()
+    events = bundle.events()
+    trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
+    directory = bundle.directory("recommender", create=True)
+    report = fit(trainee, recipe.schedule, options, directory, console)
+    save_recommender(trainee.model, directory)
+    bundle.commit("recommender", section(recipe, options, report))
+    return report
+
+
+def recipe_for(options: TrainOptions, recipe: RecommenderRecipe | None = None) -> RecommenderRecipe:
+    """The recipe with what the options say otherwise."""
+    recipe = recipe or RECIPES[options.input]
+    schedule = recipe.schedule
+    if options.epochs is not None:
+        schedule = replace(schedule, epochs=options.epochs)
+    if options.learning_rate is not None:
+        schedule = replace(schedule, learning_rate=options.learning_rate)
+    return replace(recipe, schedule=schedule)
+
+
+def section(
+    recipe: RecommenderRecipe, options: TrainOptions, report: TrainReport
+) -> dict[str, Any]:
+    """What the manifest says of the recommender."""
+    return {
+        "input": recipe.input,
+        "normalization": recipe.normalization,
+        "dense_weight": recipe.rerank_weight,
+        "seed": options.seed,
+        "epochs": report.epochs,
+        "best_epoch": report.best_epoch,
+        "validation": report.metrics,
+        "seconds": round(report.seconds, 1),
+        "recipe": asdict(recipe),
+    }
