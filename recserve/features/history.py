@@ -1,0 +1,220 @@
+"""Histories: the newest events of a user, packed, behind one protocol for every store.
+
+A value is a header and one fixed record per event, oldest first:
+
+    "RH"  version u8  dtype u8  count u32  checksum 8 bytes  |  count x EVENT_DTYPE
+
+The checksum is the head of a SHA-1 over everything else: not for secrecy, but because it is the
+one digest that Redis computes at C speed inside a script, so that appending and checking stay one
+round trip.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+EVENT_DTYPE = np.dtype(
+    [
+        ("item_key", "<u8"),
+        ("event_key", "<u8"),
+        ("time_us", "<i8"),
+        ("value", "<f4"),
+        ("type", "u1"),
+    ]
+)
+EVENT_TYPES = (
+    *("event", "view", "click", "cart", "purchase"),
+    *("like", "dislike", "rating", "share", "save"),
+    *("play", "complete", "skip", "hide"),
+)
+DEFAULT_CAP = 1024
+MAX_CAP = 65_536
+MAX_TIME_US = 2**53
+MAX_USER_ID_BYTES = 480
+HEADER = struct.Struct("<2sBBI8s")
+MAGIC, VERSION, DTYPE_CODE = b"RH", 1, 1
+
+
+class StoreUnavailable(ConnectionError):
+    """The store did not answer, refused to, or is full."""
+
+
+class CorruptHistory(ValueError):
+    """A user's stored value is damaged: neither used nor overwritten; deleting the user clears it."""
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """One event as a store keeps it.
+
+    item_key: `catalog.item_key` of the item. time_us: microseconds UTC. event_key: `event_key` of
+    the client's event id; an event whose key is in the kept window is a duplicate. type: index
+    into EVENT_TYPES.
+    Raises ValueError naming the field, its bound and what came.
+    """
+
+    item_key: int
+    time_us: int
+    event_key: int
+    type: int = 0
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, given, high in (
+            ("item_key", self.item_key, 2**64),
+            ("event_key", self.event_key, 2**64),
+            ("time_us", self.time_us, MAX_TIME_US),
+            ("type", self.type, len(EVENT_TYPES)),
+        ):
+            if not 0 <= given < high:
+                raise ValueError(f"{name} is {given}; expected 0..{high - 1}")
+        if not abs(self.value) <= np.finfo(np.float32).max:
+            raise ValueError(f"value is {self.value}; expected a finite 32-bit float")
+
+
+class HistoryStore(Protocol):
+    """Histories of all users: EVENT_DTYPE arrays, read-only, oldest first, at most `2 * cap` long.
+
+    All methods are safe to call from several threads, raise ValueError for a user id that is
+    empty or longer than 480 bytes, and StoreUnavailable where the store fails.
+    """
+
+    def get(self, user_id: str) -> np.ndarray:
+        """A user's events; none for an unknown user. Raises CorruptHistory."""
+
+    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+        """Events of each user, one round trip for all; a damaged value is reported in its place."""
+
+    def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
+        """Add events in order of time; per event, whether it was accepted (else: a duplicate).
+
+        An accepted event is on disk, or in the server, when this returns. Raises CorruptHistory.
+        """
+
+    def append_many(
+        self, events: Mapping[str, Sequence[StoredEvent]]
+    ) -> dict[str, list[bool] | CorruptHistory]:
+        """`append` for several users in one round trip; a damaged value is reported in its place."""
+
+    def delete(self, user_id: str) -> bool:
+        """Forget a user; whether anything was stored. Works on damaged values too."""
+
+    def close(self) -> None:
+        """Let go of the store."""
+
+
+def open_store(
+    url: str,
+    *,
+    cap: int = DEFAULT_CAP,
+    timeout_s: float = 0.25,
+    map_size_bytes: int = 8 << 30,
+) -> HistoryStore:
+    """The store at `lmdb:PATH`, `redis://...`, `rediss://...` or `unix://...`.
+
+    cap: events kept per user; a history is trimmed to it when it reaches twice that. timeout_s:
+    of a Redis call. map_size_bytes: the most an LMDB file may grow to.
+    Raises ValueError for the URL or an option, StoreUnavailable if the store cannot be opened.
+    """
+    if not 1 <= cap <= MAX_CAP:
+        raise ValueError(f"cap is {cap}; expected 1..{MAX_CAP}")
+    scheme, _, rest = url.partition(":")
+    if scheme == "lmdb" and rest:
+        from recserve.features.lmdb_store import LmdbStore
+
+        return LmdbStore(rest, cap=cap, map_size_bytes=map_size_bytes)
+    if scheme in ("redis", "rediss", "unix") and rest:
+        from recserve.features.redis_store import RedisStore
+
+        return RedisStore(url, cap=cap, timeout_s=timeout_s)
+    raise ValueError(
+        f"store scheme is {scheme[:20]!r}; expected lmdb:PATH, redis://... or unix://..."
+    )
+
+
+def event_key(event_id: str) -> int:
+    """Unsigned 64-bit key of a client's event id."""
+    return int.from_bytes(blake2b(event_id.encode(), digest_size=8).digest(), "little")
+
+
+def event_type(name: str) -> int:
+    """Index of a type's name. Raises ValueError listing the names there are."""
+    if name not in EVENT_TYPES:
+        raise ValueError(f"type is {name[:40]!r}; expected one of {', '.join(EVENT_TYPES)}")
+    return EVENT_TYPES.index(name)
+
+
+def user_key(user_id: str) -> bytes:
+    """The user id as bytes. Raises ValueError if it is empty, too long or not valid text."""
+    try:
+        key = user_id.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("user id is not valid text") from error
+    if not 1 <= len(key) <= MAX_USER_ID_BYTES:
+        raise ValueError(f"user id has {len(key)} bytes; expected 1..{MAX_USER_ID_BYTES}")
+    return key
+
+
+def records(events: Sequence[StoredEvent]) -> np.ndarray:
+    """Events as an EVENT_DTYPE array, in the given order."""
+    rows = [(e.item_key, e.event_key, e.time_us, e.value, e.type) for e in events]
+    return np.array(rows, dtype=EVENT_DTYPE)
+
+
+def pack(history: np.ndarray) -> bytes:
+    """EVENT_DTYPE array -> stored bytes."""
+    head = HEADER.pack(MAGIC, VERSION, DTYPE_CODE, len(history), b"")[:8]
+    body = history.tobytes()
+    return head + _checksum(head, body) + body
+
+
+def unpack(data: bytes) -> np.ndarray:
+    """Stored bytes -> EVENT_DTYPE array, a view of them. Raises CorruptHistory if they are damaged."""
+    if len(data) < HEADER.size:
+        raise CorruptHistory(f"stored history has {len(data)} bytes; the header alone has 16")
+    magic, version, dtype_code, count, checksum = HEADER.unpack_from(data)
+    if (magic, version, dtype_code) != (MAGIC, VERSION, DTYPE_CODE):
+        raise CorruptHistory(f"stored history is of format {magic!r} {version}.{dtype_code}")
+    body = memoryview(data)[HEADER.size :]
+    if len(body) != count * EVENT_DTYPE.itemsize:
+        raise CorruptHistory(f"stored history names {count} events but has {len(body)} bytes")
+    if _checksum(data[:8], body) != checksum:
+        raise CorruptHistory("stored history does not match its checksum")
+    return np.frombuffer(body, dtype=EVENT_DTYPE)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A history after an append. accepted: per new event."""
+
+    history: np.ndarray
+    accepted: list[bool]
+
+
+def merge(history: np.ndarray, events: Sequence[StoredEvent], cap: int) -> Merged:
+    """Add events: duplicates left out, in order of time, trimmed to cap at twice the cap.
+
+    Among equal times the later arrival comes last.
+    """
+    new = records(events)
+    known = set(history["event_key"].tolist())
+    accepted = []
+    for key in new["event_key"].tolist():
+        accepted.append(key not in known)
+        known.add(key)
+    joined = np.concatenate([history, new[accepted]])
+    joined = joined[np.argsort(joined["time_us"], kind="stable")]
+    return Merged(joined[-cap:] if len(joined) > 2 * cap else joined, accepted)
+
+
+def _checksum(head: bytes, body: bytes | memoryview) -> bytes:
+    digest = hashlib.sha1(head, usedforsecurity=False)
+    digest.update(body)
+    return digest.digest()[:8]
