@@ -238,10 +238,11 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 class HistoryAnswer(Struct, frozen=True, kw_only=True):
-    """A user's events, oldest first."""
+    """A user's events, oldest first. unknown_items: further events, of items that are gone."""
 
     user_id: str
     events: list[HistoryEvent]
+    unknown_items: int = 0
 
 
 class ItemAnswer(Struct, frozen=True, kw_only=True):

@@ -83,7 +83,7 @@ class ItemFilters:
         self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
 
     def allowed(self, tree: Any) -> np.ndarray:
-        """[I] bool, read-only: the items that fulfil the filter.
+        """[I] bool, shared with others who ask the same: the items that fulfil the filter.
 
         Raises FilterError for a tree that is too deep or large, an unknown operator or field, or a
         value of the wrong type.
@@ -95,7 +95,6 @@ class ItemFilters:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         result = self._evaluate(tree, "")
-        result.flags.writeable = False
         with self._lock:
             self._cache[key] = result
             while len(self._cache) > self._capacity:

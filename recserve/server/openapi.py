@@ -1,6 +1,6 @@
 """GET /openapi.json: the framework's description, with the messages' own schemas put in.
 
-Routes read raw bodies, which is what makes them quick, so the framework cannot know what is in them.
+Routes read raw bodies, which makes them quick, so the framework cannot know what is in them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
             if name == "delete_user":
                 operation["responses"]["204"] = {"description": "Forgotten."}
                 continue
-            operation["responses"]["200"] = answered = {"description": "Answered."}
+            answered: dict[str, Any] = {"description": "Answered."}
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
+            operation["responses"]["200"] = answered
     return said

@@ -38,7 +38,6 @@ class Worker:
     def _run(self) -> None:
         try:
             service = self._load()
-            service.start()
             # Models and catalogue live as long as the process: out of the collector's sight, or
             # every full collection walks them in the middle of a request.
             gc.collect()

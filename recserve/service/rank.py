@@ -86,7 +86,7 @@ class RankerScorer:
 class LikelihoodScorer:
     """Log-probability of each candidate's semantic id, from the recommender."""
 
-    tasks = ("likelihood",)
+    tasks: tuple[str, ...] = ("likelihood",)
 
     def __init__(self, roots: RecommenderRoots) -> None:
         self.roots = roots

@@ -10,6 +10,7 @@ import torch
 from recserve.core.request import Root
 from recserve.features.encoding import root_tokens, window_start
 from recserve.features.event_features import UserEvents
+from recserve.features.history import EVENT_TYPES
 from recserve.features.ranking import (
     candidate_columns,
     root_columns,
@@ -88,15 +89,9 @@ class RankerRoots:
 
     def _events(self, history: History) -> UserEvents:
         """The history in the ranker's own numbering of types; a type it does not know is none."""
-        settings = self.tables.settings
-        numbers = {name: index for index, name in enumerate(settings.type_names)}
-        types = np.array([numbers.get(name, -1) for name in history.type_names], np.int64)
-        values = history.values
-        if values is None:
-            values = np.full(history.rows.size, settings.mean_value if settings.has_values else 1.0)
-        return UserEvents(
-            history.rows, history.times, types[history.types], values.astype(np.float32)
-        )
+        numbers = {name: index for index, name in enumerate(self.tables.settings.type_names)}
+        types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
+        return UserEvents(history.rows, history.times, types[history.types], history.values)
 
     def _inputs(self, arrays: Mapping[str, np.ndarray]) -> NodeInputs:
         inputs = node_inputs(arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -48,6 +49,7 @@ def router(exchange: Exchange) -> APIRouter:
 
     @routes.get("/playground/samples")
     async def samples() -> Response:
-        return json_response(exchange.service.samples(NUM_USERS, NUM_ITEMS))
+        samples_of = exchange.service.samples
+        return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
 
     return routes

@@ -1,0 +1,175 @@
+"""Histories as a request reads them: from the store or from the body, in rows of the catalogue."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recserve.features.history import (
+    EVENT_TYPES,
+    CorruptHistory,
+    HistoryStore,
+    StoreUnavailable,
+    user_key,
+)
+from recserve.messages import (
+    EventsAnswer,
+    EventsBody,
+    HistoryAnswer,
+    HistoryEvent,
+    InvalidRequest,
+    Rejection,
+    UserRef,
+)
+from recserve.service.incoming import POSITIONS_BELOW_US, Incoming
+from recserve.service.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True)
+class History:
+    """A user's events, oldest first, those of unknown items left out.
+
+    rows [n] int64 item rows. times [n] int64 microseconds, or position. types [n] int64: index into
+    EVENT_TYPES. values [n] float32. num_events: with those of unknown items. degraded: what could
+    not be read.
+    """
+
+    rows: np.ndarray
+    times: np.ndarray
+    types: np.ndarray
+    values: np.ndarray
+    num_events: int
+    degraded: tuple[str, ...] = ()
+
+
+NOTHING = History(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
+)
+
+
+class Histories:
+    """Reads and writes the store.
+
+    default_value: of an event that comes without one. blocks: whether a network is in between.
+    """
+
+    def __init__(self, store: HistoryStore, blocks: bool, default_value: float = 1.0) -> None:
+        self.store = store
+        self.blocks = blocks
+        self.default_value = default_value
+
+    def read(
+        self, user: UserRef | None, inline: Sequence[str] | None, snapshot: Snapshot
+    ) -> History:
+        """The history of a request; a store that fails is a history that is empty and says so.
+
+        inline: item ids, oldest first; used instead of the store where given.
+        Raises InvalidRequest without both, or for a user id that no store could hold.
+        """
+        if inline is not None:
+            return self._inline(inline, snapshot)
+        if user is None:
+            raise InvalidRequest("user", "is required where there is no history")
+        _check_user("user.id", user.id)
+        try:
+            stored = self.store.get(user.id)
+        except StoreUnavailable as error:
+            log.warning("the history store failed: %s", error)
+            return replace(NOTHING, degraded=("history_unavailable",))
+        except CorruptHistory as error:
+            log.error("a stored history is damaged: %s", error)
+            return replace(NOTHING, degraded=("history_damaged",))
+        return _known(stored, snapshot)
+
+    def add(self, body: EventsBody, snapshot: Snapshot) -> EventsAnswer:
+        """Store events; each is judged by itself. Raises StoreUnavailable."""
+        incoming = Incoming(snapshot, self.default_value)
+        for index, event in enumerate(body.events):
+            incoming.take(index, event)
+        rejected = list(incoming.rejected)
+        accepted = duplicates = 0
+        stored = self.store.append_many({u: [e for _, e in es] for u, es in incoming.users.items()})
+        for user_id, outcome in stored.items():
+            if isinstance(outcome, CorruptHistory):
+                reason = "the stored history of this user is damaged; delete the user first"
+                rejected += [Rejection(index=i, reason=reason) for i, _ in incoming.users[user_id]]
+                continue
+            accepted += sum(outcome)
+            duplicates += len(outcome) - sum(outcome)
+        rejected.sort(key=lambda rejection: rejection.index)
+        return EventsAnswer(accepted=accepted, duplicates=duplicates, rejected=rejected)
+
+    def listed(self, user_id: str, snapshot: Snapshot) -> HistoryAnswer:
+        """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
+        _check_user("user_id", user_id)
+        history = _known(self.store.get(user_id), snapshot)
+        ids = snapshot.catalog.items.ids
+        columns = (history.rows.tolist(), history.times.tolist(), history.types.tolist())
+        events = [
+            HistoryEvent(item_id=ids[row], type=EVENT_TYPES[kind], timestamp=_moment(time_us))
+            for row, time_us, kind in zip(*columns, strict=True)
+        ]
+        unknown = history.num_events - len(events)
+        return HistoryAnswer(user_id=user_id, events=events, unknown_items=unknown)
+
+    def delete(self, user_id: str, snapshot: Snapshot) -> History:
+        """Forget a user; what was readable of it. Raises StoreUnavailable."""
+        _check_user("user_id", user_id)
+        try:
+            history = _known(self.store.get(user_id), snapshot)
+        except CorruptHistory:
+            history = NOTHING
+        self.store.delete(user_id)
+        return history
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
+        found = snapshot.rows_of(item_ids)
+        rows = np.array([row for row in found if row >= 0], dtype=np.int64)
+        zeros = np.zeros(rows.size, dtype=np.int64)
+        values = np.full(rows.size, self.default_value, dtype=np.float32)
+        degraded = ("unknown_history_items",) if rows.size < len(found) else ()
+        return History(rows, zeros, zeros, values, len(found), degraded)
+
+
+def _known(stored: np.ndarray, snapshot: Snapshot) -> History:
+    """Stored events (EVENT_DTYPE) of items that the catalogue has."""
+    rows = snapshot.catalog.rows_of_keys(np.ascontiguousarray(stored["item_key"])).astype(np.int64)
+    degraded: tuple[str, ...] = ()
+    total = rows.size
+    if total and rows.min() < 0:
+        stored, rows = stored[rows >= 0], rows[rows >= 0]
+        degraded = ("unknown_history_items",)
+    return History(
+        rows,
+        stored["time_us"].astype(np.int64),
+        stored["type"].astype(np.int64),
+        stored["value"].astype(np.float32),
+        total,
+        degraded,
+    )
+
+
+def _check_user(param: str, user_id: str) -> None:
+    try:
+        user_key(user_id)
+    except ValueError as error:
+        raise InvalidRequest(param, str(error)) from None
+
+
+def _moment(time_us: int) -> str | None:
+    """RFC 3339; None for a position in a history, which is no moment."""
+    if time_us < POSITIONS_BELOW_US:
+        return None
+    moment = EPOCH + datetime.timedelta(microseconds=time_us)
+    return moment.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,359 @@
+"""The service: a bundle, its models, an engine and a history store, behind plain methods.
+
+HTTP, the commands and batch jobs all answer through one of these, so that they answer alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+import torch
+
+from recserve.bundle import EVENTS, Bundle
+from recserve.core.request import QueueFull, Result
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.strategies import RECOMMEND
+from recserve.features.history import open_store
+from recserve.features.ranking_tables import RankingTables
+from recserve.messages import (
+    EventsAnswer,
+    EventsBody,
+    HistoryAnswer,
+    ItemAnswer,
+    RankAnswer,
+    RankBatchBody,
+    RankBody,
+    RecommendAnswer,
+    RecommendBody,
+)
+from recserve.metrics import Gauges
+from recserve.models.ranker import Ranker, load_ranker
+from recserve.models.recommender import Recommender, load_recommender
+from recserve.service.attribution import Signer
+from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.histories import Histories
+from recserve.service.incoming import import_events
+from recserve.service.rank import LikelihoodScorer, RankerScorer, Rankings, Scorer
+from recserve.service.recommend import POPULAR, Recommendations
+from recserve.service.roots import RankerRoots, RecommenderRoots
+from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
+from recserve.service.work import Work
+
+log = logging.getLogger(__name__)
+
+STRATEGIES = (*RECOMMEND, POPULAR)
+SCORERS = ("ranker", "likelihood")
+MANY_IN_FLIGHT = 64
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def default_store(bundle: Path) -> str:
+    """URL of the store that is used when none is named: an LMDB folder beside the bundle."""
+    bundle = bundle.resolve()
+    return f"lmdb:{bundle.with_name(bundle.name + '.history')}"
+
+
+class Service:
+    """Answers from one bundle, from any thread; the engine runs on its own."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        runtime: Runtime,
+        recommender: Recommender | None,
+        ranker: Ranker | None,
+    ) -> None:
+        self.bundle = bundle
+        self.runtime = runtime
+        self._models = {"recommender": recommender, "ranker": ranker}
+        self._recommendations: Recommendations | None = None
+        self._rankings: Rankings | None = None
+        self._closed = False
+        scorers: dict[str, Scorer] = {}
+        self._ranker_roots: RankerRoots | None = None
+        self._recommender_roots: RecommenderRoots | None = None
+        manifest = bundle.manifest
+        if ranker is not None:
+            catalog = runtime.snapshot.catalog
+            tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
+            salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
+            self._ranker_roots = RankerRoots(tables, salt, runtime.device)
+            if tables.settings.has_values:
+                runtime.histories.default_value = tables.settings.mean_value
+            scorers["ranker"] = RankerScorer(self._ranker_roots, ranker.config.tasks)
+        if recommender is not None:
+            roots = RecommenderRoots(recommender.config, runtime.device)
+            self._recommender_roots = roots
+            weight = float(manifest.recommender.get("dense_weight", 0.0))
+            self._recommendations = Recommendations(runtime, roots, weight)
+            scorers["likelihood"] = LikelihoodScorer(roots)
+        if scorers:
+            self._rankings = Rankings(runtime, scorers)
+
+    @staticmethod
+    def open(
+        bundle: Path | str,
+        store: str | None = None,
+        device: Device = "auto",
+        *,
+        signing_key: bytes | None = None,
+        max_queue: int = 1024,
+    ) -> Service:
+        """Load everything.
+
+        store: URL of the history store, None: `default_store`. An empty store is filled with the
+        bundle's own events. signing_key: None draws one, whose tokens end with the process.
+        Raises BundleError, StoreUnavailable, or ValueError for a device that is not here.
+        """
+        opened = Bundle.open(bundle)
+        place = _device(device)
+        snapshot = Snapshot.of(opened.catalog(), place)
+        recommender, ranker = _load_models(opened, snapshot, place)
+        url = default_store(Path(bundle)) if store is None else store
+        opened_store = open_store(url)
+        import_events(opened_store, opened)
+        histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
+        engine = Engine(recommender, ranker, EngineConfig(max_queue=max_queue))
+        engine.start()
+        signer = Signer(signing_key or secrets.token_bytes(32))
+        version = opened.manifest.model_version
+        runtime = Runtime(engine, snapshot, histories, signer, version, place)
+        return Service(opened, runtime, recommender, ranker)
+
+    def close(self) -> None:
+        """Finish what the engine has, then close engine and store. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self.runtime.engine.close()
+            self.runtime.histories.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered."""
+        return not self._closed
+
+    @property
+    def store_blocks(self) -> bool:
+        """Whether reading a history may wait for a network."""
+        return self.runtime.histories.blocks
+
+    def begin_recommend(
+        self, body: RecommendBody, request_id: str | None = None, deadline_s: float | None = None
+    ) -> Work[RecommendAnswer]:
+        """Start a recommendation. deadline_s: of time.monotonic().
+
+        Raises InvalidRequest, UnknownModel, QueueFull or ServiceClosed.
+        """
+        self._check_open()
+        if self._recommendations is None:
+            raise UnknownModel("this bundle holds no recommender; train one first")
+        return self._recommendations.begin(body, request_id or body.request_id, deadline_s)
+
+    def begin_rank(
+        self, body: RankBody, request_id: str | None = None, deadline_s: float | None = None
+    ) -> Work[RankAnswer]:
+        """Start a ranking, as `begin_recommend`."""
+        self._check_open()
+        if self._rankings is None:
+            raise UnknownModel("this bundle holds no model that ranks; train one first")
+        return self._rankings.begin(body, request_id or body.request_id, deadline_s)
+
+    def begin_rank_batch(
+        self,
+        body: RankBatchBody,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Work[RankAnswer]]:
+        """Start the rankings of a batch, in order; a bad one answers with its error.
+
+        Raises QueueFull, after cancelling the others, if not all find a place.
+        """
+        works: list[Work[RankAnswer]] = []
+        for index, one in enumerate(body.requests):
+            name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
+            try:
+                works.append(self.begin_rank(one, name, deadline_s))
+            except ValueError as error:
+                works.append(_failed(error))
+            except Exception:
+                for work in works:
+                    if work.future is not None:
+                        self.cancel(work.future)
+                raise
+        return works
+
+    def recommend(self, body: RecommendBody) -> RecommendAnswer:
+        """A slate, waited for."""
+        return self.begin_recommend(body).wait()
+
+    def rank(self, body: RankBody) -> RankAnswer:
+        """A ranking, waited for."""
+        return self.begin_rank(body).wait()
+
+    def recommend_many(self, bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
+        """Slates in order, computed together; an exception stands where a body was refused."""
+        answers: list[RecommendAnswer | Exception] = []
+        works: deque[Work[RecommendAnswer]] = deque()
+        for body in bodies:
+            while len(works) >= MANY_IN_FLIGHT:
+                answers.append(_outcome(works.popleft()))
+            try:
+                works.append(self._patiently(body))
+            except ValueError as error:
+                works.append(_failed(error))
+        return answers + [_outcome(work) for work in works]
+
+    def cancel(self, future: Future[Result]) -> None:
+        """Nobody waits for this any more."""
+        self.runtime.engine.cancel(future)
+
+    def add_events(self, body: EventsBody) -> EventsAnswer:
+        """Store events. Raises StoreUnavailable."""
+        self._check_open()
+        return self.runtime.histories.add(body, self.runtime.snapshot)
+
+    def history(self, user_id: str) -> HistoryAnswer:
+        """A user's stored events. Raises StoreUnavailable or CorruptHistory."""
+        self._check_open()
+        return self.runtime.histories.listed(user_id, self.runtime.snapshot)
+
+    def delete_user(self, user_id: str) -> None:
+        """Remove a user from the store and from the engine's cache. Raises StoreUnavailable."""
+        self._check_open()
+        runtime = self.runtime
+        history = runtime.histories.delete(user_id, runtime.snapshot)
+        if self._recommender_roots is not None:
+            for keys, shared in self._recommender_roots.keys(runtime.snapshot, history.rows):
+                runtime.engine.forget(keys, shared)
+        if self._ranker_roots is not None:
+            for keys, shared in self._ranker_roots.keys(history):
+                runtime.engine.forget(keys, shared)
+
+    def item(self, item_id: str) -> ItemAnswer:
+        """One item of the catalogue. Raises UnknownItem."""
+        snapshot = self.runtime.snapshot
+        row = snapshot.rows.get(item_id)
+        if row is None:
+            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        catalog = snapshot.catalog
+        return ItemAnswer(
+            item_id=item_id,
+            title=catalog.items.titles[row] or None,
+            categories=catalog.items.categories[row],
+            attributes=catalog.items.attribute(row),
+            semantic_id=catalog.index.codes[row].tolist(),
+            popularity=float(catalog.popularity[row]),
+            catalog_version=catalog.version,
+        )
+
+    def models(self) -> list[dict[str, Any]]:
+        """The loaded models in OpenAI's form, with what is ours under `recserve`."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "recserve",
+                "recserve": {
+                    **self.versions(),
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "tasks": list(model.config.tasks) if isinstance(model, Ranker) else [],
+                },
+            }
+            for name, model in self._models.items()
+            if model is not None
+        ]
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what is served."""
+        return {
+            "model_version": self.runtime.model_version,
+            "catalog_version": self.runtime.snapshot.catalog.version,
+        }
+
+    def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
+        """Some users and popular items to try things with."""
+        snapshot = self.runtime.snapshot
+        ids = snapshot.catalog.items.ids
+        items = [ids[row] for row in snapshot.popular[:num_items].tolist()]
+        users: list[str] = []
+        if EVENTS in self.bundle.manifest.files:
+            column = pq.read_table(self.bundle.path(EVENTS), columns=["user_id"]).column(0)
+            users = column.unique().slice(0, num_users).to_pylist()
+        return {"users": users, "items": items}
+
+    def gauges(self) -> Gauges:
+        """The engine's figures for Prometheus."""
+        stats = self.runtime.engine.stats()
+        used = stats.pages_total - stats.pages_free - stats.pages_cached
+        return Gauges(
+            stats.queue_depth,
+            self.runtime.illegal_items,
+            {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+            {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+        )
+
+    def _patiently(self, body: RecommendBody) -> Work[RecommendAnswer]:
+        """As `begin_recommend`, waiting for a place where the queue is full."""
+        while True:
+            try:
+                return self.begin_recommend(body)
+            except QueueFull as error:
+                time.sleep(error.retry_after_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServiceClosed("the service is closed")
+
+
+def _outcome(work: Work[RecommendAnswer]) -> RecommendAnswer | Exception:
+    try:
+        return work.wait()
+    except Exception as error:
+        return error
+
+
+def _failed(error: Exception) -> Work[Any]:
+    """Work that only has its error left to say."""
+
+    def fail(_: Result | None) -> Any:
+        raise error
+
+    return Work(None, fail)
+
+
+def _device(name: Device) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device here")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _load_models(
+    bundle: Bundle, snapshot: Snapshot, device: torch.device
+) -> tuple[Recommender | None, Ranker | None]:
+    """What was trained of the two; what was not is None."""
+    catalog = snapshot.catalog
+    vectors = torch.from_numpy(catalog.vectors)
+    recommender = ranker = None
+    if bundle.has("recommender"):
+        codes = torch.from_numpy(catalog.index.codes.astype("int64"))
+        recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
+    if bundle.has("ranker"):
+        ranker = load_ranker(bundle.directory("ranker"), vectors, device)
+    return recommender, ranker

@@ -1,0 +1,38 @@
+"""The server as clients meet it: uvicorn on a free port of this machine, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from recserve.config import ServerConfig
+from recserve.server.app import create_app
+from recserve.service import Service
+
+
+@contextmanager
+def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
+    """A client of a running server; the service is closed with it."""
+    app = create_app(ServerConfig(bundle=service.bundle.root, **settings), service)
+    config = uvicorn.Config(app, port=0, log_level="warning", ws="none", server_header=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            while client.get("/health/ready").status_code != 200:
+                time.sleep(0.01)
+            client.app = app
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()

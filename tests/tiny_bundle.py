@@ -1,0 +1,52 @@
+"""A bundle small enough for tests: synthetic events, real codes, models with drawn weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from recserve.building import BuildOptions, build_bundle
+from recserve.bundle import Bundle
+from recserve.features.ranking_tables import RankingTables
+from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.models.config import DecoderConfig
+from recserve.models.ranker import save_ranker
+from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.training.ranker import RankerRecipe, make_ranker
+
+NUM_ITEMS, NUM_USERS = 500, 40
+
+
+def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> Path:
+    """Write and return a bundle of 500 items and 40 users under `folder`."""
+    files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
+    out = folder / "bundle"
+    options = BuildOptions(
+        files.items, files.events, out, levels=2, codes=16, text_dim=16, collaborative_dim=0
+    )
+    build_bundle(options, log=lambda _: None)
+    bundle = Bundle.open(out)
+    catalog = bundle.catalog()
+    torch.manual_seed(5)
+    if recommender:
+        config = RecommenderConfig(
+            DecoderConfig(32, 2, 2, 1, 16, 64),
+            catalog.index.codebook_sizes,
+            num_items=NUM_ITEMS,
+            vector_dim=catalog.vectors.shape[1],
+            id_embedding=True,
+            dense_head=True,
+            max_history_items=16,
+        )
+        save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+        bundle.commit("recommender", {})
+    if ranker:
+        recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
+        train = bundle.events().leave_one_out().train
+        tables = RankingTables.fit(train, catalog.items, catalog.vectors, 16, 8, 4)
+        directory = bundle.directory("ranker", create=True)
+        save_ranker(make_ranker(tables, catalog.vectors, recipe, 7), directory)
+        tables.save(directory)
+        bundle.commit("ranker", {})
+    return out
