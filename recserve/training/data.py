@@ -85,7 +85,7 @@ class HistoryTrees:
             raise ValueError(
                 "there is no event to train on; leave-one-out keeps the last two apart"
             )
-        starts = _windows(offsets, config.max_history_items + 1)
+        starts = windows(offsets, config.max_history_items + 1)
         rows = item_rows.astype(np.int64)
         step_of = np.arange(rows.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
         levels = config.num_levels
@@ -163,13 +163,21 @@ class HistoryTrees:
 
         The order depends on (seed, epoch) and nothing else.
         """
-        noise = np.random.default_rng((seed, epoch))
-        sizes = np.diff(self.tree_starts)
-        order = np.argsort(sizes * noise.uniform(0.9, 1.1, sizes.shape[0]), kind="stable")
-        return list(_shuffled(_cut(order, sizes, max_nodes), noise))
+        return bucketed(np.diff(self.tree_starts), seed, epoch, max_nodes)
 
 
-def _windows(offsets: Ints, size: int) -> Ints:
+def bucketed(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
+    """Numbers of each batch: like sizes together, at most max_nodes of padded size in a batch.
+
+    The order depends on (seed, epoch) and nothing else.
+    """
+    noise = np.random.default_rng((seed, epoch))
+    order = np.argsort(sizes * noise.uniform(0.9, 1.1, sizes.shape[0]), kind="stable")
+    return list(_shuffled(_cut(order, sizes, max_nodes), noise))
+
+
+def windows(offsets: Ints, size: int) -> Ints:
+    """Offsets of histories cut into pieces of at most `size` events. offsets: [U+1]."""
     counts = np.diff(offsets)
     pieces = -(-counts // size)
     first = np.repeat(offsets[:-1], pieces)

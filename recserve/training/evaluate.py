@@ -193,7 +193,7 @@ def slate_columns(
     slates: Callable[[Ints, bool], Ints],
     cutoffs: Sequence[int],
     batch: int = 256,
-    columns: Sequence[Literal["kept", "filtered"]] = ("kept", "filtered"),
+    columns: Sequence[str] = ("kept", "filtered"),
 ) -> dict[str, dict[str, float]]:
     """Metrics of each column. slates: numbers of cases and whether seen items are filtered -> [n,
     k] rows."""

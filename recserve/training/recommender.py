@@ -147,7 +147,7 @@ class RecommenderTrainee:
             asked = replace(options, filtered=filtered)
             return recommender_slates(self.model, self.trie, self.cases, which, 10, asked)
 
-        columns = slate_columns(self.cases, slates, (10,), columns=(self.column,))  # type: ignore[arg-type]
+        columns = slate_columns(self.cases, slates, (10,), columns=(self.column,))
         return columns[self.column]
 
 

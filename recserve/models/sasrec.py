@@ -1,0 +1,174 @@
+"""SASRec: self-attention over item ids, trained with cross-entropy over all items. The baseline.
+
+Beside the published model (dot product of ids) it can be given what the recommender has: frozen
+item vectors, and a scaled cosine instead of the dot product. Source: arXiv 1808.09781;
+cross-entropy: arXiv 2309.07602.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recserve.models.attention import DenseAttention
+
+
+@dataclass(frozen=True)
+class SasRecConfig:
+    """num_items: I. vector_dim: F of frozen item vectors, 0 for ids alone. cosine: scaled cosine
+    logits.
+
+    max_history_items: length of the position table; only the latest of a longer history are read.
+    Raises ValueError where the sizes do not fit each other.
+    """
+
+    num_items: int
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 2
+    dropout: float = 0.3
+    max_history_items: int = 50
+    vector_dim: int = 0
+    cosine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, not a multiple of num_heads {self.num_heads}"
+            )
+        if self.num_items < 1:
+            raise ValueError(f"num_items is {self.num_items}; a catalogue has at least 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; `SasRecConfig(**d)` reads it back."""
+        return asdict(self)
+
+
+class SasRecLayer(nn.Module):
+    """Attention and a two-layer network, each behind a LayerNorm and a residual."""
+
+    def __init__(self, config: SasRecConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.config = config
+        self.attention_norm = nn.LayerNorm(size)
+        self.qkv = nn.Linear(size, 3 * size)
+        self.output = nn.Linear(size, size)
+        self.mlp_norm = nn.LayerNorm(size)
+        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, E] -> [B, S, E], causal."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.config.num_heads, -1))
+        mixed = DenseAttention()(0, *heads.unbind(-3)).flatten(-2)
+        x = x + self._dropout(self.output(mixed))
+        return x + self._dropout(self.down(self._dropout(F.relu(self.up(self.mlp_norm(x))))))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training)
+
+
+class SasRec(nn.Module):
+    """Item embedding (ids, and vectors where it has them), positions, layers."""
+
+    vectors: Tensor | None
+
+    def __init__(self, config: SasRecConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.ids = nn.Embedding(config.num_items, size)
+        self.positions = nn.Embedding(config.max_history_items, size)
+        self.layers = nn.ModuleList(SasRecLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(size)
+        if config.vector_dim:
+            self.projection = nn.Linear(config.vector_dim, size, bias=False)
+        if config.cosine:
+            self.scale = nn.Parameter(torch.tensor(1 / 0.07))
+        self.register_buffer("vectors", None, persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def bind_vectors(self, vectors: Tensor | None) -> None:
+        """Take the catalogue's vectors [I, F], where the config asks for them.
+
+        Raises ValueError if they are missing or of another size.
+        """
+        if not self.config.vector_dim:
+            return
+        wanted = (self.config.num_items, self.config.vector_dim)
+        if vectors is None or tuple(vectors.shape) != wanted:
+            came = None if vectors is None else tuple(vectors.shape)
+            raise ValueError(f"vectors are {came}; this model needs {wanted}, [I, F]")
+        self.vectors = F.normalize(vectors.to(self.ids.weight.device, torch.float32), dim=-1)
+
+    def items(self) -> Tensor:
+        """[I, E] what each item is, as input and as output."""
+        if self.vectors is None:
+            return self.ids.weight
+        rows: Tensor = self.ids.weight + self.projection(self.vectors)
+        return rows
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Histories to states. rows [B, S] item rows, right-padded with any row -> [B, S, E]."""
+        x = F.embedding(rows, self.items()) + self.positions.weight[: rows.shape[1]]
+        x = F.dropout(x, self.config.dropout, self.training)
+        for layer in self.layers:
+            x = layer(x)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def queries(self, hidden: Tensor) -> Tensor:
+        """[n, E] -> [n, E], to be multiplied with `keys`."""
+        return F.normalize(hidden, dim=-1) * self.scale if self.config.cosine else hidden
+
+    def keys(self) -> Tensor:
+        """[I, E] items as the logits see them."""
+        return F.normalize(self.items(), dim=-1) if self.config.cosine else self.items()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits of all items. hidden: [n, E] -> [n, I] float32."""
+        query = self.queries(hidden)
+        return F.linear(query, self.keys().to(query.dtype)).float()
+
+
+def save_sasrec(model: SasRec, directory: Path | str) -> None:
+    """Write `config.json` and `model.safetensors`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors")
+    text = json.dumps(model.config.to_dict(), indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_sasrec(
+    directory: Path | str, vectors: Tensor | None = None, device: torch.device | str = "cpu"
+) -> SasRec:
+    """Read what `save_sasrec` wrote, in eval mode.
+
+    Raises FileNotFoundError, or ValueError naming the file that does not fit.
+    """
+    directory = Path(directory)
+    try:
+        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        model = SasRec(SasRecConfig(**values))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{directory / 'config.json'} is not a SASRec's: {error}") from error
+    path = directory / "model.safetensors"
+    try:
+        model.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} does not fit its config.json: {error}") from error
+    model.to(device)
+    model.bind_vectors(vectors)
+    return model.eval()
