@@ -38,6 +38,7 @@ DEFAULT_CAP = 1024
 MAX_CAP = 65_536
 MAX_TIME_US = 2**53
 MAX_USER_ID_BYTES = 480
+MAX_VALUE = float(np.finfo(np.float32).max)
 HEADER = struct.Struct("<2sBBI8s")
 MAGIC, VERSION, DTYPE_CODE = b"RH", 1, 1
 
@@ -47,7 +48,7 @@ class StoreUnavailable(ConnectionError):
 
 
 class CorruptHistory(ValueError):
-    """A user's stored value is damaged: neither used nor overwritten; deleting the user clears it."""
+    """A user's stored value is damaged: neither used nor overwritten; `delete` clears it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StoredEvent:
         ):
             if not 0 <= given < high:
                 raise ValueError(f"{name} is {given}; expected 0..{high - 1}")
-        if not abs(self.value) <= np.finfo(np.float32).max:
+        if not abs(self.value) <= MAX_VALUE:
             raise ValueError(f"value is {self.value}; expected a finite 32-bit float")
 
 
@@ -93,7 +94,7 @@ class HistoryStore(Protocol):
         """Events of each user, one round trip for all; a damaged value is reported in its place."""
 
     def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
-        """Add events in order of time; per event, whether it was accepted (else: a duplicate).
+        """Add events in order of time; per event, whether it was accepted (or a duplicate).
 
         An accepted event is on disk, or in the server, when this returns. Raises CorruptHistory.
         """
@@ -176,7 +177,7 @@ def pack(history: np.ndarray) -> bytes:
 
 
 def unpack(data: bytes) -> np.ndarray:
-    """Stored bytes -> EVENT_DTYPE array, a view of them. Raises CorruptHistory if they are damaged."""
+    """Stored bytes -> EVENT_DTYPE array, a view. Raises CorruptHistory if they are damaged."""
     if len(data) < HEADER.size:
         raise CorruptHistory(f"stored history has {len(data)} bytes; the header alone has 16")
     magic, version, dtype_code, count, checksum = HEADER.unpack_from(data)

@@ -25,7 +25,7 @@ from recserve.features.history import (
     user_key,
 )
 
-EMPTY = np.empty(0, dtype=EVENT_DTYPE)
+EMPTY = np.frombuffer(b"", dtype=EVENT_DTYPE)
 MAX_READERS = 512
 
 

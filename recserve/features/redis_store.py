@@ -194,7 +194,7 @@ class RedisStore:
 
 def _read(value: bytes | None) -> np.ndarray | CorruptHistory:
     if value is None:
-        return np.empty(0, dtype=EVENT_DTYPE)
+        return np.frombuffer(b"", dtype=EVENT_DTYPE)
     try:
         return unpack(value)
     except CorruptHistory as error:
