@@ -216,33 +216,34 @@ def _ends_of_opened(differs: Tensor, serial: Tensor, row: Tensor, depth: Tensor)
 
 
 def merge(trees: list[TokenTree]) -> TokenTree:
-    """Pack several trees into one, in order. Optional fields must be present in all or in none."""
+    """Pack several trees into one, in order; an optional field that some lack is filled with its
+    neutral value (candidate, gate off, whole root, nothing shared).
+    """
+    if len(trees) == 1:
+        return trees[0]
     shifts = [0]
     for tree in trees:
         shifts.append(shifts[-1] + tree.num_nodes)
 
-    def packed(name: str) -> Tensor | None:
-        values = [getattr(tree, name) for tree in trees]
-        if all(value is None for value in values):
+    def packed(name: str, neutral: int, per_tree: bool = False) -> Tensor | None:
+        if all(getattr(tree, name) is None for tree in trees):
             return None
-        if any(value is None for value in values):
-            raise ValueError(f"{name} is set in some of the trees; set it in all or in none")
-        return torch.cat(values)
+        columns = []
+        for tree in trees:
+            column = getattr(tree, name)
+            size = tree.num_trees if per_tree else tree.num_nodes
+            columns.append(tree.tokens.new_full((size,), neutral) if column is None else column)
+        return torch.cat(columns)
 
-    parents = [
-        torch.where(t.parents >= 0, t.parents + s, -1) for t, s in zip(trees, shifts, strict=False)
-    ]
-    ends = [t.ends + s for t, s in zip(trees, shifts, strict=False)]
-    first = trees[0].offsets[:1]
-    offsets = [first] + [t.offsets[1:] + s for t, s in zip(trees, shifts, strict=False)]
+    shifted = list(zip(trees, shifts, strict=False))
     return TokenTree(
         torch.cat([t.tokens for t in trees]),
-        torch.cat(parents),
+        torch.cat([torch.where(t.parents >= 0, t.parents + s, -1) for t, s in shifted]),
         torch.cat([t.depths for t in trees]),
-        torch.cat(ends),
-        torch.cat(offsets),
-        packed("kinds"),
-        packed("gates"),
-        packed("root_limits"),
-        packed("shared"),
+        torch.cat([t.ends + s for t, s in shifted]),
+        torch.cat([trees[0].offsets[:1], *(t.offsets[1:] + s for t, s in shifted)]),
+        packed("kinds", CANDIDATE),
+        packed("gates", 0),
+        packed("root_limits", torch.iinfo(torch.int64).max),
+        packed("shared", 0, per_tree=True),
     )

@@ -1,0 +1,50 @@
+"""The engine's unit of work: one request, its root in the cache, its room for tree nodes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from recserve.core.request import Request, Result, Timing
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request between admission and answer.
+
+    pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
+    root. num_computed: root tokens already in the cache. tail [E]: hidden state of the last root
+    token, None until it is computed. tree_slots: reserved for tree nodes, of which tree_used are
+    taken.
+    """
+
+    request: Request
+    future: Future[Result]
+    submitted_s: float
+    pages: list[int]
+    root_slots: Tensor
+    num_computed: int
+    tail: Tensor | None
+    tree_slots: Tensor
+    tree_used: int = 0
+    timing: Timing = field(default_factory=Timing)
+
+    @property
+    def root_length(self) -> int:
+        """R, all root tokens, computed or not."""
+        return self.root_slots.shape[0]
+
+    def take_tree_slots(self, count: int) -> Tensor:
+        """[count] slots for nodes about to be computed. Raises RuntimeError past the
+        reservation.
+        """
+        start = self.tree_used
+        if start + count > self.tree_slots.shape[0]:
+            raise RuntimeError(
+                f"a draft of {count} nodes after {start} exceeds the "
+                f"{self.tree_slots.shape[0]} reserved"
+            )
+        self.tree_used += count
+        return self.tree_slots[start : start + count]

@@ -1,0 +1,1 @@
+"""Pages, prefix cache, scheduler, runner and the step."""

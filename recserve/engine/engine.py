@@ -1,0 +1,289 @@
+"""The engine: requests in, answers out, one step at a time.
+
+A request waits in a bounded queue, is admitted when its pages can be had, shares each forward with
+whatever else runs on its model, and leaves with its future set.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recserve.core.drafting import Strategy
+from recserve.core.request import (
+    DeadlineExceeded,
+    LikelihoodRequest,
+    QueueFull,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    Result,
+)
+from recserve.core.sequence import Sequence
+from recserve.engine.lane import Lane
+from recserve.engine.networks import RankerTrunk, RecommenderTrunk
+from recserve.engine.runner import Runner
+from recserve.engine.strategies import RECOMMEND, LikelihoodStrategy, RankStrategy
+from recserve.kernels.paged_kv import KVPool
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine.
+
+    page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
+    may wait. max_running: requests that may share a model's forward.
+    """
+
+    page_size: int = 16
+    kv_bytes: int = 256 * 2**20
+    max_queue: int = 1024
+    max_running: int = 64
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A look at the engine; pages and prefix tokens are sums over the models."""
+
+    queue_depth: int
+    running: int
+    pages_free: int
+    pages_cached: int
+    pages_total: int
+    prefix_hit_tokens: int
+    prefix_missed_tokens: int
+
+
+@dataclass
+class _Waiting:
+    request: Request
+    future: Future[Result]
+    submitted_s: float
+    lane: Lane
+    strategy: Strategy
+
+
+class Engine:
+    """Serves a recommender, a ranker, or both."""
+
+    def __init__(
+        self,
+        recommender: Recommender | None = None,
+        ranker: Ranker | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self._lanes: dict[str, Lane] = {}
+        self._strategies: dict[str, Strategy] = {}
+        if recommender is not None:
+            self._lanes["recommender"] = self._lane(RecommenderTrunk(recommender.eval()))
+            self._strategies = {name: make(recommender) for name, make in RECOMMEND.items()}
+            self._strategies["likelihood"] = LikelihoodStrategy(recommender)
+        if ranker is not None:
+            self._lanes["ranker"] = self._lane(RankerTrunk(ranker.eval()))
+            self._strategies["ranker"] = RankStrategy(ranker)
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._stepping = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._seconds_per_request = 0.01
+
+    def submit(self, request: Request) -> Future[Result]:
+        """Queue a request; its future gets the answer or the error.
+
+        Raises QueueFull, RequestTooLarge, or ValueError for a model or strategy that is not here.
+        """
+        lane, strategy = self._route(request)
+        lane.check(request, strategy)
+        future: Future[Result] = Future()
+        waiting = _Waiting(request, future, time.monotonic(), lane, strategy)
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the engine is closed")
+            if len(self._waiting) >= self.config.max_queue:
+                retry_after_s = len(self._waiting) * self._seconds_per_request
+                raise QueueFull(
+                    f"{self.config.max_queue} requests are waiting already", retry_after_s
+                )
+            self._waiting.append(waiting)
+            self._changed.notify()
+        return future
+
+    def run(self, request: Request) -> Result:
+        """Answer one request; steps the engine itself when its thread is not running."""
+        return self.run_many([request])[0]
+
+    def run_many(self, requests: list[Request]) -> list[Result]:
+        """Answers in order; more requests than the queue holds are fed as there is room."""
+        futures: list[Future[Result]] = []
+        for start in range(0, len(requests), self.config.max_queue):
+            part = [self.submit(r) for r in requests[start : start + self.config.max_queue]]
+            if self._thread is None:
+                while self.step():
+                    pass
+            futures += part
+            for future in part:
+                future.exception()
+        return [future.result() for future in futures]
+
+    def cancel(self, future: Future[Result]) -> None:
+        """Its answer is not wanted any more: work not yet begun is not begun."""
+        future.cancel()
+
+    def forget(self, keys: np.ndarray, shared: int = 0) -> None:
+        """Drop a root (its keys as in Root) from every prefix cache."""
+        with self._stepping:
+            for lane in self._lanes.values():
+                lane.cache.forget(keys, shared)
+
+    def start(self) -> None:
+        """Run the steps on a thread of their own."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Finish what is waiting and running, then stop the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def stats(self) -> EngineStats:
+        """Safe to call from any thread; the figures may be one step apart."""
+        lanes = list(self._lanes.values())
+        return EngineStats(
+            len(self._waiting),
+            sum(lane.num_running for lane in lanes),
+            sum(lane.allocator.num_free for lane in lanes),
+            sum(lane.cache.num_pages for lane in lanes),
+            sum(lane.allocator.num_pages for lane in lanes),
+            sum(lane.cache.num_hit_tokens for lane in lanes),
+            sum(lane.cache.num_missed_tokens for lane in lanes),
+        )
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Admit, one forward per model, deliver. False when nothing is left to do."""
+        with self._stepping:
+            began = time.monotonic()
+            self._admit()
+            answered = 0
+            for lane in self._lanes.values():
+                lane.drop_ended()
+                answered += self._step_lane(lane)
+            if answered:
+                spent = (time.monotonic() - began) / answered
+                self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
+            return bool(self._waiting) or any(lane.num_running for lane in self._lanes.values())
+
+    def _step_lane(self, lane: Lane) -> int:
+        """One forward of a model; a failure ends its running requests with that error, no
+        others.
+        """
+        try:
+            done = lane.step()
+        except Exception as error:
+            log.exception("a step failed")
+            for sequence in lane.drop_all():
+                _fail(sequence.future, error)
+            return 0
+        for sequence, result in done:
+            _deliver(sequence, result)
+        return len(done)
+
+    def _admit(self) -> None:
+        """Move waiting requests into their lanes, oldest first, until one finds no room."""
+        full: set[int] = set()
+        for _ in range(len(self._waiting)):
+            waiting = self._waiting.popleft()
+            if waiting.future.cancelled():
+                continue
+            if _expired(waiting.request):
+                _fail(waiting.future, DeadlineExceeded("the deadline passed in the queue"))
+                continue
+            lane = waiting.lane
+            if id(lane) not in full and lane.num_running < self.config.max_running:
+                try:
+                    admitted = lane.admit(
+                        waiting.request, waiting.future, waiting.submitted_s, waiting.strategy
+                    )
+                except Exception as error:
+                    _fail(waiting.future, error)
+                    continue
+                if admitted:
+                    continue
+            full.add(id(lane))
+            with self._changed:
+                self._waiting.append(waiting)
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if self._closing and not self._waiting:
+                    return
+            while self.step():
+                pass
+
+    def _route(self, request: Request) -> tuple[Lane, Strategy]:
+        model, name = _needs(request)
+        if model not in self._lanes:
+            raise ValueError(f"this engine has no {model}; it serves {sorted(self._lanes)}")
+        if name not in self._strategies:
+            raise ValueError(f"strategy is {name!r}; choose one of {sorted(RECOMMEND)}")
+        return self._lanes[model], self._strategies[name]
+
+    def _lane(self, trunk: RecommenderTrunk | RankerTrunk) -> Lane:
+        page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
+        num_pages = max(self.config.kv_bytes // page_bytes, 1)
+        pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
+        return Lane(Runner(trunk, pool))
+
+
+def _needs(request: Request) -> tuple[str, str]:
+    """Model and strategy that a request is for."""
+    match request:
+        case RecommendRequest():
+            return "recommender", request.strategy
+        case LikelihoodRequest():
+            return "recommender", "likelihood"
+        case RankRequest():
+            return "ranker", "ranker"
+
+
+def _expired(request: Request) -> bool:
+    return request.deadline_s is not None and time.monotonic() > request.deadline_s
+
+
+def _deliver(sequence: Sequence, result: Result) -> None:
+    sequence.timing.total_ms = (time.monotonic() - sequence.submitted_s) * 1e3
+    if _expired(sequence.request):
+        _fail(sequence.future, DeadlineExceeded("the deadline passed while the request ran"))
+        return
+    try:
+        sequence.future.set_result(result)
+    except InvalidStateError:
+        log.debug("an answer came after its request was cancelled")
+
+
+def _fail(future: Future[Result], error: Exception) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        log.debug("a request was cancelled before its error: %s", error)

@@ -1,0 +1,241 @@
+"""One model's side of the engine: its pages, its prefix cache, its running requests, its step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recserve.core.drafting import Draft, Strategy
+from recserve.core.request import LikelihoodRequest, RecommendRequest, Request, Result, Timing
+from recserve.core.sequence import Sequence
+from recserve.engine.pages import PageAllocator
+from recserve.engine.prefix_cache import PrefixCache
+from recserve.engine.runner import Piece, Runner
+from recserve.kernels.paged_kv import slots_of_pages
+from recserve.kernels.tree import chain
+
+
+class RequestTooLarge(ValueError):
+    """A request needs more pages than the pool has, whatever else is running."""
+
+
+@dataclass
+class Cohort:
+    """Requests that started together and step together."""
+
+    strategy: Strategy
+    sequences: list[Sequence]
+    state: Any
+
+
+class Lane:
+    """Admission, forward, verification and release of the requests of one model."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.page_size = runner.pool.page_size
+        self.allocator = PageAllocator(runner.pool.num_pages)
+        self.cache = PrefixCache(self.allocator, self.page_size)
+        self.cohorts: list[Cohort] = []
+        self.cold: list[tuple[Sequence, Strategy]] = []
+        self.warm: list[tuple[Sequence, Strategy]] = []
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted and not answered."""
+        return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
+
+    def check(self, request: Request, strategy: Strategy) -> None:
+        """Raises RequestTooLarge if the request could not run even alone."""
+        rows = len(request.root.inputs)
+        pages = self._pages(rows) + self._pages(strategy.tree_room(request))
+        if pages > self.allocator.num_pages:
+            raise RequestTooLarge(
+                f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
+                f"the pool has {self.allocator.num_pages}; ask for less or give the engine more"
+            )
+
+    def admit(
+        self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
+    ) -> bool:
+        """Take a request in if its pages can be had now; all that it will ever need are
+        reserved.
+        """
+        keys, shared = request.root.keys, request.root.shared
+        rows, size = keys.shape[0], self.page_size
+        found = self.cache.match(keys, shared)
+        held = found.pages + ([found.partial] if found.partial is not None else [])
+        own_root = self._pages(rows) - (len(held) if found.length == rows else len(found.pages))
+        own = own_root + self._pages(strategy.tree_room(request))
+        self.cache.evict(own)
+        if self.allocator.num_free < own:
+            self.allocator.release(held)
+            return False
+        fresh = self.allocator.allocate(own)
+        root_pages, tree_pages = fresh[:own_root], fresh[own_root:]
+        if found.length == rows:
+            pages = held
+        else:
+            pages = found.pages + root_pages
+            if found.partial is not None:
+                self._copy_page(found.partial, root_pages[0], found.length % size)
+                self.allocator.release([found.partial])
+        device = self.runner.pool.keys.device
+        sequence = Sequence(
+            request,
+            future,
+            submitted_s,
+            pages + tree_pages,
+            slots_of_pages(torch.tensor(pages, dtype=torch.int64, device=device), size, rows),
+            found.length,
+            found.tail,
+            slots_of_pages(
+                torch.tensor(tree_pages, dtype=torch.int64, device=device),
+                size,
+                len(tree_pages) * size,
+            ),
+            timing=Timing(
+                queue_ms=(time.monotonic() - submitted_s) * 1e3,
+                root_cached=found.length,
+                root_computed=rows - found.length,
+            ),
+        )
+        ready = found.length == rows and (found.tail is not None or not rows)
+        (self.warm if ready else self.cold).append((sequence, strategy))
+        return True
+
+    def step(self) -> list[tuple[Sequence, Result]]:
+        """One forward over everything that waits for one; the answers it completed."""
+        done = self._start(self.warm)
+        cold, self.warm, self.cold = self.cold, [], []
+        began = time.perf_counter()
+        drafts = [(cohort, cohort.strategy.propose(cohort.state)) for cohort in self.cohorts]
+        drafted = time.perf_counter()
+        slots = [self._place(cohort, draft) for cohort, draft in drafts]
+        pieces = [self._prefill_piece(sequence) for sequence, _ in cold]
+        pieces += [
+            Piece(d.tree, d.inputs, d.queries, s, tuple(q.root_slots for q in c.sequences))
+            for (c, d), s in zip(drafts, slots, strict=True)
+        ]
+        if not pieces:
+            return done
+        hidden = self.runner.forward(pieces)
+        for (sequence, _), states in zip(cold, hidden, strict=False):
+            self._keep_root(sequence, states)
+        for (cohort, draft), placed, states in zip(drafts, slots, hidden[len(cold) :], strict=True):
+            cohort.state = cohort.strategy.verify(cohort.state, draft, placed, states)
+        ended = time.perf_counter()
+        for sequence, _ in cold:
+            sequence.timing.prefill_ms += (ended - drafted) * 1e3
+        for cohort, _ in drafts:
+            for sequence in cohort.sequences:
+                sequence.timing.draft_ms += (drafted - began) * 1e3
+                sequence.timing.verify_ms += (ended - drafted) * 1e3
+                sequence.timing.forwards += 1
+        done += self._finish()
+        return done + self._start(cold)
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Give back the pages of sequences that ended."""
+        for sequence in sequences:
+            self.allocator.release(sequence.pages)
+            sequence.pages = []
+
+    def drop_all(self) -> list[Sequence]:
+        """Forget everything that runs; the sequences are released and returned."""
+        dropped = [s for s, _ in [*self.cold, *self.warm]]
+        dropped += [s for cohort in self.cohorts for s in cohort.sequences]
+        self.cold, self.warm, self.cohorts = [], [], []
+        self.release(dropped)
+        return dropped
+
+    def drop_ended(self) -> None:
+        """Stop the work of requests whose futures were cancelled, where they can be left out."""
+        for name in ("cold", "warm"):
+            pairs = getattr(self, name)
+            self.release([s for s, _ in pairs if s.future.cancelled()])
+            setattr(self, name, [(s, g) for s, g in pairs if not s.future.cancelled()])
+        for cohort in self.cohorts:
+            if all(s.future.cancelled() for s in cohort.sequences):
+                self.release(cohort.sequences)
+                cohort.sequences = []
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+
+    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[tuple[Sequence, Result]]:
+        """Cohorts of requests with a computed root; answers of those that need no more."""
+        groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
+        for sequence, strategy in ready:
+            request = sequence.request
+            by_trie = isinstance(request, RecommendRequest | LikelihoodRequest)
+            key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
+            groups.setdefault(key, (strategy, []))[1].append(sequence)
+        for strategy, sequences in groups.values():
+            self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
+        return self._finish() if groups else []
+
+    def _finish(self) -> list[tuple[Sequence, Result]]:
+        """Answers of the cohorts that have nothing left to propose."""
+        done: list[tuple[Sequence, Result]] = []
+        running = []
+        for cohort in self.cohorts:
+            if cohort.strategy.finished(cohort.state):
+                results = cohort.strategy.finish(cohort.state)
+                done += zip(cohort.sequences, results, strict=True)
+                self.release(cohort.sequences)
+            else:
+                running.append(cohort)
+        self.cohorts = running
+        return done
+
+    def _place(self, cohort: Cohort, draft: Draft) -> Tensor:
+        """[T] a slot for every node of the draft: old ones keep theirs, new ones get one."""
+        tree = draft.tree
+        counts = tree.offsets.diff()
+        if draft.queries is not None:
+            counts = torch.searchsorted(draft.queries, tree.offsets).diff()
+        new = torch.cat(
+            [
+                sequence.take_tree_slots(count)
+                for sequence, count in zip(cohort.sequences, counts.tolist(), strict=True)
+            ]
+        )
+        for sequence, count in zip(cohort.sequences, counts.tolist(), strict=True):
+            sequence.timing.nodes += count
+        if draft.queries is None or draft.scored is None:
+            return new
+        # Nodes that are neither scored nor computed are nobody's ancestor; any finite slot will do.
+        slots = draft.scored.clamp(min=0)
+        slots[draft.queries] = new
+        return slots
+
+    def _prefill_piece(self, sequence: Sequence) -> Piece:
+        """The root's uncomputed rows as a chain under the computed ones."""
+        root, start = sequence.request.root, sequence.num_computed
+        inputs = root.inputs.select(slice(start, None))
+        tree = chain(inputs.tokens)
+        if start < root.shared:
+            shared = torch.tensor([root.shared], device=inputs.tokens.device)
+            tree = replace(tree, shared=shared)
+        slots = sequence.root_slots
+        return Piece(tree, inputs, None, slots[start:], (slots[:start],))
+
+    def _keep_root(self, sequence: Sequence, states: Tensor) -> None:
+        """The root is computed: remember its last state, and let others find it."""
+        sequence.tail = states[-1].clone()
+        sequence.num_computed = sequence.root_length
+        root = sequence.request.root
+        pages = sequence.pages[: self._pages(sequence.root_length)]
+        self.cache.insert(root.keys, root.shared, pages, sequence.tail)
+
+    def _copy_page(self, source: int, target: int, rows: int) -> None:
+        step = torch.arange(rows, device=self.runner.pool.keys.device)
+        self.runner.pool.copy_slots(source * self.page_size + step, target * self.page_size + step)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

@@ -1,0 +1,48 @@
+"""Who holds which page."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for."""
+
+
+class PageAllocator:
+    """Free list and reference counts of P pages; a page is free when nobody refers to it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody refers to."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each. Raises OutOfPages, and takes none then."""
+        if count > len(self._free):
+            raise OutOfPages(
+                f"{count} pages wanted, {len(self._free)} of {self.num_pages} are free"
+            )
+        pages = [self._free.popleft() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        """One more reference to each of the pages, which somebody must hold already."""
+        for page in pages:
+            assert self._references[page] > 0, "a free page cannot be shared"
+            self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One reference less to each; those without any become free."""
+        for page in pages:
+            self._references[page] -= 1
+            assert self._references[page] >= 0, "released more often than shared"
+            if not self._references[page]:
+                self._free.append(page)

@@ -1,0 +1,147 @@
+"""Roots that were computed before: a returning user pays only for new events.
+
+Full pages are found by a chain of hashes over the keys of all rows up to their end, so two users
+with the same beginning share them. A root's last, partly filled page and its final hidden state are
+kept under the
+hash of the whole root: the same history again costs nothing, and one with new events at its end
+copies that page and goes on from there. The first `shared` rows see each other, so their keys are
+part of every hash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from torch import Tensor
+
+from recserve.engine.pages import PageAllocator
+
+Digest = bytes
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a root is cached. The caller holds a reference to each page.
+
+    pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
+    there are none. length: cached rows. tail [E]: hidden state of the last row when the whole root
+    is cached.
+    """
+
+    pages: list[int]
+    partial: int | None
+    length: int
+    tail: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    page: int | None
+    tail: Tensor | None = None
+
+
+class PrefixCache:
+    """Least recently used roots, within the pages that running requests leave free."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._entries: OrderedDict[Digest, _Entry] = OrderedDict()
+        self.num_hit_tokens = 0
+        self.num_missed_tokens = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Entries that hold a page."""
+        return sum(entry.page is not None for entry in list(self._entries.values()))
+
+    def match(self, keys: np.ndarray, shared: int = 0) -> Match:
+        """Longest cached beginning of a root. keys [n] int64. References to its pages are taken."""
+        size, n = self._page_size, keys.shape[0]
+        digests = self._page_digests(keys, shared)
+        touched: list[Digest] = []
+        pages: list[int] = []
+        for digest in digests[1:]:
+            entry = self._entries.get(digest)
+            if entry is None or entry.page is None:
+                break
+            touched.append(digest)
+            pages.append(entry.page)
+        full = len(pages) * size
+        length, partial, tail = full, None, None
+        for end in range(min(n, full + size - 1), full - 1, -1):
+            digest = self._tail_digest(digests[len(pages)], keys[full:end])
+            entry = self._entries.get(digest)
+            if entry is not None:
+                length, partial = end, entry.page
+                tail = entry.tail if end == n else None
+                touched.append(digest)
+                break
+        if length < shared:
+            # The shared rows were computed together or not at all.
+            length, pages, partial, tail, touched = 0, [], None, None, []
+        for digest in reversed(touched):
+            self._entries.move_to_end(digest)
+        held = pages + ([partial] if partial is not None else [])
+        self._allocator.share(held)
+        self.num_hit_tokens += length
+        self.num_missed_tokens += n - length
+        return Match(pages, partial, length, tail)
+
+    def insert(self, keys: np.ndarray, shared: int, pages: list[int], tail: Tensor) -> None:
+        """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
+        size = self._page_size
+        digests = self._page_digests(keys, shared)
+        full = len(digests) - 1
+        last = pages[full] if keys.shape[0] % size else None
+        self._put(self._tail_digest(digests[full], keys[full * size :]), _Entry(last, tail))
+        # Deepest first: a beginning is evicted after everything that stands on it.
+        for number in range(full - 1, -1, -1):
+            self._put(digests[number + 1], _Entry(pages[number]))
+
+    def forget(self, keys: np.ndarray, shared: int = 0) -> None:
+        """Drop a root and every page of it, also where others share it."""
+        size = self._page_size
+        digests = self._page_digests(keys, shared)
+        tails = [
+            self._tail_digest(digests[start // size], keys[start:end])
+            for start in range(0, keys.shape[0] + 1, size)
+            for end in range(start, min(start + size, keys.shape[0] + 1))
+        ]
+        for digest in [*tails, *digests[1:]]:
+            entry = self._entries.pop(digest, None)
+            if entry is not None and entry.page is not None:
+                self._allocator.release([entry.page])
+
+    def evict(self, count: int) -> None:
+        """Drop the least recently used until `count` pages are free or nothing is left."""
+        while self._entries and self._allocator.num_free < count:
+            _, entry = self._entries.popitem(last=False)
+            if entry.page is not None:
+                self._allocator.release([entry.page])
+
+    def _put(self, digest: Digest, entry: _Entry) -> None:
+        if digest not in self._entries:
+            self._entries[digest] = entry
+            if entry.page is not None:
+                self._allocator.share([entry.page])
+        self._entries.move_to_end(digest)
+
+    def _page_digests(self, keys: np.ndarray, shared: int) -> list[Digest]:
+        """Chain of hashes: before the first page, then after each full page."""
+        size = self._page_size
+        raw = np.ascontiguousarray(keys, dtype=np.int64).tobytes()
+        digest = blake2b(raw[: shared * 8] + shared.to_bytes(8, "little"), digest_size=16).digest()
+        digests = [digest]
+        for start in range(0, len(raw) - size * 8 + 1, size * 8):
+            digest = blake2b(digest + raw[start : start + size * 8], digest_size=16).digest()
+            digests.append(digest)
+        return digests
+
+    @staticmethod
+    def _tail_digest(before: Digest, keys: np.ndarray) -> Digest:
+        raw = np.ascontiguousarray(keys, dtype=np.int64).tobytes()
+        return blake2b(before + raw, digest_size=16, person=b"tail").digest()

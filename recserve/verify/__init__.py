@@ -1,0 +1,1 @@
+"""One file per way of turning a scored tree into an answer."""

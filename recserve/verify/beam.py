@@ -1,0 +1,188 @@
+"""Full beam search as a verifier: children of the scored prefixes, the best W of them kept.
+
+Ties go to the lower trie node, which is the lexicographically smaller semantic id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Beams
+from recserve.core.filtering import leaf_filter
+from recserve.core.request import RecommendRequest, Slate
+from recserve.core.sequence import Sequence
+from recserve.draft.beam import BeamDraft
+from recserve.models.recommender import Recommender
+
+DEAD = float("-inf")
+
+
+def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
+    """Level 1 beams of requests over one trie, from the hidden state of their last root token."""
+    requests = [_request(s) for s in sequences]
+    trie = requests[0].trie
+    tails = _tails(sequences)
+    none = torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device)
+    beams = Beams(
+        sequences,
+        tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
+        trie,
+        0,
+        torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device),
+        torch.zeros(len(sequences), 1, device=tails.device),
+        none,
+        none,
+    )
+    rows = torch.arange(len(sequences), device=tails.device)
+    return skip_unforked(expand(beams, rows, tails, model), model)
+
+
+def verify(
+    beams: Beams, draft: BeamDraft, slots: Tensor, hidden: Tensor, model: Recommender
+) -> Beams:
+    """Beams one level deeper, and on through levels that need no score.
+
+    slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
+    """
+    assert draft.rows is not None and draft.path_nodes is not None and draft.queries is not None
+    known = beams.slots.flatten(0, 1)
+    known[draft.rows] = slots[draft.path_nodes]
+    row_of_node = torch.empty_like(slots)
+    row_of_node[draft.queries] = torch.arange(draft.queries.shape[0], device=slots.device)
+    ends = hidden[row_of_node[draft.path_nodes[:, -1]]]
+    beams = replace(beams, slots=known.view_as(beams.slots), rounds=beams.rounds + 1)
+    return skip_unforked(expand(beams, draft.rows, ends, model), model)
+
+
+def skip_unforked(beams: Beams, model: Recommender) -> Beams:
+    """Follow only children while no beam forks; nothing to do where every level is scored."""
+    if model.config.normalization != "children":
+        return beams
+    while not beams.finished and not bool((beams.trie.num_children(beams.nodes) > 1).any()):
+        none = torch.empty(0, dtype=torch.int64, device=beams.nodes.device)
+        beams = expand(beams, none, None, model)
+    return beams
+
+
+def expand(beams: Beams, rows: Tensor, hidden: Tensor | None, model: Recommender) -> Beams:
+    """All allowed children of all beams, the best W of each request.
+
+    rows [P]: beams scored by the model, as indices into [B * W]; hidden [P, E] at their last node.
+    """
+    batch, width = beams.nodes.shape
+    trie = beams.trie
+    children = trie.children(beams.nodes.flatten())
+    gain = torch.zeros(children.nodes.shape, device=beams.scores.device)
+    if hidden is not None:
+        codes, valid = children.codes[rows].long(), children.valid[rows]
+        gain[rows] = level_log_probs(model, hidden, beams.level, codes, valid)
+    total = (beams.scores.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
+    total = total.view(batch, -1)
+    nodes = children.nodes.view(batch, -1)
+    for b, allowed in enumerate(beams.filters):
+        if allowed is not None:
+            left = allowed.remaining(trie.first_leaf[nodes[b]], trie.last_leaf[nodes[b]])
+            total[b].masked_fill_(left <= 0, DEAD)
+    widths = torch.tensor([beam_width(_request(s)) for s in beams.sequences], device=nodes.device)
+    kept, index = _best(total, nodes, min(int(widths.max()), total.shape[1]))
+    rank = torch.arange(kept.shape[1], device=nodes.device)
+    kept = kept.masked_fill(rank >= widths[:, None], DEAD)
+    used = int((kept > DEAD).sum(1).max())
+    kept, index = kept[:, : max(used, 1)], index[:, : max(used, 1)]
+    chosen = torch.where(kept > DEAD, nodes.gather(1, index), 0)
+    parent = (index // (total.shape[1] // width))[..., None].expand(-1, -1, beams.level)
+    unscored = torch.full_like(chosen, -1)[..., None]
+    return replace(
+        beams,
+        level=beams.level + 1,
+        nodes=chosen,
+        scores=kept,
+        paths=torch.cat([beams.paths.gather(1, parent), chosen[..., None]], dim=-1),
+        slots=torch.cat([beams.slots.gather(1, parent), unscored], dim=-1),
+    )
+
+
+def level_log_probs(
+    model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
+) -> Tensor:
+    """Log-probabilities of the given codes at one level.
+
+    hidden [n, E], codes and valid [n, M] -> [n, M] float32, meaningless where not valid. Normalised
+    over the valid codes of the row, or over the whole vocabulary, as the model was trained.
+    """
+    if model.config.normalization == "children":
+        logits = model.level_logits(hidden, level).float().gather(1, codes)
+        return logits.masked_fill(~valid, DEAD).log_softmax(-1)
+    logits = model.full_logits(hidden).float()
+    return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
+
+
+def finish(beams: Beams, model: Recommender) -> list[Slate]:
+    """The k best items of each request, reranked by the dense head where the request asks for
+    it.
+    """
+    rows = beams.trie.items_of_leaves(
+        torch.where(beams.alive(), beams.nodes, beams.trie.level_starts[beams.level])
+    ).long()
+    scores = beams.scores
+    requests = [_request(s) for s in beams.sequences]
+    weights = torch.tensor([r.dense_weight for r in requests], device=scores.device)
+    if bool((weights != 0).any()):
+        dense = model.dense_scores(_tails(beams.sequences)).gather(1, rows)
+        scores = scores + weights[:, None] * dense
+    order = torch.sort(rows, dim=1).indices
+    order = order.gather(1, _descending(scores.gather(1, order)))
+    counts = beams.alive().sum(1).tolist()
+    ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
+    slates = []
+    for b, sequence in enumerate(beams.sequences):
+        n = min(_request(sequence).k, counts[b])
+        slates.append(
+            Slate(
+                np.ascontiguousarray(ranked_rows[b, :n].numpy()),
+                np.ascontiguousarray(ranked_scores[b, :n].numpy()),
+                True,
+                beams.rounds,
+                sequence.timing,
+            )
+        )
+    return slates
+
+
+def beam_width(request: RecommendRequest) -> int:
+    """Beams kept: as asked, and never fewer than the items wanted."""
+    return max(request.beam_width, request.k)
+
+
+def _best(total: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best columns of each row, equal scores in the order of their trie nodes."""
+    kept, index = total.topk(width, dim=1)
+    last = kept[:, -1:]
+    if bool((((total == last).sum(1) > (kept == last).sum(1)) & (last[:, 0] > DEAD)).any()):
+        # More candidates tie with the last kept one than fit: choose among them by node.
+        by_node = torch.sort(nodes, dim=1).indices
+        ranked = _descending(total.gather(1, by_node))[:, :width]
+        index = by_node.gather(1, ranked)
+        kept = total.gather(1, index)
+    return kept, index
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Order of each row, largest first, equal values as they come."""
+    return torch.sort(values, dim=1, descending=True, stable=True).indices
+
+
+def _tails(sequences: tuple[Sequence, ...]) -> Tensor:
+    """[B, E] hidden states of the last root tokens."""
+    tails = [s.tail for s in sequences if s.tail is not None]
+    assert len(tails) == len(sequences), "a root is not computed"
+    return torch.stack(tails)
+
+
+def _request(sequence: Sequence) -> RecommendRequest:
+    assert isinstance(sequence.request, RecommendRequest)
+    return sequence.request
