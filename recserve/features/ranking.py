@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.features.cross_features import CROSS_COLUMNS, Contexts, cross_features
+from recserve.features.encoding import window_start
 from recserve.features.event_features import (
     EVENT_COLUMNS,
     MOMENT_COLUMNS,
@@ -88,8 +89,7 @@ def split_history(num_events: int, settings: RankingSettings) -> tuple[int, int]
 
     The recent part holds at most recent_items events; the split moves by `block` events at a time.
     """
-    over = num_events - settings.recent_items
-    split = -(-over // settings.block) * settings.block if over > 0 else 0
+    split = window_start(num_events, settings.recent_items, settings.block)
     return max(0, split - settings.long_items), split
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ class RankerRecipe:
 
     long_items, recent_items, block: windows of a root. positives: events of a root that become
     candidates; negatives: sampled items beside each. batch_roots: roots per step.
-    validation_users: at most so many, drawn once.
+    validation_users: at most so many, drawn once. ignored: dense columns that are not used.
     """
 
     hidden_size: int = 64
@@ -58,6 +59,7 @@ class RankerRecipe:
     batch_roots: int = 64
     validation_users: int = 2000
     validation_popular_share: float = 0.5
+    ignored: tuple[str, ...] = ()
     schedule: Schedule = Schedule(
         epochs=4, learning_rate=2e-3, weight_decay=0.1, patience=2, averaging=0.98
     )
@@ -166,7 +168,7 @@ def fit_ranker(
     noise = np.random.default_rng(options.seed)
     chosen = np.sort(noise.permutation(users)[: recipe.validation_users])
     model = make_ranker(tables, vectors, recipe, options.seed).to(options.torch_device())
-    fit_dense_columns(model, data)
+    fit_dense_columns(model, data, recipe.ignored)
     trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
     schedule = replace(
         recipe.schedule,
@@ -207,8 +209,15 @@ def make_ranker(
     return model
 
 
-def fit_dense_columns(model: Ranker, data: RankingData) -> None:
-    """Standardise each dense column over the rows of its own token group, on a few batches."""
+def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] = ()) -> None:
+    """Standardise each dense column over the rows of its own token group, on a few batches.
+
+    ignored: names of columns that become zero. Raises ValueError for a name that is not there.
+    """
+    names = dense_names(data.tables.settings)
+    unknown = set(ignored) - set(names)
+    if unknown:
+        raise ValueError(f"unknown dense columns {sorted(unknown)}; there are {', '.join(names)}")
     parts: tuple[list[Tensor], ...] = ([], [], [])
     for plan in data.plan(0)[:STATISTICS_BATCHES]:
         batch = data.batch(plan)
@@ -223,6 +232,7 @@ def fit_dense_columns(model: Ranker, data: RankingData) -> None:
     for columns, rows in zip((*ranges, slice(ranges[1].stop, None)), parts, strict=True):
         own = torch.cat(rows)[:, columns]
         mean[columns], deviation[columns] = own.mean(0), own.std(0, correction=0)
+    deviation[[name in ignored for name in names]] = math.inf
     model.fit_dense(mean, deviation)
 
 
