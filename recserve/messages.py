@@ -207,11 +207,18 @@ class ErrorAnswer(Struct, frozen=True, kw_only=True):
     error: ErrorDetail
 
 
+class RankOutcome(Struct, frozen=True, kw_only=True):
+    """What became of one request of a batch: either of the two."""
+
+    answer: RankAnswer | UnsetType = UNSET
+    error: ErrorDetail | UnsetType = UNSET
+
+
 class RankBatchAnswer(Struct, frozen=True, kw_only=True):
-    """One ranking, or one error, per request, in their order."""
+    """One outcome per request, in their order."""
 
     request_id: str
-    results: list[RankAnswer | ErrorAnswer]
+    results: list[RankOutcome]
 
 
 class Rejection(Struct, frozen=True, kw_only=True):

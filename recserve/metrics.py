@@ -64,24 +64,28 @@ class _EngineCollector(Collector):
             tokens.add_metric([result], count)
         yield tokens
         illegal = CounterMetricFamily(
-            "recserve_illegal_items", "Items of a model that do not exist or were excluded; must be 0"
+            "recserve_illegal_items",
+            "Items of a model that do not exist or were excluded; must be 0",
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
 
 
 class Metrics:
-    """The collectors of one server. A route or reason outside its set counts as `other`."""
+    """The collectors of one server. A route or reason outside its set counts as `other`.
+
+    routes: path templates; set once all routes are known.
+    """
 
     def __init__(
         self,
-        routes: Iterable[str],
         strategies: Iterable[str],
         reasons: Iterable[str],
         engine: Callable[[], Gauges | None],
     ) -> None:
         self.registry = CollectorRegistry()
-        self.routes, self.strategies = frozenset(routes), frozenset(strategies)
+        self.routes: frozenset[str] = frozenset()
+        self.strategies = frozenset(strategies)
         self.reasons = frozenset(reasons)
         self.request_seconds = Histogram(
             "recserve_request_seconds",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -50,3 +54,11 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
         tables.save(directory)
         bundle.commit("ranker", {})
     return out
+
+
+@functools.cache
+def shared_bundle() -> Path:
+    """One bundle with both models for all tests of this process; nobody may write to it."""
+    folder = Path(tempfile.mkdtemp(prefix="recserve-test-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return tiny_bundle(folder)

@@ -49,11 +49,11 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    metrics = Metrics((), (*STRATEGIES, *SCORERS), REASONS, worker.gauges)
+    metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, worker.gauges)
     exchange = Exchange(worker, metrics, config.max_body_bytes, config.default_timeout_ms)
     for room in (recommend, rank, events, items, health, playground):
-        app.include_router(room.router(exchange))
-    metrics.routes = frozenset(r.path for r in app.routes if hasattr(r, "path"))
+        room.add_routes(app, exchange)
+    metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     app.add_middleware(Gate, worker=worker, metrics=metrics, api_keys=keys)
     app.add_exception_handler(HTTPException, _to_gate)

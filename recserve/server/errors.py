@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.engine.lane import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
@@ -59,6 +60,13 @@ TABLE: dict[type[Exception], Row] = {
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
+    RequestTooLarge: Row(
+        422,
+        "invalid_request_error",
+        "request_too_large",
+        "invalid",
+        "the request needs more memory than the server has for one; ask for less",
+    ),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,28 +15,25 @@ from recserve.server.exchange import Exchange, json_response
 BODY = msgspec.json.Decoder(EventsBody)
 
 
-def router(exchange: Exchange) -> APIRouter:
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Routes of the history store; all of them wait for it on a thread."""
-    routes = APIRouter()
 
-    @routes.post("/v1/events", operation_id="add_events")
+    @app.post("/v1/events", operation_id="add_events")
     async def add_events(request: Request) -> Response:
         """Store events; the next answer sees them."""
         body = await exchange.body(request, BODY)
         return json_response(await asyncio.to_thread(exchange.service.add_events, body))
 
-    @routes.get("/v1/users/{user_id:path}/history", operation_id="history")
+    @app.get("/v1/users/{user_id:path}/history", operation_id="history")
     async def history(user_id: str) -> Response:
         """A user's events, oldest first."""
         return json_response(await asyncio.to_thread(exchange.service.history, _bounded(user_id)))
 
-    @routes.delete("/v1/users/{user_id:path}", operation_id="delete_user", status_code=204)
+    @app.delete("/v1/users/{user_id:path}", operation_id="delete_user", status_code=204)
     async def delete_user(user_id: str) -> Response:
         """Forget a user: stored events and cached work."""
         await asyncio.to_thread(exchange.service.delete_user, _bounded(user_id))
         return Response(status_code=204)
-
-    return routes
 
 
 def _bounded(user_id: str) -> str:

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from importlib.metadata import version as installed
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
 
 
-def router(exchange: Exchange) -> APIRouter:
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Routes for operators; `live` and `ready` have Open Inference Protocol's names too."""
-    routes = APIRouter()
 
-    @routes.get("/health/live", operation_id="live")
-    @routes.get("/v2/health/live", operation_id="live_v2")
+    @app.get("/health/live", operation_id="live")
+    @app.get("/v2/health/live", operation_id="live_v2")
     async def live() -> Response:
         """The process answers."""
         return json_response({"status": "live"})
 
-    @routes.get("/health/ready", operation_id="ready")
-    @routes.get("/v2/health/ready", operation_id="ready_v2")
+    @app.get("/health/ready", operation_id="ready")
+    @app.get("/v2/health/ready", operation_id="ready_v2")
     async def ready() -> Response:
         """Requests are taken now; 503 while loading, draining or broken."""
         _ = exchange.service
         return json_response({"status": "ready"})
 
-    @routes.get("/version", operation_id="version")
+    @app.get("/version", operation_id="version")
     async def version() -> Response:
         """Versions of the program and of what it serves."""
         return json_response({"version": installed("recserve"), **exchange.service.versions()})
 
-    @routes.get("/metrics", operation_id="metrics")
+    @app.get("/metrics", operation_id="metrics")
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(exchange.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    return routes

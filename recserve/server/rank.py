@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages import RankBatchAnswer, RankBatchBody, RankBody
+from recserve.messages import RankBatchAnswer, RankBatchBody, RankBody, RankOutcome
 from recserve.server.errors import error_answer
 from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
 from recserve.server.trace import trace_of
@@ -16,11 +16,10 @@ BODY = msgspec.json.Decoder(RankBody)
 BATCH_BODY = msgspec.json.Decoder(RankBatchBody)
 
 
-def router(exchange: Exchange) -> APIRouter:
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Routes of the scorers."""
-    routes = APIRouter()
 
-    @routes.post("/v1/rank", operation_id="rank")
+    @app.post("/v1/rank", operation_id="rank")
     async def rank(request: Request) -> Response:
         """Given candidates, best first."""
         body = await exchange.body(request, BODY)
@@ -30,7 +29,7 @@ def router(exchange: Exchange) -> APIRouter:
         (outcome,) = await outcomes(request, [work], deadline_s)
         return json_response(finished(trace, outcome))
 
-    @routes.post("/v1/rank:batch", operation_id="rank_batch")
+    @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:
         """One ranking per user; an error in one leaves the others as they are."""
         body = await exchange.body(request, BATCH_BODY)
@@ -38,7 +37,10 @@ def router(exchange: Exchange) -> APIRouter:
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
         works = await begin(service, service.begin_rank_batch, body, trace.request_id, deadline_s)
         found = await outcomes(request, works, deadline_s)
-        results = [error_answer(o) if isinstance(o, Exception) else o for o in found]
+        results = [
+            RankOutcome(error=error_answer(outcome).error)
+            if isinstance(outcome, Exception)
+            else RankOutcome(answer=outcome)
+            for outcome in found
+        ]
         return json_response(RankBatchAnswer(request_id=trace.request_id, results=results))
-
-    return routes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,11 +14,10 @@ from recserve.server.trace import trace_of
 BODY = msgspec.json.Decoder(RecommendBody)
 
 
-def router(exchange: Exchange) -> APIRouter:
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """Routes of the recommender."""
-    routes = APIRouter()
 
-    @routes.post("/v1/recommend", operation_id="recommend")
+    @app.post("/v1/recommend", operation_id="recommend")
     async def recommend(request: Request) -> Response:
         """The k best items for a user or a history."""
         body = await exchange.body(request, BODY)
@@ -29,5 +28,3 @@ def router(exchange: Exchange) -> APIRouter:
         answer = finished(trace, outcome)
         exchange.metrics.rounds.observe(answer.rounds)
         return json_response(answer)
-
-    return routes

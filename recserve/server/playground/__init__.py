@@ -8,7 +8,7 @@ import hashlib
 import re
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
@@ -32,9 +32,8 @@ def policy(page: str) -> str:
     )
 
 
-def router(exchange: Exchange) -> APIRouter:
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
     """The page, and the users and items it offers to try."""
-    routes = APIRouter(include_in_schema=False)
     page = (files(__package__) / "index.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": policy(page),
@@ -43,13 +42,11 @@ def router(exchange: Exchange) -> APIRouter:
     }
     body = page.encode()
 
-    @routes.get("/")
+    @app.get("/", include_in_schema=False)
     async def playground() -> Response:
         return Response(body, headers=headers, media_type="text/html; charset=utf-8")
 
-    @routes.get("/playground/samples")
+    @app.get("/playground/samples", include_in_schema=False)
     async def samples() -> Response:
         samples_of = exchange.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))
-
-    return routes
