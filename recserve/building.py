@@ -49,7 +49,7 @@ class BuildOptions:
     levels: int = 4
     codes: int = 256
     text_dim: int = 128
-    collaborative_dim: int = 64
+    collaborative_dim: int = 128
     collaborative_weight: float = 1.0
     seed: int = 0
     on_bad_rows: OnBadRows = "error"

@@ -11,8 +11,8 @@ import lmdb
 import numpy as np
 import pytest
 import redis
-
 from conftest import free_port, start_redis
+
 from recserve.features.history import (
     EVENT_TYPES,
     MAX_TIME_US,
@@ -58,7 +58,7 @@ class Opened:
     def raw(self) -> dict[bytes, bytes]:
         if self.kind == "redis":
             client = redis.Redis.from_url(self.url)
-            return {key.removeprefix(PREFIX): client.get(key) for key in client.keys()}
+            return {key.removeprefix(PREFIX): client.get(key) for key in client.scan_iter()}
         with lmdb.open(self.rest, map_size=16 << 20) as environment, environment.begin() as t:
             return dict(t.cursor())
 

@@ -94,7 +94,7 @@ class HistoryStore(Protocol):
         """Events of each user, one round trip for all; a damaged value is reported in its place."""
 
     def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
-        """Add events in order of time; per event, whether it was accepted (or a duplicate).
+        """Add events in order of time; per event, whether it was accepted (no duplicate).
 
         An accepted event is on disk, or in the server, when this returns. Raises CorruptHistory.
         """
