@@ -14,7 +14,6 @@ from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.training.data import HistoryTrees
 from recserve.training.full_softmax import full_softmax_loss
 from recserve.training.objectives import Objective, node_paths, tree_losses
-from recserve.training.search import beam_search
 
 SIZES = (3, 4, 2)
 CODES = np.array([[0, 0, 0], [0, 1, 0], [1, 2, 0], [1, 2, 1], [2, 0, 0], [2, 3, 1]])
@@ -169,41 +168,6 @@ def test_dense_loss_hides_what_was_seen_before() -> None:
             scores[ROWS[:step]] = -torch.inf
             expected -= float(scores.log_softmax(-1)[ROWS[step]])
     assert float(got) == pytest.approx(expected / 3, rel=1e-5)
-
-
-@pytest.mark.parametrize("normalization", ["children", "vocabulary"])
-@pytest.mark.parametrize("input", ["items", "codes"])
-def test_wide_beam_search_finds_every_item_in_order(input: str, normalization: str) -> None:
-    """Beam 6 over 6 items is exhaustive: rows and scores equal those of each item by itself."""
-    model = build(input, normalization)
-    histories = [[0, 2], [5], [1, 3, 0]]
-    roots = [torch.tensor(root_tokens(model, history)) for history in histories]
-    lengths = torch.tensor([len(root) for root in roots])
-    padded = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True)
-    excluded = torch.tensor([[0, 2], [5, -1], [-1, -1]])
-    with torch.no_grad():
-        found = beam_search(model, trie(), padded, lengths, 6, excluded)
-        for b, history in enumerate(histories):
-            left = [row for row in range(6) if row not in excluded[b].tolist()]
-            scores = {row: float(item_log_p(model, history, row, set())) for row in left}
-            order = sorted(left, key=lambda row: -scores[row])
-            assert found.rows[b].tolist() == order + [-1] * (6 - len(order))
-            wanted = torch.tensor([scores[row] for row in order])
-            torch.testing.assert_close(found.scores[b, : len(order)], wanted)
-
-
-def test_narrow_beam_survives_an_excluded_favourite() -> None:
-    """Beam 1 whose best prefix holds only excluded items goes to the next prefix instead of
-    dying."""
-    model = build("items", "children")
-    root, length = torch.tensor([root_tokens(model, [0])]), torch.tensor([2])
-    with torch.no_grad():
-        first = beam_search(model, trie(), root, length, 1, torch.tensor([[-1]])).rows[0]
-        code = CODES[first.item()][0]
-        banned = torch.tensor([[row for row in range(6) if CODES[row][0] == code]])
-        found = beam_search(model, trie(), root, length, 1, banned)
-    assert found.rows.shape == (1, 1)
-    assert CODES[found.rows[0, 0].item()][0] != code
 
 
 def test_heads_learn_without_touching_the_trunk() -> None:

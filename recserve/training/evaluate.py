@@ -6,6 +6,7 @@ for `test` all but the last; nothing is sampled.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -17,13 +18,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from recserve.bundle import Bundle, BundleError
+from recserve.core.request import RecommendRequest, Root, Slate
+from recserve.engine.engine import Engine
+from recserve.features.encoding import root_tokens, window_start
 from recserve.features.events import EventLog
-from recserve.kernels.trie import Trie
-from recserve.models.recommender import BOS, Recommender
+from recserve.kernels.trie import Trie, build_trie
+from recserve.models.attention import DenseAttention
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender, load_recommender
+from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.training.metrics import ranks_of, slate_metrics
-from recserve.training.search import beam_search
 
 Ints = NDArray[np.int64]
+STRATEGIES = ("auto", "beam", "dense", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,10 @@ class Cases:
         if size >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:size]))
+
+    def history(self, case: int) -> Ints:
+        """[n] item rows of one case, oldest first."""
+        return self.rows[self.starts[case] : self.stops[case]]
 
     def batches(self, size: int) -> Iterator[Ints]:
         """Numbers of cases, histories of like length together, at most `size` each."""
@@ -87,61 +99,84 @@ def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Ca
 
 
 @dataclass(frozen=True)
-class Roots:
-    """Root tokens of n histories: tokens [n, S], right-padded with BOS; lengths [n]."""
-
-    tokens: Tensor
-    lengths: Tensor
-
-
-def root_batch(model: Recommender, histories: Ints) -> Roots:
-    """Roots of histories [n, S] of item rows, -1 after the end, in the model's input form."""
-    rows = torch.from_numpy(histories).to(model.item_tokens.device)
-    inside = rows >= 0
-    lengths = inside.sum(1)
-    if model.config.input == "items":
-        tokens = rows + model.config.num_code_tokens
-    else:
-        tokens = model.item_tokens[rows.clamp(min=0)].flatten(1)
-        inside = inside.repeat_interleave(model.config.num_levels, dim=1)
-        lengths = lengths * model.config.num_levels
-    tokens = torch.where(inside, tokens, BOS)
-    return Roots(torch.nn.functional.pad(tokens, (1, 0), value=BOS), lengths + 1)
-
-
-@dataclass(frozen=True)
 class SlateOptions:
     """How slates are made. width: of the beam. filtered: without the items of the history.
-    dense_weight: of the dense head's log-probability when finished beams are ranked. strategy:
-    `beam`, or `dense` for that head alone.
+    dense_weight: of the dense head's log-probability when finished beams are ranked.
     """
 
     width: int = 50
     filtered: bool = True
     dense_weight: float = 0.0
-    strategy: Literal["beam", "dense"] = "beam"
+
+
+class Slates:
+    """The engine's answers to cases: what a server with this model would say."""
+
+    def __init__(self, model: Recommender, trie: Trie, codes: NDArray[np.generic]) -> None:
+        """codes: [I, L]. The engine is built here and reads the weights as they are now."""
+        self.model, self.trie, self.codes = model, trie, codes
+        self.engine = Engine(model)
+
+    def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
+        """[n, k] item rows, best first, -1 where fewer were found."""
+        answers = self.engine.run_many(
+            [self._request(cases.history(case), k, options) for case in which.tolist()]
+        )
+        slates = np.full((len(which), k), -1, dtype=np.int64)
+        for slate, answer in zip(slates, answers, strict=True):
+            assert isinstance(answer, Slate)
+            slate[: len(answer.rows)] = answer.rows
+        return slates
+
+    def _request(self, history: Ints, k: int, options: SlateOptions) -> RecommendRequest:
+        config = self.model.config
+        size = config.max_history_items
+        start = window_start(len(history), size, max(1, size // 4))
+        tokens = root_tokens(history[start:], self.codes, config.codebook_sizes, config.input)
+        inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
+        return RecommendRequest(
+            Root(inputs, tokens),
+            self.trie,
+            k,
+            options.width,
+            excluded=history if options.filtered else None,
+            dense_weight=options.dense_weight,
+        )
 
 
 @torch.no_grad()
-def recommender_slates(
-    model: Recommender, trie: Trie, cases: Cases, which: Ints, k: int, options: SlateOptions
+def dense_slates(
+    model: Recommender,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    which: Ints,
+    k: int,
+    filtered: bool,
 ) -> Ints:
-    """[n, k] item rows, best first, -1 where fewer were found."""
-    device = model.item_tokens.device
-    roots = root_batch(model, cases.histories(which, model.config.max_history_items))
+    """[n, k] item rows, best first, of the dense head alone."""
+    config, device = model.config, model.item_tokens.device
+    roots = [
+        torch.from_numpy(root_tokens(rows, codes, config.codebook_sizes, config.input))
+        for rows in (cases.history(case)[-config.max_history_items :] for case in which.tolist())
+    ]
+    tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True).to(device)
+    positions = torch.arange(tokens.shape[1], device=device)
+    hidden = model(tokens, positions, DenseAttention())
+    last = torch.tensor([len(root) - 1 for root in roots], device=device)
+    states = hidden[torch.arange(len(roots), device=device), last]
     seen = torch.from_numpy(cases.histories(which)).to(device)
-    excluded = seen if options.filtered else torch.full_like(seen[:, :1], -1)
-    width = options.width if options.strategy == "beam" else 1
-    found = beam_search(model, trie, roots.tokens, roots.lengths, width, excluded)
-    if options.strategy == "dense":
-        return best_items(model.dense_scores(found.hidden), excluded, k)
-    scores, rows = found.scores, found.rows
-    if options.dense_weight:
-        dense = model.dense_scores(found.hidden).gather(1, rows.clamp(min=0))
-        scores = scores + options.dense_weight * dense
-    order = scores.masked_fill(rows < 0, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    slates: Ints = rows.gather(1, order[:, :k]).cpu().numpy()
-    return slates
+    return best_items(model.dense_scores(states), seen if filtered else seen[:, :0], k)
+
+
+@torch.no_grad()
+def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
+    """[n, k] item rows, best first."""
+    device = model.ids.weight.device
+    rows = torch.from_numpy(cases.histories(which, model.config.max_history_items)).to(device)
+    last = (rows >= 0).sum(1) - 1
+    hidden = model(rows.clamp(min=0))[torch.arange(rows.shape[0], device=device), last]
+    seen = torch.from_numpy(cases.histories(which)).to(device)
+    return best_items(model.scores(hidden), seen if filtered else seen[:, :0], k)
 
 
 def best_items(scores: Tensor, excluded: Tensor, k: int) -> Ints:
@@ -204,3 +239,63 @@ def slate_columns(
             ranks[which] = ranks_of(slates(which, column == "filtered"), cases.held[which])
         metrics[column] = slate_metrics(ranks, cutoffs)
     return metrics
+
+
+def evaluate_bundle(
+    bundle: Bundle,
+    split: Literal["valid", "test"] = "test",
+    strategy: str = "auto",
+    k: Sequence[int] = (5, 10),
+    *,
+    width: int = 50,
+    dense_weight: float | None = None,
+    users: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Evaluation:
+    """Evaluate a trained model of the bundle, seen items kept and filtered.
+
+    strategy: `beam` (and `auto`) is the engine's beam search, `dense` the dense head alone,
+    `sasrec` the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn
+    with a fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off,
+    BundleError if the model was not trained.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
+    if not k or min(k) < 1 or max(k) > width:
+        raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
+    name = "sasrec" if strategy == "sasrec" else "recommender"
+    if not bundle.has(name):
+        raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
+    began = time.monotonic()
+    cases = leave_one_out_cases(bundle.events(), split)
+    if users is not None:
+        cases = cases.sample(users)
+    catalog, most = bundle.catalog(), max(k)
+    codes, vectors = catalog.index.codes, torch.from_numpy(catalog.vectors)
+    folder = bundle.directory(name)
+    weight = 0.0
+    if strategy == "sasrec":
+        sasrec = load_sasrec(folder, vectors, device)
+
+        def slates(which: Ints, filtered: bool) -> Ints:
+            return sasrec_slates(sasrec, cases, which, most, filtered)
+    else:
+        model = load_recommender(folder, torch.from_numpy(codes.astype(np.int64)), vectors, device)
+        if strategy == "dense":
+
+            def slates(which: Ints, filtered: bool) -> Ints:
+                return dense_slates(model, codes, cases, which, most, filtered)
+        else:
+            default = bundle.manifest.recommender.get("dense_weight", 0.0)
+            weight = float(default if dense_weight is None else dense_weight)
+            trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
+            answers = Slates(model, trie.to(device), codes)
+
+            def slates(which: Ints, filtered: bool) -> Ints:
+                options = SlateOptions(width, filtered, weight)
+                return answers(cases, which, most, options)
+
+    columns = slate_columns(cases, slates, k)
+    shown = "beam" if strategy == "auto" else strategy
+    seconds = time.monotonic() - began
+    return Evaluation(name, shown, split, len(cases), width, weight, columns, seconds)

@@ -230,10 +230,7 @@ class _Run:
         try:
             self._load(self.state.averaged)
             self.trainee.model.eval()
-            with (
-                torch.no_grad(),
-                torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None),
-            ):
+            with torch.no_grad():
                 metrics = self.trainee.validate()
         finally:
             self._load(kept)

@@ -21,8 +21,8 @@ from recserve.models.recommender import Recommender, RecommenderConfig, save_rec
 from recserve.training.data import HistoryTrees
 from recserve.training.evaluate import (
     SlateOptions,
+    Slates,
     leave_one_out_cases,
-    recommender_slates,
     slate_columns,
 )
 from recserve.training.loop import Schedule, StepLoss, fit
@@ -112,6 +112,7 @@ class RecommenderTrainee:
     ) -> None:
         torch.manual_seed(seed)
         self.recipe, self.seed, self.device = recipe, seed, device
+        self.codes = catalog.index.codes
         config = recipe.config(catalog)
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         self.trie: Trie = build_trie(codes, config.codebook_sizes)
@@ -142,10 +143,10 @@ class RecommenderTrainee:
         options = SlateOptions(
             self.recipe.validation_width, self.column == "filtered", self.recipe.rerank_weight
         )
+        answers = Slates(self.model, self.trie, self.codes)
 
         def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
-            asked = replace(options, filtered=filtered)
-            return recommender_slates(self.model, self.trie, self.cases, which, 10, asked)
+            return answers(self.cases, which, 10, replace(options, filtered=filtered))
 
         columns = slate_columns(self.cases, slates, (10,), columns=(self.column,))
         return columns[self.column]

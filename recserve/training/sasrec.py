@@ -17,7 +17,12 @@ from recserve.features.catalog import Catalog
 from recserve.features.events import EventLog
 from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec
 from recserve.training.data import bucketed, windows
-from recserve.training.evaluate import Cases, best_items, leave_one_out_cases, slate_columns
+from recserve.training.evaluate import (
+    Cases,
+    leave_one_out_cases,
+    sasrec_slates,
+    slate_columns,
+)
 from recserve.training.full_softmax import full_softmax_loss
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
@@ -120,17 +125,6 @@ def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Te
     before = (index <= step[:, None]) & (seen != targets[:, None])
     which, where = before.nonzero(as_tuple=True)
     return torch.stack([which, seen[which, where]], dim=1)
-
-
-@torch.no_grad()
-def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
-    """[n, k] item rows, best first."""
-    device = model.ids.weight.device
-    rows = torch.from_numpy(cases.histories(which, model.config.max_history_items)).to(device)
-    last = (rows >= 0).sum(1) - 1
-    hidden = model(rows.clamp(min=0))[torch.arange(rows.shape[0], device=device), last]
-    seen = torch.from_numpy(cases.histories(which)).to(device)
-    return best_items(model.scores(hidden), seen if filtered else seen[:, :0], k)
 
 
 def train_sasrec(
