@@ -36,5 +36,5 @@ class Beams:
 
     @property
     def finished(self) -> bool:
-        """True when the beams are leaves."""
-        return self.level == self.trie.num_levels
+        """True when the beams are leaves, or no request has one left."""
+        return self.level == self.trie.num_levels or not bool(self.alive().any())

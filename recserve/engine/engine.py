@@ -195,16 +195,19 @@ class Engine:
         """One forward of a model; a failure ends its running requests with that error, no
         others.
         """
+        done = lane.begin()
+        for sequence, result in done:
+            _deliver(sequence, result)
         try:
-            done = lane.step()
+            stepped = lane.step()
         except Exception as error:
             log.exception("a step failed")
             for sequence in lane.drop_all():
                 _fail(sequence.future, error)
-            return 0
-        for sequence, result in done:
+            return len(done)
+        for sequence, result in stepped:
             _deliver(sequence, result)
-        return len(done)
+        return len(done) + len(stepped)
 
     def _admit(self) -> None:
         """Move waiting requests into their lanes, oldest first, until one finds no room."""
@@ -271,7 +274,10 @@ def _expired(request: Request) -> bool:
     return request.deadline_s is not None and time.monotonic() > request.deadline_s
 
 
-def _deliver(sequence: Sequence, result: Result) -> None:
+def _deliver(sequence: Sequence, result: Result | Exception) -> None:
+    if isinstance(result, Exception):
+        _fail(sequence.future, result)
+        return
     sequence.timing.total_ms = (time.monotonic() - sequence.submitted_s) * 1e3
     if _expired(sequence.request):
         _fail(sequence.future, DeadlineExceeded("the deadline passed while the request ran"))

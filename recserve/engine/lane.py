@@ -25,6 +25,9 @@ class RequestTooLarge(ValueError):
     """A request needs more pages than the pool has, whatever else is running."""
 
 
+Answer = tuple[Sequence, Result | Exception]
+
+
 @dataclass
 class Cohort:
     """Requests that started together and step together."""
@@ -110,10 +113,14 @@ class Lane:
         (self.warm if ready else self.cold).append((sequence, strategy))
         return True
 
-    def step(self) -> list[tuple[Sequence, Result]]:
+    def begin(self) -> list[Answer]:
+        """Start the requests whose roots are cached; the answers of those that need no forward."""
+        warm, self.warm = self.warm, []
+        return self._start(warm)
+
+    def step(self) -> list[Answer]:
         """One forward over everything that waits for one; the answers it completed."""
-        done = self._start(self.warm)
-        cold, self.warm, self.cold = self.cold, [], []
+        cold = self.cold
         began = time.perf_counter()
         drafts = [(cohort, cohort.strategy.propose(cohort.state)) for cohort in self.cohorts]
         drafted = time.perf_counter()
@@ -124,7 +131,7 @@ class Lane:
             for (c, d), s in zip(drafts, slots, strict=True)
         ]
         if not pieces:
-            return done
+            return []
         hidden = self.runner.forward(pieces)
         for (sequence, _), states in zip(cold, hidden, strict=False):
             self._keep_root(sequence, states)
@@ -138,8 +145,8 @@ class Lane:
                 sequence.timing.draft_ms += (drafted - began) * 1e3
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
-        done += self._finish()
-        return done + self._start(cold)
+        self.cold = []
+        return self._finish() + self._start(cold)
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give back the pages of sequences that ended."""
@@ -167,7 +174,7 @@ class Lane:
                 cohort.sequences = []
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
-    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[tuple[Sequence, Result]]:
+    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[Answer]:
         """Cohorts of requests with a computed root; answers of those that need no more."""
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
@@ -175,13 +182,25 @@ class Lane:
             by_trie = isinstance(request, RecommendRequest | LikelihoodRequest)
             key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
             groups.setdefault(key, (strategy, []))[1].append(sequence)
+        failed: list[Answer] = []
         for strategy, sequences in groups.values():
-            self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
-        return self._finish() if groups else []
+            failed += self._start_group(strategy, sequences)
+        return failed + self._finish() if groups else []
 
-    def _finish(self) -> list[tuple[Sequence, Result]]:
+    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[Answer]:
+        """One cohort; where a request spoils it, it alone fails and the others start without it."""
+        try:
+            self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
+        except Exception as error:
+            if len(sequences) == 1:
+                self.release(sequences)
+                return [(sequences[0], error)]
+            return [answer for s in sequences for answer in self._start_group(strategy, [s])]
+        return []
+
+    def _finish(self) -> list[Answer]:
         """Answers of the cohorts that have nothing left to propose."""
-        done: list[tuple[Sequence, Result]] = []
+        done: list[Answer] = []
         running = []
         for cohort in self.cohorts:
             if cohort.strategy.finished(cohort.state):

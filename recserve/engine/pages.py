@@ -22,6 +22,10 @@ class PageAllocator:
         """Pages nobody refers to."""
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """How many hold the page."""
+        return self._references[page]
+
     def allocate(self, count: int) -> list[int]:
         """`count` pages with one reference each. Raises OutOfPages, and takes none then."""
         if count > len(self._free):

@@ -117,7 +117,15 @@ class PrefixCache:
                 self._allocator.release([entry.page])
 
     def evict(self, count: int) -> None:
-        """Drop the least recently used until `count` pages are free or nothing is left."""
+        """Drop the least recently used until `count` pages are free; nothing if that cannot be."""
+        if self._allocator.num_free >= count:
+            return
+        idle = sum(
+            entry.page is not None and self._allocator.references(entry.page) == 1
+            for entry in self._entries.values()
+        )
+        if self._allocator.num_free + idle < count:
+            return
         while self._entries and self._allocator.num_free < count:
             _, entry = self._entries.popitem(last=False)
             if entry.page is not None:

@@ -62,7 +62,10 @@ def skip_unforked(beams: Beams, model: Recommender) -> Beams:
     """Follow only children while no beam forks; nothing to do where every level is scored."""
     if model.config.normalization != "children":
         return beams
-    while not beams.finished and not bool((beams.trie.num_children(beams.nodes) > 1).any()):
+    while not beams.finished:
+        forks = beams.alive() & (beams.trie.num_children(beams.nodes) > 1)
+        if bool(forks.any()):
+            break
         none = torch.empty(0, dtype=torch.int64, device=beams.nodes.device)
         beams = expand(beams, none, None, model)
     return beams
@@ -126,7 +129,7 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
     it.
     """
     rows = beams.trie.items_of_leaves(
-        torch.where(beams.alive(), beams.nodes, beams.trie.level_starts[beams.level])
+        torch.where(beams.alive(), beams.nodes, beams.trie.level_starts[beams.trie.num_levels])
     ).long()
     scores = beams.scores
     requests = [_request(s) for s in beams.sequences]

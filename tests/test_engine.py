@@ -1,0 +1,438 @@
+"""The engine against plain paths: full forwards without cache, tree, pages or company."""
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.request import (
+    DeadlineExceeded,
+    LikelihoodRequest,
+    QueueFull,
+    RankRequest,
+    RecommendRequest,
+    Root,
+)
+from recserve.engine import engine as engine_module
+from recserve.engine.engine import EngineConfig
+from recserve.engine.lane import RequestTooLarge
+from recserve.kernels.trie import Trie, build_trie
+from recserve.models.attention import DenseAttention, DenseSiluAttention
+from recserve.models.config import DecoderConfig
+from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import Ranker, RankerConfig
+from recserve.models.recommender import Recommender, RecommenderConfig
+
+CATALOGUES = {
+    "one-item": torch.tensor([[3, 0, 1]]),
+    "one-prefix": torch.tensor([[1, 1, i] for i in range(9)]),
+    "deep": torch.tensor([[i % 2] * 6 + [i] for i in range(7)]),
+    "ordinary": torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0),
+}
+SMALL = EngineConfig(kv_bytes=4 * 2**20)
+
+
+def Engine(recommender=None, ranker=None, config=SMALL):  # noqa: N802
+    return engine_module.Engine(recommender, ranker, config)
+
+
+FORMS = [("codes", "vocabulary"), ("codes", "children"), ("items", "children")]
+
+
+def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommender, Trie]:
+    torch.manual_seed(0)
+    sizes = tuple(int(c) + 1 for c in codes.max(0).values)
+    decoder = DecoderConfig(32, 2, 4, 2, 8, 48)
+    dense = form == "items"
+    model = Recommender(
+        RecommenderConfig(
+            decoder, sizes, form, normalization, num_items=len(codes), dense_head=dense
+        )
+    )
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.mul_(8)
+    model.bind_items(codes)
+    return model.eval(), build_trie(codes, sizes)
+
+
+def draw_root(model: Recommender, events: int, seed: int) -> Root:
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
+    if model.config.input == "items":
+        tokens = model.config.num_code_tokens + rows
+    else:
+        tokens = model.item_tokens[rows].flatten()
+    tokens = torch.cat([torch.zeros(1, dtype=torch.long), tokens])
+    return Root(NodeInputs(tokens), tokens.numpy())
+
+
+@torch.inference_mode()
+def all_scores(model: Recommender, trie: Trie, root: Root) -> torch.Tensor:
+    """Plain path: every item by one causal forward of root and codes, in a loop."""
+    item_tokens = model.item_tokens
+    scores = torch.empty(len(item_tokens))
+    n = len(root.inputs)
+    children: dict[tuple[int, ...], set[int]] = {}
+    codes = item_tokens - torch.tensor(model.config.level_offsets)
+    for row in codes.tolist():
+        for level in range(len(row)):
+            children.setdefault(tuple(row[:level]), set()).add(row[level])
+    for item, tokens in enumerate(item_tokens):
+        sequence = torch.cat([root.inputs.tokens, tokens[:-1]])[None]
+        positions = torch.arange(sequence.shape[1])[None]
+        hidden = model(sequence, positions, DenseAttention())[0, n - 1 :]
+        total, row = 0.0, codes[item].tolist()
+        for level, code in enumerate(row):
+            if model.config.normalization == "vocabulary":
+                logits = model.full_logits(hidden[level : level + 1])[0].double()
+                total += logits.log_softmax(0)[tokens[level]].item()
+            else:
+                valid = sorted(children[tuple(row[:level])])
+                logits = model.level_logits(hidden[level : level + 1], level)[0, valid].double()
+                total += logits.log_softmax(0)[valid.index(code)].item()
+        scores[item] = total
+    return scores
+
+
+@pytest.mark.parametrize("form,normalization", FORMS)
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+def test_wide_beam_equals_exhaustive_scoring(codes, form, normalization):
+    """A beam as wide as the catalogue prunes nothing: ids, order and scores of a plain loop."""
+    model, trie = make(codes, form, normalization)
+    engine = Engine(model)
+    for seed, events in enumerate([0, 1, 23]):
+        root = draw_root(model, events, seed)
+        expected = all_scores(model, trie, root)
+        slate = engine.run(RecommendRequest(root, trie, len(codes), 2 * len(codes)))
+        order = torch.argsort(expected, descending=True, stable=True)
+        assert slate.rows.tolist() == order.tolist()
+        np.testing.assert_allclose(slate.scores, expected[order], rtol=1e-4, atol=1e-4)
+        rows = np.random.default_rng(0).permutation(len(codes))
+        scores = engine.run(LikelihoodRequest(root, trie, rows)).values[:, 0]
+        np.testing.assert_allclose(scores, expected[rows], rtol=1e-4, atol=1e-4)
+
+
+def plain_beam(model, trie, root, width, excluded=()):
+    """Plain path: beam search in Python dictionaries over exhaustive prefix scores."""
+    codes = (model.item_tokens - torch.tensor(model.config.level_offsets)).tolist()
+    allowed = [tuple(c) for row, c in enumerate(codes) if row not in set(excluded)]
+    n = len(root.inputs)
+    beams = {(): 0.0}
+    for level in range(trie.num_levels):
+        grown = {}
+        for prefix, score in beams.items():
+            tokens = [model.config.level_offsets[i] + c for i, c in enumerate(prefix)]
+            sequence = torch.cat([root.inputs.tokens, torch.tensor(tokens).long()])[None]
+            positions = torch.arange(sequence.shape[1])[None]
+            hidden = model(sequence, positions, DenseAttention())[0, n - 1 + level][None]
+            valid = sorted({tuple(c)[level] for c in codes if tuple(c)[:level] == prefix})
+            open_ = {c[level] for c in allowed if c[:level] == prefix}
+            if model.config.normalization == "vocabulary":
+                logits = model.full_logits(hidden)[0].log_softmax(0)
+                gains = {c: logits[model.config.level_offsets[level] + c].item() for c in valid}
+            else:
+                logits = model.level_logits(hidden, level)[0, valid].log_softmax(0)
+                gains = dict(zip(valid, logits.tolist(), strict=True))
+            grown |= {(*prefix, c): score + gains[c] for c in valid if c in open_}
+        beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+    rows = {tuple(c): row for row, c in enumerate(codes)}
+    return [(rows[prefix], score) for prefix, score in beams.items()]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form,normalization", FORMS)
+def test_narrow_beam_equals_a_plain_beam_search(form, normalization):
+    model, trie = make(CATALOGUES["ordinary"], form, normalization)
+    engine = Engine(model)
+    for width, seed in product((1, 3, 10), range(4)):
+        root = draw_root(model, 5 + seed, seed)
+        excluded = np.random.default_rng(seed).integers(0, trie.num_items, 30)
+        slate = engine.run(RecommendRequest(root, trie, width, width, excluded=excluded))
+        expected = plain_beam(model, trie, root, width, excluded.tolist())
+        assert slate.rows.tolist() == [row for row, _ in expected]
+        np.testing.assert_allclose(slate.scores, [s for _, s in expected], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form,normalization", FORMS)
+def test_filters_leave_no_beam_dead(form, normalization):
+    """k valid items whenever k exist, whatever the filter, and the best ones at full width."""
+    codes = CATALOGUES["ordinary"]
+    model, trie = make(codes, form, normalization)
+    engine = Engine(model)
+    root = draw_root(model, 4, 0)
+    scores = all_scores(model, trie, root)
+    rng = np.random.default_rng(0)
+    for keep in (1, 3, 40):
+        kept = rng.permutation(len(codes))[:keep]
+        allowed = np.zeros(len(codes), dtype=bool)
+        allowed[kept] = True
+        bitmap = engine.run(RecommendRequest(root, trie, 10, 200, allowed=allowed))
+        listed = engine.run(
+            RecommendRequest(root, trie, 10, 200, excluded=np.flatnonzero(~allowed))
+        )
+        best = kept[np.argsort(-scores[kept].numpy(), kind="stable")][:10]
+        assert bitmap.rows.tolist() == listed.rows.tolist() == best.tolist()
+        narrow = engine.run(RecommendRequest(root, trie, 3, 3, allowed=allowed))
+        assert len(narrow.rows) == min(3, keep) and allowed[narrow.rows].all()
+        both = engine.run(RecommendRequest(root, trie, 10, 200, excluded=best[:1], allowed=allowed))
+        rest = kept[np.argsort(-scores[kept].numpy(), kind="stable")][1:11]
+        assert both.rows.tolist() == rest.tolist()
+
+
+def test_dense_reranking_adds_the_weighted_log_softmax():
+    codes = CATALOGUES["ordinary"]
+    model, trie = make(codes, "items", "children")
+    engine = Engine(model)
+    root = draw_root(model, 6, 3)
+    plain = engine.run(RecommendRequest(root, trie, len(codes), 200))
+    mixed = engine.run(RecommendRequest(root, trie, len(codes), 200, dense_weight=0.7))
+    with torch.inference_mode():
+        tokens = root.inputs.tokens[None]
+        hidden = model(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())[:, -1]
+        dense = model.dense_scores(hidden)[0].numpy()
+    by_row = dict(zip(plain.rows.tolist(), plain.scores.tolist(), strict=True))
+    expected = [by_row[r] + 0.7 * dense[r] for r in mixed.rows.tolist()]
+    np.testing.assert_allclose(mixed.scores, expected, rtol=1e-4, atol=1e-4)
+    assert (np.diff(mixed.scores) <= 0).all() and mixed.rows.tolist() != plain.rows.tolist()
+
+
+@pytest.mark.parametrize("form,normalization", FORMS)
+def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
+    """Alone, packed with 20 others of other widths, again from the cache, and after new events."""
+    model, trie = make(CATALOGUES["ordinary"], form, normalization)
+    requests = [
+        RecommendRequest(draw_root(model, 1 + 3 * i, i), trie, 2 + i % 5, 3 + i) for i in range(20)
+    ]
+    alone = [Engine(model).run(r) for r in requests]
+    engine = Engine(model)
+    packed = engine.run_many(requests)
+    again = engine.run_many(requests[::-1])[::-1]
+    for first, second, third in zip(alone, packed, again, strict=True):
+        assert first.rows.tolist() == second.rows.tolist() == third.rows.tolist()
+        np.testing.assert_allclose(second.scores, first.scores, atol=1e-5)
+        np.testing.assert_allclose(third.scores, first.scores, atol=1e-5)
+        assert third.timing.root_computed == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_returning_user_costs_only_new_events(page_size):
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=EngineConfig(page_size=page_size))
+    root = draw_root(model, 40, 0)
+    for events in (10, 11, 27, 40):
+        part = Root(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
+        request = RecommendRequest(part, trie, 5, 10)
+        before = {10: 0, 11: 11, 27: 12, 40: 28}[events]
+        slate, fresh = engine.run(request), Engine(model).run(request)
+        assert slate.timing.root_cached == before
+        assert slate.rows.tolist() == fresh.rows.tolist()
+        np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
+    engine.forget(root.keys)
+    assert engine.run(RecommendRequest(root, trie, 5, 10)).timing.root_cached == 0
+
+
+def test_pages_in_equal_pages_out_under_pressure():
+    """A pool too small for all roots evicts, never leaks, and never changes an answer."""
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    slot = 2 * 2 * 2 * 8 * 4
+    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 70))
+    requests = [
+        RecommendRequest(draw_root(model, 3 + i // 3 % 11, i // 3), trie, 3, 6) for i in range(120)
+    ]
+    answers = engine.run_many(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.rows.tolist() == Engine(model).run(request).rows.tolist()
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.pages_cached > 0 and stats.prefix_hit_tokens > 0
+
+
+def test_too_large_full_late_and_cancelled():
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    slot = 2 * 2 * 2 * 8 * 4
+    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
+    root = draw_root(model, 5, 0)
+    with pytest.raises(RequestTooLarge, match="pages"):
+        engine.submit(RecommendRequest(root, trie, 50, 50))
+    late = engine.submit(RecommendRequest(root, trie, 3, 3, deadline_s=time.monotonic() - 1))
+    gone = engine.submit(RecommendRequest(root, trie, 3, 3))
+    with pytest.raises(QueueFull) as refused:
+        engine.submit(RecommendRequest(root, trie, 3, 3))
+    assert refused.value.retry_after_s > 0
+    engine.cancel(gone)
+    while engine.step():
+        pass
+    with pytest.raises(DeadlineExceeded):
+        late.result(0)
+    assert gone.cancelled() and engine.stats().pages_free == engine.stats().pages_total
+    with pytest.raises(ValueError, match="no ranker"):
+        engine.submit(RankRequest(root, root.inputs))
+
+
+def test_a_bad_request_does_not_hurt_its_neighbours():
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    engine = Engine(model)
+    root = draw_root(model, 5, 0)
+    good = RecommendRequest(root, trie, 3, 3)
+    bad = RecommendRequest(draw_root(model, 6, 1), trie, 3, 3, excluded=np.array([10**6]))
+    futures = [engine.submit(r) for r in (good, bad, good)]
+    while engine.step():
+        pass
+    assert futures[0].result(0).rows.tolist() == futures[2].result(0).rows.tolist()
+    with pytest.raises(ValueError, match="excluded rows"):
+        futures[1].result(0)
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_thread_answers_and_closes():
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    engine = Engine(model)
+    engine.start()
+    requests = [RecommendRequest(draw_root(model, 5, i), trie, 3, 5) for i in range(30)]
+    futures = [engine.submit(r) for r in requests]
+    answers = [f.result(30) for f in futures]
+    engine.close()
+    alone = Engine(model)
+    for answer, request in zip(answers, requests, strict=True):
+        assert answer.rows.tolist() == alone.run(request).rows.tolist()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(requests[0])
+
+
+def make_ranker() -> Ranker:
+    torch.manual_seed(0)
+    ranker = Ranker(RankerConfig(50, 6, 3, num_types=2, hidden_size=16, head_dim=8))
+    ranker.bind_items(torch.randn(60, 6))
+    for weight in ranker.parameters():
+        if weight.ndim > 1:
+            weight.data.mul_(3)
+    ranker.eval().freeze_items()
+    return ranker
+
+
+def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
+    g = torch.Generator().manual_seed(seed)
+    return NodeInputs(
+        torch.randint(0, 60, (n,), generator=g),
+        torch.full((n,), group),
+        torch.randint(0, 2, (n,), generator=g),
+        torch.arange(n),
+        torch.randn(n, 3, generator=g),
+    )
+
+
+def ranking_root(profile: int, long: int, recent: int, seed: int) -> Root:
+    parts = [draw_rows(n, group, seed + group) for group, n in enumerate((profile, long, recent))]
+    inputs = NodeInputs.cat([p for p in parts if len(p)])
+    keys = np.random.default_rng(seed).integers(0, 2**62, len(inputs))
+    return Root(inputs, keys, shared=profile + long)
+
+
+@torch.inference_mode()
+def plain_ranking(ranker: Ranker, root: Root, candidates: NodeInputs, limits) -> np.ndarray:
+    """One forward with a dense mask written from the rules of MTGR."""
+    n, m = len(root.inputs), len(candidates)
+    inputs = NodeInputs.cat([root.inputs, candidates])
+    mask = torch.zeros(n + m, n + m, dtype=torch.bool)
+    mask[:, : root.shared] = True
+    mask[:n, :n] |= torch.ones(n, n).tril().bool()
+    for j in range(m):
+        mask[n + j, : n if limits is None else int(limits[j])] = True
+        if limits is not None:
+            mask[n + j, int(limits[j]) : n] = False
+        mask[n + j, n + j] = True
+    attend = DenseSiluAttention(mask, ranker.config.normalizer)
+    hidden = ranker(ranker.embed(inputs)[None], inputs.groups[None], attend)[0, n:]
+    return ranker.heads(hidden).numpy()
+
+
+@pytest.mark.parametrize("profile,long,recent", [(1, 0, 0), (2, 30, 0), (1, 17, 9), (0, 0, 20)])
+def test_ranking_equals_a_dense_mask_and_needs_no_company(profile, long, recent):
+    ranker = make_ranker()
+    engine = Engine(ranker=ranker)
+    root = ranking_root(profile, long, recent, 7)
+    candidates = draw_rows(300, 3, 1)
+    n = len(root.inputs)
+    limits = np.random.default_rng(0).integers(root.shared, n + 1, 300)
+    for chosen in (None, limits):
+        scores = engine.run(RankRequest(root, candidates, chosen)).values
+        np.testing.assert_allclose(
+            scores, plain_ranking(ranker, root, candidates, chosen), rtol=1e-4, atol=1e-5
+        )
+        order = torch.randperm(300, generator=torch.manual_seed(0))
+        shuffled = engine.run(
+            RankRequest(
+                root, candidates.select(order), None if chosen is None else chosen[order.numpy()]
+            )
+        )
+        np.testing.assert_allclose(shuffled.values, scores[order.numpy()], atol=1e-5)
+        for i in (0, 150, 299):
+            alone = engine.run(
+                RankRequest(
+                    root,
+                    candidates.select(slice(i, i + 1)),
+                    None if chosen is None else chosen[i : i + 1],
+                )
+            )
+            np.testing.assert_allclose(alone.values[0], scores[i], atol=1e-5)
+
+
+def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations():
+    ranker = make_ranker()
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, ranker)
+    whole = ranking_root(1, 20, 12, 3)
+    candidates = draw_rows(40, 3, 1)
+    requests, expected = [], []
+    for recent in (4, 5, 12):
+        rows = slice(0, 21 + recent)
+        root = Root(whole.inputs.select(rows), whole.keys[rows], 21)
+        requests.append(RankRequest(root, candidates))
+        expected.append(plain_ranking(ranker, root, candidates, None))
+    for request, scores in zip(requests, expected, strict=True):
+        answer = engine.run(request)
+        np.testing.assert_allclose(answer.values, scores, rtol=1e-4, atol=1e-5)
+    assert answer.timing.root_cached == 26
+    recommend = RecommendRequest(draw_root(model, 9, 0), trie, 3, 5)
+    mixed = engine.run_many([requests[0], recommend, requests[2]])
+    np.testing.assert_allclose(mixed[0].values, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mixed[2].values, expected[2], rtol=1e-4, atol=1e-5)
+    assert mixed[1].rows.tolist() == Engine(model).run(recommend).rows.tolist()
+
+
+def test_4096_candidates_score_as_they_do_alone():
+    ranker = make_ranker()
+    engine = Engine(ranker=ranker)
+    root = ranking_root(1, 10, 5, 0)
+    candidates = draw_rows(4096, 3, 9)
+    scores = engine.run(RankRequest(root, candidates)).values
+    for i in range(0, 4096, 511):
+        alone = engine.run(RankRequest(root, candidates.select(slice(i, i + 1)))).values[0]
+        np.testing.assert_allclose(alone, scores[i], atol=1e-5)
+
+
+def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch):
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    engine = Engine(model)
+    cached = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
+    expected = engine.run(cached).rows.tolist()
+
+    def fail(*_):
+        raise RuntimeError("broken kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.decoder, "forward", fail)
+        futures = [engine.submit(r) for r in (cached, replace(cached, root=draw_root(model, 9, 1)))]
+        while engine.step():
+            pass
+        for future in futures:
+            with pytest.raises(RuntimeError, match="broken kernel"):
+                future.result(0)
+    assert engine.run(cached).rows.tolist() == expected
+    stats = engine.stats()
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
