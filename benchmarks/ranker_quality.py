@@ -29,6 +29,7 @@ from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, join_vectors, text_vectors, unit
 from recserve.models.ranker import load_ranker
+from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.options import TrainOptions
 from recserve.training.ranker import RankerRecipe, fit_ranker
 from recserve.training.ranking_quality import conversion_words, ranking_quality
@@ -43,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide": {"hidden_size": 128},
     "eight negatives": {"negatives": 8},
     "text vectors": {},
+    "vectors know the answers": {},
 }
 
 
@@ -62,13 +64,18 @@ def measure(
 ) -> dict[str, Any]:
     """Train one variant and rank the test events."""
     vectors = text_vectors(items, 128, options.seed)
+    fold_vectors: list[np.ndarray] = []
     if name != "text vectors":
         train = log.leave_one_out().train
         together = collaborative_vectors(train, len(items), 64, options.seed)
         vectors = join_vectors(unit(vectors), together, 1.0)
+        if name != "vectors know the answers":
+            fold_vectors = cross_fitted_vectors(vectors, train, 64, 1.0, options.seed)
     recipe = replace(RankerRecipe(), **VARIANTS[name])
     with tempfile.TemporaryDirectory() as folder:
-        report = fit_ranker(log, items, vectors, Path(folder), options, recipe, Console())
+        report = fit_ranker(
+            log, items, vectors, Path(folder), options, recipe, fold_vectors, Console()
+        )
         tables = RankingTables.load(folder, items, vectors)
         model = load_ranker(folder, vectors)
     users = np.flatnonzero(log.leave_one_out().test_rows >= 0)

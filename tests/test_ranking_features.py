@@ -369,6 +369,6 @@ def test_wide_vectors_keep_their_angles() -> None:
     wide = np.random.default_rng(7).standard_normal((NUM_ITEMS, 768)).astype(np.float32)
     wide[1] = wide[0] + 0.2 * wide[1]
     tables = RankingTables.fit(make_log([[1, 2]]), make_items(), wide)
-    assert tables.vectors.shape == (NUM_ITEMS, 128)
+    assert tables.vectors.shape == (NUM_ITEMS, 256)
     exact = wide[0] @ wide[1] / np.linalg.norm(wide[0]) / np.linalg.norm(wide[1])
     assert tables.vectors[0] @ tables.vectors[1] == pytest.approx(exact, abs=0.1)

@@ -23,7 +23,7 @@ from recserve.features.events import EventLog
 from recserve.features.item_categories import category_matrix, category_vocabulary
 from recserve.features.items import ItemTable
 
-MAX_VECTOR_SIZE = 128
+MAX_VECTOR_SIZE = 256
 CONVERSION_TYPES = ("purchase", "buy", "order", "conversion")
 FITTED = ("item_counts", "value_sums", "neighbour_offsets", "neighbours", "neighbour_counts")
 
@@ -195,7 +195,7 @@ def _bind(
         pair_counts,
         category_matrix(items.categories, settings.category_names, settings.category_weights),
         np.array([*settings.category_weights, 0.0], dtype=np.float32),
-        _unit_rows(vectors),
+        unit_rows(vectors),
         standardise(side, settings),
     )
 
@@ -230,7 +230,7 @@ def _numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
     return found
 
 
-def _unit_rows(vectors: np.ndarray) -> np.ndarray:
+def unit_rows(vectors: np.ndarray) -> np.ndarray:
     """Rows of length 1; wide vectors pass a fixed random projection, which nearly keeps angles."""
     if vectors.shape[1] > MAX_VECTOR_SIZE:
         generator = np.random.default_rng(vectors.shape[1])

@@ -21,6 +21,7 @@ from recserve.features.items import ItemTable
 from recserve.features.ranking import LONG, RECENT, dense_names, max_root_rows
 from recserve.features.ranking_tables import RankingTables
 from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
+from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranking_data import BatchPlan, RankingData
@@ -124,7 +125,17 @@ def train_ranker(
     recipe = recipe or RankerRecipe()
     catalog, log = bundle.catalog(), bundle.events()
     directory = bundle.directory(SECTION, create=True)
-    report = fit_ranker(log, catalog.items, catalog.vectors, directory, options, recipe, console)
+    built = bundle.manifest.build
+    fold_vectors = cross_fitted_vectors(
+        catalog.vectors,
+        log.leave_one_out().train,
+        built.get("collaborative_dim", 0),
+        built.get("collaborative_weight", 1.0),
+        built.get("seed", 0),
+    )
+    report = fit_ranker(
+        log, catalog.items, catalog.vectors, directory, options, recipe, fold_vectors, console
+    )
     tables = RankingTables.load(directory, catalog.items, catalog.vectors)
     bundle.commit(
         SECTION,
@@ -149,11 +160,13 @@ def fit_ranker(
     directory: Path,
     options: TrainOptions,
     recipe: RankerRecipe,
+    fold_vectors: Sequence[np.ndarray] = (),
     console: Console | None = None,
 ) -> TrainReport:
     """Train on all but the last two events of each user; writes ranker and tables to `directory`.
 
-    vectors: [I, F]. Raises ValueError if no user has three events.
+    vectors: [I, F]. fold_vectors: see cross_fitting.py; needed where `vectors` were fitted on the
+    training events. Raises ValueError if no user has three events.
     """
     split = log.leave_one_out()
     users = np.flatnonzero(split.valid_rows >= 0)
@@ -163,7 +176,13 @@ def fit_ranker(
         split.train, items, vectors, recipe.long_items, recipe.recent_items, recipe.block
     )
     data = RankingData(
-        split.train, tables, options.seed, recipe.negatives, recipe.positives, recipe.batch_roots
+        split.train,
+        tables,
+        options.seed,
+        recipe.negatives,
+        recipe.positives,
+        recipe.batch_roots,
+        fold_vectors,
     )
     noise = np.random.default_rng(options.seed)
     chosen = np.sort(noise.permutation(users)[: recipe.validation_users])

@@ -7,8 +7,8 @@ pass over a root pays for many labels, and no candidate sees itself or what came
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from recserve.features.ranking import (
     root_columns,
     window_columns,
 )
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking_tables import RankingTables, unit_rows
 from recserve.training.ranking_batch import RankingBatch, pack
 
 POPULAR_SHARE = 0.5
@@ -42,16 +42,19 @@ class Window:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a batch is made of: its roots, and the key of its draws."""
+    """What a batch is made of: its roots, all of one fold of users, and the key of its draws."""
 
     windows: list[Window]
+    fold: int
     key: tuple[int, int, int]
 
 
 class RankingData:
     """Training windows of an event log, and negatives for them.
 
-    Draws are keyed by (seed, epoch, batch), so a resumed run sees the same data.
+    fold_vectors: item vectors for the features of each fold of users, see cross_fitting.py; empty:
+    those of the tables for all. Draws are keyed by (seed, epoch, batch), so a resumed run sees the
+    same data.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class RankingData:
         negatives: int = 4,
         positives: int = 16,
         batch_roots: int = 64,
+        fold_vectors: Sequence[np.ndarray] = (),
     ) -> None:
         self.train, self.tables, self.seed = train, tables, seed
         self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
         self.sampler = NegativeSampler(train, tables)
+        self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
 
     def plan(self, epoch: int) -> list[BatchPlan]:
         """All windows of all users once; where the windows are cut differs between epochs."""
@@ -74,13 +79,19 @@ class RankingData:
         sizes = np.array([w.stop - w.start for w in windows]) * noise.uniform(
             0.9, 1.1, len(windows)
         )
-        order = np.argsort(sizes, kind="stable")
+        folds = np.array([w.user % len(self.folds) for w in windows])
+        order = np.lexsort((sizes, folds))
         batches = [
-            order[first : first + self.batch_roots]
-            for first in range(0, order.size, self.batch_roots)
+            part[first : first + self.batch_roots]
+            for part in np.split(order, np.cumsum(np.bincount(folds))[:-1])
+            for first in range(0, part.size, self.batch_roots)
         ]
         return [
-            BatchPlan([windows[i] for i in batches[index]], (self.seed, epoch, int(index)))
+            BatchPlan(
+                [windows[i] for i in batches[index]],
+                int(folds[batches[index][0]]),
+                (self.seed, epoch, int(index)),
+            )
             for index in noise.permutation(len(batches))
         ]
 
@@ -116,7 +127,8 @@ class RankingData:
         own_values = np.full(rows.shape, np.nan, dtype=np.float32)
         own_values[:, 0] = self.train.values[where]
         owners = np.repeat(np.arange(rows.shape[0]), width)
-        cross = cross_features(self.tables, contexts, owners, rows.ravel(), own_values.ravel())
+        tables = self.folds[plan.fold]
+        cross = cross_features(tables, contexts, owners, rows.ravel(), own_values.ravel())
         settings = self.tables.settings
         # The moment is left out for half of the contexts: a request need not name one.
         moments = moment_features(settings, times, last, limits > 1)
