@@ -18,9 +18,11 @@ from recserve.features.events import EventLog, read_events
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking import candidate_columns, dense_names, root_columns
 from recserve.features.ranking_tables import RankingTables
-from recserve.features.vectors import text_vectors
+from recserve.features.vectors import collaborative_vectors, text_vectors
 from recserve.models.ranker import load_ranker
+from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.loop import Schedule
+from recserve.training.metrics import auc
 from recserve.training.options import TrainOptions
 from recserve.training.ranker import (
     RankerRecipe,
@@ -49,8 +51,8 @@ SMALL = RankerRecipe(
 CPU = TrainOptions(device="cpu", precision="float32")
 
 
-def topic_items() -> ItemTable:
-    ids = [f"i{n}" for n in range(NUM_ITEMS)]
+def topic_items(count: int = NUM_ITEMS) -> ItemTable:
+    ids = [f"i{n}" for n in range(count)]
     return ItemTable(ids, ids, [[] for _ in ids], pa.table({}))
 
 
@@ -143,6 +145,41 @@ def test_training_batch_leaks_nothing() -> None:
         root_limits = limits[:, : places.min()]
         assert (root_limits[groups[:, : places.min()] == 3].size) == 0
     assert seen > 100
+
+
+def test_cross_fitted_vectors_do_not_know_the_positives() -> None:
+    """Events drawn at random have nothing to learn: AUC of a similarity must be 0.5 (+- 0.03).
+
+    Vectors fitted on the very events say more than 0.8 to their own users.
+    """
+    log, noise = topic_log(), np.random.default_rng(9)
+    drawn = [noise.permutation(1500)[:length] for length in log.lengths()]
+    log = replace(log, item_rows=np.concatenate(drawn).astype(np.int32))
+    vectors = collaborative_vectors(log, 1500, 32, 0)
+    folds = cross_fitted_vectors(vectors, log, 32, 1.0, 0)
+    tables = RankingTables.fit(log, topic_items(1500), vectors, 12, 8, 4)
+    at = dense_names(tables.settings).index("similarity_last")
+
+    def area(fold_vectors: list[np.ndarray]) -> float:
+        data = RankingData(log, tables, 0, positives=8, fold_vectors=fold_vectors)
+        batches = [data.batch(plan) for plan in data.plan(0)]
+        labels = torch.cat([b.labels[:, 0] for b in batches])
+        values = torch.cat([b.inputs.dense[..., at].flatten()[b.candidates] for b in batches])
+        return auc(labels, values)
+
+    assert area([]) > 0.8
+    assert area(folds) == pytest.approx(0.5, abs=0.03)
+    assert cross_fitted_vectors(vectors, log, 0, 1.0, 0) == []
+
+
+def test_batches_hold_one_fold_and_all_users() -> None:
+    log = topic_log(90)
+    train = log.leave_one_out().train
+    tables = RankingTables.fit(train, topic_items(), noise_vectors(), 12, 8, 4)
+    data = RankingData(train, tables, 0, batch_roots=16, fold_vectors=[noise_vectors()] * 4)
+    plans = data.plan(0)
+    assert all({w.user % 4 for w in plan.windows} == {plan.fold} for plan in plans)
+    assert {w.user for plan in plans for w in plan.windows} == set(range(90))
 
 
 def test_every_event_is_a_target_when_there_is_room() -> None:
