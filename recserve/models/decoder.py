@@ -32,9 +32,8 @@ class Rope:
     Pairs are (d, d + D/2), the convention of Hugging Face's Llama. Source: arXiv 2104.09864.
     """
 
-    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> None:
-        exponents = torch.arange(0, head_dim, 2, device=positions.device) / head_dim
-        angles = positions[..., None].float() * theta**-exponents
+    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
+        angles = positions[..., None].float() * frequencies
         self.cos = angles.cos()[..., None, :].to(dtype)
         self.sin = angles.sin()[..., None, :].to(dtype)
 
@@ -68,10 +67,12 @@ class DecoderLayer(nn.Module):
         """x [..., T, E] -> [..., T, E]."""
         c = self.config
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
-        query, key, value = qkv.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=-2)
+        turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
         if c.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        mixed = attend(layer, rope(query), rope(key), value).flatten(-2)
+            query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
+            turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
+        query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
+        mixed = attend(layer, query, key, value).flatten(-2)
         x = x + self._dropout(self.output(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self._dropout(self.down(F.silu(gate) * up))
@@ -88,6 +89,9 @@ class Decoder(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
+        # Not a buffer: positions need these in float32 whatever the weights are cast to.
+        self._frequencies = config.rope_theta**-exponents
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Embedded tokens to final hidden states.
@@ -95,7 +99,7 @@ class Decoder(nn.Module):
         x: [..., T, E]. positions: [..., T] int, broadcast against x. Returns [..., T, E], final
         norm applied.
         """
-        rope = Rope(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        rope = Rope(positions, self._frequencies.to(x.device), x.dtype)
         for number, layer in enumerate(self.layers):
             x = layer(x, rope, number, attend)
         hidden: Tensor = self.norm(x)
