@@ -41,7 +41,7 @@ def slate_table(answer: RecommendAnswer, title: Title) -> Table:
     table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("item", no_wrap=True)
-    table.add_column("title")
+    table.add_column("title", no_wrap=True, overflow="ellipsis")
     table.add_column("score", justify="right")
     table.add_column("source")
     for item in answer.items:
@@ -55,7 +55,7 @@ def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) ->
     table = Table(title=f"rank: {answer.scorer}", title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("item", no_wrap=True)
-    table.add_column("title")
+    table.add_column("title", no_wrap=True, overflow="ellipsis")
     tasks = list(answer.items[0].scores) if answer.items else []
     for task in tasks:
         table.add_column(task, justify="right")

@@ -9,11 +9,12 @@ import pytest
 
 from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
 from recserve.batch.job import Job, OutputExists, check, run
+from recserve.features.history import StoreUnavailable
 from recserve.features.parquet import SchemaError
 from recserve.messages import InvalidRequest, RecommendAnswer, RecommendedItem, TimingMs
 
 
-def recommend(bodies):
+def recommend(bodies, degraded=()):
     """Item "<user>-<rank>", k of them; a user called "bad" is refused."""
     results = []
     for body in bodies:
@@ -33,7 +34,7 @@ def recommend(bodies):
             rounds=1,
             model_version="m1",
             catalog_version="c1",
-            degraded=[],
+            degraded=list(degraded),
             attribution_token="",
             timing_ms=TimingMs(),
             items=items,
@@ -169,6 +170,30 @@ def test_a_failing_model_leaves_no_output(tmp_path):
     with pytest.raises(RuntimeError, match="device lost"):
         run(Job(source, tmp_path / "out"), Generator(fail, Defaults()), lambda p: None)
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_a_store_that_is_down_ends_the_job(tmp_path):
+    """Popular slates for everybody are not what was asked for."""
+    source = write(tmp_path / "in.parquet", user_id=["a"])
+
+    def without_store(bodies):
+        return recommend(bodies, ["history_unavailable", "cold_start"])
+
+    with pytest.raises(StoreUnavailable):
+        run(Job(source, tmp_path / "out"), Generator(without_store, Defaults()), lambda p: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_history_refuses_its_row(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=["a", "b"])
+
+    def damaged(bodies):
+        first, *rest = bodies
+        return [*recommend([first], ["history_damaged"]), *recommend(rest)]
+
+    report = run(Job(source, tmp_path / "out"), Generator(damaged, Defaults()), lambda p: None)
+    assert report.errors == 1
+    assert set(read(tmp_path / "out")["user_id"].to_pylist()) == {"b"}
 
 
 def test_an_output_that_is_there_is_kept_unless_told(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from recserve.features.history import StoreUnavailable
 from recserve.features.parquet import column, is_text
 from recserve.messages import MAX_K, InvalidRequest, RecommendAnswer, RecommendBody
 
@@ -121,6 +122,7 @@ class Generator:
                 except ValueError as error:
                     errors.append(_refused(first_row + start + i, row, error))
             for i, result in zip(numbers, self.recommend(bodies), strict=True):
+                result = _judged(result)
                 if isinstance(result, ValueError):
                     errors.append(_refused(first_row + start + i, rows[i], result))
                 elif isinstance(result, Exception):
@@ -160,6 +162,16 @@ class Generator:
             )
         except msgspec.ValidationError as error:
             raise InvalidRequest(None, str(error)) from None
+
+
+def _judged(result: RecommendAnswer | Exception) -> RecommendAnswer | Exception:
+    """A slate made without the history it should have used is no slate of this user."""
+    if isinstance(result, RecommendAnswer):
+        if "history_unavailable" in result.degraded:
+            return StoreUnavailable("the history store does not answer")
+        if "history_damaged" in result.degraded:
+            return ValueError("the stored history is damaged")
+    return result
 
 
 def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,7 +64,7 @@ def train(
 ) -> None:
     """Train a model of the bundle; the best checkpoint on validation is kept."""
     from recserve.bundle import Bundle
-    from recserve.training.options import TrainOptions
+    from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
     from recserve.training.recommender import train_recommender
     from recserve.training.sasrec import train_sasrec
@@ -76,7 +77,7 @@ def train(
         resume=resume,
         input=input,
     )
-    trainers = {
+    trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
         "recommender": train_recommender,
         "ranker": train_ranker,
         "sasrec": train_sasrec,

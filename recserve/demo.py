@@ -1,0 +1,188 @@
+"""`recserve demo`: from nothing to answers in about two minutes on a laptop.
+
+Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
+together, one slate and one ranking are printed, and the server starts. A finished bundle stays in
+the user's cache folder under a name made of its data, so that a second run starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from recserve.building import BuildOptions, build_bundle
+from recserve.bundle import Bundle
+from recserve.config import ServerConfig
+from recserve.features.parquet import SchemaError
+from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.messages import (
+    Candidate,
+    RankAnswer,
+    RankBody,
+    RecommendAnswer,
+    RecommendBody,
+    UserRef,
+)
+from recserve.server.run import serve
+from recserve.service import Service
+from recserve.terminal import ranking_table, slate_table, timing_line, titles
+from recserve.training.options import TrainOptions
+from recserve.training.ranker import train_ranker
+from recserve.training.recommender import train_recommender
+
+HOST = "127.0.0.1"
+RECOMMENDER_MINUTES = 0.6
+RANKER_MINUTES = 0.3
+SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
+CODES = 64
+SLATE = 10
+CANDIDATES = 200
+SHOWN = 10
+LAST_EVENTS = 5
+
+
+def run_demo(data: Path | None, port: int, once: bool) -> int:
+    """The whole demo. data: folder with items.parquet and events.parquet, None: made up.
+
+    Returns the exit status. Raises SchemaError or BadRowError for the data, OSError if no port
+    near the asked one is free.
+    """
+    console = Console(highlight=False)
+    folder = prepare(data, console)
+    show_answers(folder / "bundle", console)
+    if once:
+        return 0
+    free = free_port(port)
+    if free != port:
+        say(console, f"port {port} is taken; using {free}")
+    say(console, f"\nplayground and API: http://{HOST}:{free}/ (Ctrl-C ends)")
+    return serve(ServerConfig.load({"bundle": folder / "bundle", "host": HOST, "port": free}))
+
+
+def prepare(data: Path | None, console: Console) -> Path:
+    """The folder of a finished demo for this data; made now if it is not there yet."""
+    folder = cache_folder() / fingerprint(data)
+    if folder.is_dir():
+        say(console, f"using the bundle of an earlier run: {folder / 'bundle'}")
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        make_bundle(data, making, console)
+        making.rename(folder)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
+    """Build and train `folder/bundle`, a rule per step."""
+    console.rule("catalogue and events", align="left")
+    if data is None:
+        files = write_synthetic(folder / "data", SYNTHETIC)
+        items, events = files.items, files.events
+    else:
+        items, events = data / "items.parquet", data / "events.parquet"
+    out = folder / "bundle"
+    options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
+    build_bundle(options, lambda line: say(console, line))
+    for name, train, minutes in (
+        ("recommender", train_recommender, RECOMMENDER_MINUTES),
+        ("ranker", train_ranker, RANKER_MINUTES),
+    ):
+        console.rule(f"{name}, at most {minutes * 60:.0f} s", align="left")
+        report = train(Bundle.open(out), TrainOptions(max_minutes=minutes))
+        kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
+        say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
+
+
+def show_answers(bundle: Path, console: Console) -> None:
+    """Print one user's last events, a slate and a ranking, each with its times."""
+    started = time.monotonic()
+    with Service.open(bundle) as service:
+        say(console, f"\nloaded in {time.monotonic() - started:.1f} s")
+        title = titles(service.item)
+        samples = service.samples(2, CANDIDATES)
+        name, *others = samples["users"]
+        past = [event.item_id for event in service.history(name).events]
+        say(console, f"user {name}, {len(past)} events; the last ones:")
+        for item_id in past[-LAST_EVENTS:]:
+            say(console, f"  {item_id}  {title(item_id) or ''}")
+        offered = [item_id for item_id in samples["items"] if item_id not in set(past)]
+        for other in others:
+            slate(service, other)
+            ranking(service, other, offered)
+
+        console.rule("recommend", align="left")
+        first, again = slate(service, name), slate(service, name)
+        console.print(slate_table(first, title))
+        say(console, timing_line(first.timing_ms, first.degraded))
+        say(console, f"again, root cached: {timing_line(again.timing_ms)}")
+
+        console.rule(f"rank {len(offered)} candidates", align="left")
+        order, order_again = ranking(service, name, offered), ranking(service, name, offered)
+        console.print(ranking_table(order, title, SHOWN))
+        say(console, timing_line(order.timing_ms, order.degraded))
+        say(console, f"again, root cached: {timing_line(order_again.timing_ms)}")
+
+
+def slate(service: Service, user_id: str) -> RecommendAnswer:
+    """Items the user has not seen."""
+    return service.recommend(RecommendBody(user=UserRef(id=user_id), k=SLATE))
+
+
+def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankAnswer:
+    """The order of these items for the user."""
+    candidates = [Candidate(item_id=item_id) for item_id in item_ids]
+    return service.rank(RankBody(user=UserRef(id=user_id), candidates=candidates))
+
+
+def say(console: Console, line: str) -> None:
+    """A line as it is: square brackets are no markup, a long line is not broken."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def cache_folder() -> Path:
+    """Where finished demos lie: XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "recserve" / "demo"
+
+
+def fingerprint(data: Path | None) -> str:
+    """Name of a demo: a digest of its data, its recipe and the installed version.
+
+    Raises SchemaError if the folder lacks one of the two files.
+    """
+    version = importlib.metadata.version("recserve")
+    digest = hashlib.sha256(f"{version} {CODES} {RECOMMENDER_MINUTES} {RANKER_MINUTES}".encode())
+    if data is None:
+        digest.update(repr(SYNTHETIC).encode())
+    else:
+        for name in ("items.parquet", "events.parquet"):
+            if not (data / name).is_file():
+                raise SchemaError(f"{data / name}: no such file; the demo needs it in {data}")
+            with (data / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:12]
+
+
+def free_port(wanted: int, tries: int = 20) -> int:
+    """The wanted port of loopback, or the next free one. Raises OSError after `tries` ports."""
+    for port in range(wanted, min(wanted + tries, 65536)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        return port
+    raise OSError(f"ports {wanted} to {wanted + tries - 1} of {HOST} are taken; name another")

@@ -1,0 +1,76 @@
+"""What `recserve doctor` finds, and what it says to do."""
+
+import pytest
+
+from recserve import doctor
+
+
+def test_this_machine_passes():
+    """The machine that runs the tests has all that recserve needs."""
+    findings = doctor.examine()
+    assert [f.name for f in findings] == [
+        "python",
+        "packages",
+        "device",
+        "open files",
+        "disk",
+        "clock",
+    ]
+    assert not [f for f in findings if f.state == "fail"]
+
+
+def test_a_missing_package_is_named():
+    finding = doctor.check_packages(("torch", "no-such-package-here"))
+    assert finding.state == "fail"
+    assert "no-such-package-here" in finding.detail
+    assert "torch" not in finding.detail
+
+
+def test_an_old_python_fails(monkeypatch):
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 10, 9))
+    finding = doctor.check_python()
+    assert finding.state == "fail"
+    assert "3.11 or newer" in finding.detail
+
+
+def test_a_full_disk_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 1 << 62)
+    assert doctor.check_disk(tmp_path).state == "warn"
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch):
+    """The other checks still run."""
+
+    def broken():
+        raise OSError("clock is gone")
+
+    monkeypatch.setattr(doctor, "check_clock", broken)
+    findings = {f.name: f for f in doctor.examine()}
+    assert findings["clock"].state == "fail"
+    assert findings["clock"].detail == "OSError: clock is gone"
+    assert findings["python"].state == "ok"
+
+
+def test_a_bundle_that_is_not_there_fails(tmp_path):
+    findings = {f.name: f for f in doctor.examine(bundle=tmp_path / "none")}
+    assert findings["bundle"].state == "fail"
+
+
+def test_stores_are_asked(tmp_path):
+    """LMDB in a folder answers; nothing listens on port 1 of loopback."""
+    assert doctor.check_store(f"lmdb:{tmp_path / 'history'}").state in {"ok", "warn"}
+    findings = {f.name: f for f in doctor.examine(store="redis://127.0.0.1:1/0")}
+    assert findings["store"].state == "fail"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("lmdb:/data/history", "lmdb:/data/history"),
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://:secret@db:6379/0", "redis://:***@db:6379/0"),
+        ("redis://me:secret@db:6379/0", "redis://me:***@db:6379/0"),
+    ],
+)
+def test_passwords_are_not_printed(url, shown):
+    assert doctor.without_password(url) == shown
