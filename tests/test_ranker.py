@@ -244,6 +244,16 @@ def test_frozen_items_go_when_training_goes_on() -> None:
     assert model.train().item_table is None
 
 
+def test_new_catalogue_is_bound_without_touching_known_items() -> None:
+    model = make_ranker()
+    model.freeze_items()
+    old, table = model.item_vectors, model.item_table
+    model.bind_items(torch.cat([old, torch.randn(3, VECTOR)]))
+    assert table is not None and model.item_table is not None
+    assert model.item_table.shape == (ITEMS + 8, 24)
+    torch.testing.assert_close(model.item_table[: ITEMS + 5], table)
+
+
 def test_id_dropout_makes_items_live_on_their_vector() -> None:
     model = make_ranker(id_dropout=0.999999, dropout=0.0).train()
     candidates = rows(8, CANDIDATE, ROOT, seed=1)

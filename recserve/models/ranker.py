@@ -149,6 +149,7 @@ class Ranker(nn.Module):
         """Attach the catalogue's item vectors [I, F]; they are not saved with the weights.
 
         I may exceed `config.num_items`: items that came after training have no id embedding.
+        Frozen embeddings are computed anew and swapped in whole, so a server may call this.
         Raises ValueError if F differs from `config.vector_size` or I is below `config.num_items`.
         """
         c = self.config
@@ -161,7 +162,8 @@ class Ranker(nn.Module):
                 f"{vectors.shape[0]} item vectors, but {c.num_items} items were trained"
             )
         self.item_vectors = vectors.to(self.vector_projection.weight)
-        self.item_table = None
+        if self.item_table is not None:
+            self.freeze_items()
 
     @torch.no_grad()
     def freeze_items(self) -> None:
