@@ -67,10 +67,10 @@ def measure(
     fold_vectors: list[np.ndarray] = []
     if name != "text vectors":
         train = log.leave_one_out().train
-        together = collaborative_vectors(train, len(items), 64, options.seed)
+        together = collaborative_vectors(train, len(items), 128, options.seed)
         vectors = join_vectors(unit(vectors), together, 1.0)
         if name != "vectors know the answers":
-            fold_vectors = cross_fitted_vectors(vectors, train, 64, 1.0, options.seed)
+            fold_vectors = cross_fitted_vectors(vectors, train, 128, 1.0, options.seed)
     recipe = replace(RankerRecipe(), **VARIANTS[name])
     with tempfile.TemporaryDirectory() as folder:
         report = fit_ranker(
