@@ -13,13 +13,15 @@ import torch
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
+from recserve.core.request import RankRequest, Root, Scores
+from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.event_features import HOUR, UserEvents
 from recserve.features.events import EventLog, read_events
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking import candidate_columns, dense_names, root_columns
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, text_vectors
-from recserve.models.ranker import load_ranker
+from recserve.models.ranker import load_ranker, node_inputs
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.loop import Schedule
 from recserve.training.metrics import auc
@@ -216,6 +218,44 @@ def test_root_scores_the_same_in_any_batch() -> None:
             return torch.cat([score(model, batch) for batch in found])
 
     torch.testing.assert_close(scores(12), scores(1), atol=1e-5, rtol=0)
+
+
+def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> None:
+    log = topic_log(60)
+    data = make_data(log)
+    model = make_ranker(data.tables, noise_vectors(), SMALL, seed=0).eval()
+    fit_dense_columns(model, data)
+    user = int(np.argmax(log.lengths() % 4 == 1))  # two events before the window slides
+    sampler = NegativeSampler(log, data.tables)
+    users, held = np.array([user]), 2
+    batch = next(held_batches(log, data.tables, users, held, sampler, 0, negatives=200))
+    with torch.no_grad():
+        expected = score(model, batch).numpy()
+    events, tables = UserEvents.of(log, user), data.tables
+    rows = batch.inputs.tokens.flatten()[batch.candidates].numpy()
+
+    def ask(engine: Engine, stop: int) -> Scores:
+        root = root_columns(tables, events.slice(0, stop))
+        found = candidate_columns(tables, root, rows, np.full(rows.size, events.times[stop]))
+        inputs = node_inputs(root.columns.arrays())
+        answer = engine.run(
+            RankRequest(
+                Root(inputs, root.keys, root.shared),
+                node_inputs(found.columns.arrays()),
+                found.root_limits,
+            )
+        )
+        assert isinstance(answer, Scores)
+        return answer
+
+    engine = Engine(ranker=model, config=EngineConfig(page_size=1))
+    engine.start()
+    try:
+        first, second = ask(engine, len(events) - held), ask(engine, len(events) - held + 1)
+    finally:
+        engine.close()
+    np.testing.assert_allclose(first.values, expected, atol=1e-5)
+    assert first.timing.root_cached == 0 and second.timing.root_computed == 1
 
 
 def test_held_batch_has_the_columns_of_serving() -> None:
