@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recserve.kernels.trie import build_trie
+from recserve.kernels.tree import from_parents
+from recserve.kernels.trie import build_trie, tree_of_nodes
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -64,3 +65,35 @@ def test_bytes_per_million_items():
         t.numel() * t.element_size() for t in vars(trie).values() if isinstance(t, torch.Tensor)
     )
     assert held / trie.num_items * 1e6 < 100e6
+
+
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+@pytest.mark.parametrize("seed", range(5))
+def test_trie_nodes_as_token_trees(codes, seed):
+    """Sets of trie nodes of three requests: parents, ends and depths are those of
+    `from_parents`.
+    """
+    g = torch.Generator().manual_seed(seed)
+    sizes = tuple(int(codes[:, level].max()) + 1 for level in range(codes.shape[1]))
+    trie = build_trie(codes, sizes)
+    rows = torch.randint(0, codes.shape[0], (12,), generator=g)
+    nodes = trie.nodes_of_items(rows)[:, : 1 + seed % trie.num_levels]
+    owners = torch.tensor([0, 2]).repeat(6)
+    keys = (owners[:, None] * trie.node_codes.shape[0] + nodes).flatten()
+    built = tree_of_nodes(trie, keys, 3)
+    tree = built.tree
+    assert torch.equal(built.keys, torch.unique(keys))
+    assert torch.equal(tree.tokens[built.index], built.keys % trie.node_codes.shape[0])
+    assert tree.offsets[1] == tree.offsets[2]
+    for b in (0, 2):
+        start, stop = int(tree.offsets[b]), int(tree.offsets[b + 1])
+        parents = tree.parents[start:stop]
+        again = from_parents(
+            tree.tokens[start:stop], torch.where(parents >= 0, parents - start, -1)
+        )
+        assert torch.equal(again.ends + start, tree.ends[start:stop])
+        assert torch.equal(again.depths, tree.depths[start:stop])
+        inner = parents >= 0
+        assert torch.equal(
+            trie.parents[tree.tokens[start:stop][inner]].long(), tree.tokens[parents[inner]]
+        )

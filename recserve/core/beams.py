@@ -1,9 +1,10 @@
-"""Beams of several requests at one level of the trie: the state that beam search moves."""
+"""Beams of several requests at one level of the trie: the state that item decoding moves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from recserve.core.filtering import LeafFilter
@@ -12,12 +13,38 @@ from recserve.kernels.trie import Trie
 
 
 @dataclass(frozen=True)
+class Scored:
+    """Prefixes that the target has scored, with what it said.
+
+    keys [n]: `request number * nodes of the trie + trie node`, ascending. slots [n]: pool slot of
+    the node's keys and values. hidden [n, E]: final hidden state at the node.
+    """
+
+    keys: Tensor
+    slots: Tensor
+    hidden: Tensor
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Row of each key, -1 where it is not scored. keys: any shape; same shape back."""
+        if not self.keys.shape[0]:
+            return torch.full_like(keys, -1)
+        row = torch.searchsorted(self.keys, keys).clamp(max=self.keys.shape[0] - 1)
+        return torch.where(self.keys[row] == keys, row, -1)
+
+    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
+        """With m more prefixes, none of which is here already."""
+        keys, order = torch.sort(torch.cat([self.keys, keys]))
+        slots = torch.cat([self.slots, slots])[order]
+        return Scored(keys, slots, torch.cat([self.hidden, hidden])[order])
+
+
+@dataclass(frozen=True)
 class Beams:
     """B requests x W beams, all prefixes of the same length over the same trie.
 
-    nodes [B, W]: trie node of each prefix, 0 where dead. scores [B, W]: -inf where dead.
-    paths [B, W, level]: trie node of each prefix of the prefix. slots [B, W, level]: pool slot of
-    those already scored by the model, -1 of those it was not asked for.
+    nodes [B, W]: trie node of each prefix, 0 where dead. log_probs [B, W]: -inf where dead.
+    paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
+    last root token. rounds [B]: forwards that scored a node of the request.
     """
 
     sequences: tuple[Sequence, ...]
@@ -25,14 +52,25 @@ class Beams:
     trie: Trie
     level: int
     nodes: Tensor
-    scores: Tensor
+    log_probs: Tensor
     paths: Tensor
-    slots: Tensor
-    rounds: int = 0
+    tails: Tensor
+    scored: Scored
+    rounds: Tensor
 
     def alive(self) -> Tensor:
         """[B, W] bool."""
-        return self.scores > float("-inf")
+        return self.log_probs > float("-inf")
+
+    def keys(self, nodes: Tensor) -> Tensor:
+        """Keys as in Scored. nodes: [B, ...] trie nodes; same shape back."""
+        owners = torch.arange(nodes.shape[0], device=nodes.device)
+        owners = owners.view(-1, *[1] * (nodes.ndim - 1))
+        return owners * self.trie.node_codes.shape[0] + nodes
+
+    def forked(self) -> Tensor:
+        """[B, W] bool: alive and with more than one child."""
+        return self.alive() & (self.trie.num_children(self.nodes) > 1)
 
     @property
     def finished(self) -> bool:

@@ -47,7 +47,7 @@ class BeamStrategy:
         return beam_draft.propose(state, self.level_offsets, self.skip_single)
 
     def verify(
-        self, state: Beams, draft: beam_draft.BeamDraft, slots: Tensor, hidden: Tensor
+        self, state: Beams, draft: beam_draft.PrefixDraft, slots: Tensor, hidden: Tensor
     ) -> Beams:
         """One level deeper."""
         return beam_verify.verify(state, draft, slots, hidden, self.model)

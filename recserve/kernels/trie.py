@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.tree import TokenTree
+
 
 @dataclass(frozen=True)
 class Children:
@@ -37,6 +39,7 @@ class Trie:
     first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
     the
         empty prefix; leaves have no children.
+    parents [nodes]: the node one code shorter (0 at node 0).
     node_codes [nodes]: the last code of the node's prefix (0 at node 0).
     first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf :
     last_leaf`.
@@ -47,6 +50,7 @@ class Trie:
     """
 
     first_child: Tensor
+    parents: Tensor
     node_codes: Tensor
     first_leaf: Tensor
     last_leaf: Tensor
@@ -89,9 +93,10 @@ class Trie:
         child = torch.where(valid, first[:, None] + step[None, :], 0)
         return Children(child, self.node_codes[child], valid)
 
-    def only_child(self, nodes: Tensor) -> Tensor:
-        """First child of each node; meaningful where `num_children(nodes) == 1`."""
-        return self.first_child[nodes]
+    def levels(self, nodes: Tensor) -> Tensor:
+        """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
+        starts = torch.tensor(self.level_starts[1:], device=self.device)
+        return torch.bucketize(nodes, starts, right=True)
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
         """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
@@ -111,6 +116,7 @@ class Trie:
         """The same trie on another device."""
         return Trie(
             self.first_child.to(device),
+            self.parents.to(device),
             self.node_codes.to(device),
             self.first_leaf.to(device),
             self.last_leaf.to(device),
@@ -119,6 +125,44 @@ class Trie:
             self.level_starts,
             self.codebook_sizes,
         )
+
+
+@dataclass(frozen=True)
+class TrieTree:
+    """A token tree made of trie nodes.
+
+    keys [T]: `tree number * nodes of the trie + trie node`, ascending. index [T]: the tree node of
+    each key. The tree's tokens are trie nodes.
+    """
+
+    tree: TokenTree
+    keys: Tensor
+    index: Tensor
+
+
+def tree_of_nodes(trie: Trie, keys: Tensor, num_trees: int) -> TrieTree:
+    """One token tree per request out of sets of trie nodes.
+
+    keys: [n] `tree number * nodes of the trie + trie node`, duplicates allowed; with a node all
+    nodes above it (but node 0) must be there. A node's items are a range of leaf ranks, so ordering
+    by (first leaf, level) is preorder, and a subtree ends where the first leaf passes the node's
+    last.
+    """
+    keys = torch.unique(keys)
+    size = trie.node_codes.shape[0]
+    owners, nodes = keys // size, keys % size
+    depths = trie.levels(nodes) - 1
+    spread = trie.num_items + 1
+    first = owners * spread + trie.first_leaf[nodes]
+    order = torch.sort(first * trie.num_levels + depths).indices
+    ranked = nodes[order]
+    ends = torch.searchsorted(first[order], owners[order] * spread + trie.last_leaf[ranked])
+    index = torch.empty_like(order)
+    index[order] = torch.arange(order.shape[0], device=order.device)
+    above = torch.searchsorted(keys, owners[order] * size + trie.parents[ranked])
+    parents = torch.where(depths[order] > 0, index[above.clamp(max=max(keys.shape[0] - 1, 0))], -1)
+    offsets = torch.searchsorted(owners[order], torch.arange(num_trees + 1, device=keys.device))
+    return TrieTree(TokenTree(ranked, parents, depths[order], ends, offsets), keys, index)
 
 
 def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
@@ -163,12 +207,17 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
         torch.searchsorted(starts[level + 1], starts[level]) + level_starts[level + 1]
         for level in range(levels)
     ]
+    above = [torch.zeros(1, dtype=torch.int64)]
+    for level in range(levels):
+        opened = torch.searchsorted(starts[level], starts[level + 1], right=True) - 1
+        above.append(opened + level_starts[level])
     leaves = torch.full((items + 1,), level_starts[-1], dtype=torch.int64)
     lasts = [torch.cat([first[1:], first.new_tensor([items])]) for first in starts]
     item_leaves = torch.empty(items, dtype=torch.int64)
     item_leaves[order] = torch.arange(items)
     return Trie(
         torch.cat([*firsts, leaves]).to(torch.int32),
+        torch.cat(above).to(torch.int32),
         torch.cat(node_codes).to(torch.int32),
         torch.cat(starts).to(torch.int32),
         torch.cat(lasts).to(torch.int32),

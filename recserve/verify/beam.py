@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Beams
+from recserve.core.beams import Beams, Scored
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest, Slate
 from recserve.core.sequence import Sequence
-from recserve.draft.beam import BeamDraft
+from recserve.draft.beam import PrefixDraft, wanted
 from recserve.models.recommender import Recommender
 
 DEAD = float("-inf")
@@ -25,53 +25,55 @@ def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
     """Level 1 beams of requests over one trie, from the hidden state of their last root token."""
     requests = [_request(s) for s in sequences]
     trie = requests[0].trie
-    tails = _tails(sequences)
-    none = torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device)
+    tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+    assert tails.shape[0] == len(sequences), "a root is not computed"
+    top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
+    nothing = torch.empty(0, dtype=torch.int64, device=tails.device)
     beams = Beams(
         sequences,
         tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
         trie,
         0,
-        torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device),
-        torch.zeros(len(sequences), 1, device=tails.device),
-        none,
-        none,
+        top,
+        torch.zeros(top.shape, device=tails.device),
+        top[..., :0, None].reshape(len(sequences), 1, 0),
+        tails,
+        Scored(nothing, nothing, tails[:0]),
+        torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
     )
     rows = torch.arange(len(sequences), device=tails.device)
-    return skip_unforked(expand(beams, rows, tails, model), model)
+    return advance(expand(beams, rows, tails, model), model)
 
 
 def verify(
-    beams: Beams, draft: BeamDraft, slots: Tensor, hidden: Tensor, model: Recommender
+    beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor, model: Recommender
 ) -> Beams:
-    """Beams one level deeper, and on through levels that need no score.
+    """Beams as many levels deeper as the scored prefixes prove.
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
-    assert draft.rows is not None and draft.path_nodes is not None and draft.queries is not None
-    known = beams.slots.flatten(0, 1)
-    known[draft.rows] = slots[draft.path_nodes]
-    row_of_node = torch.empty_like(slots)
-    row_of_node[draft.queries] = torch.arange(draft.queries.shape[0], device=slots.device)
-    ends = hidden[row_of_node[draft.path_nodes[:, -1]]]
-    beams = replace(beams, slots=known.view_as(beams.slots), rounds=beams.rounds + 1)
-    return skip_unforked(expand(beams, draft.rows, ends, model), model)
+    assert draft.queries is not None and draft.query_keys is not None
+    scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
+    owners = draft.query_keys // beams.trie.node_codes.shape[0]
+    worked = torch.bincount(owners, minlength=len(beams.sequences)).clamp(max=1)
+    return advance(replace(beams, scored=scored, rounds=beams.rounds + worked), model)
 
 
-def skip_unforked(beams: Beams, model: Recommender) -> Beams:
-    """Follow only children while no beam forks; nothing to do where every level is scored."""
-    if model.config.normalization != "children":
-        return beams
+def advance(beams: Beams, model: Recommender) -> Beams:
+    """Level by level while every beam that must be scored is scored: then the best W children are
+    those of full beam search, whoever drafted them.
+    """
+    skip_single = model.config.normalization == "children"
     while not beams.finished:
-        forks = beams.alive() & (beams.trie.num_children(beams.nodes) > 1)
-        if bool(forks.any()):
+        rows = wanted(beams, skip_single).flatten().nonzero().flatten()
+        found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
+        if bool((found < 0).any()):
             break
-        none = torch.empty(0, dtype=torch.int64, device=beams.nodes.device)
-        beams = expand(beams, none, None, model)
+        beams = expand(beams, rows, beams.scored.hidden[found], model)
     return beams
 
 
-def expand(beams: Beams, rows: Tensor, hidden: Tensor | None, model: Recommender) -> Beams:
+def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:
     """All allowed children of all beams, the best W of each request.
 
     rows [P]: beams scored by the model, as indices into [B * W]; hidden [P, E] at their last node.
@@ -79,33 +81,40 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor | None, model: Recommender
     batch, width = beams.nodes.shape
     trie = beams.trie
     children = trie.children(beams.nodes.flatten())
-    gain = torch.zeros(children.nodes.shape, device=beams.scores.device)
-    if hidden is not None:
+    gain = torch.zeros(children.nodes.shape, device=beams.log_probs.device)
+    if rows.shape[0]:
         codes, valid = children.codes[rows].long(), children.valid[rows]
         gain[rows] = level_log_probs(model, hidden, beams.level, codes, valid)
-    total = (beams.scores.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
-    total = total.view(batch, -1)
-    nodes = children.nodes.view(batch, -1)
+    widths = [beam_width(_request(s)) for s in beams.sequences]
+    total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
+    return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
+
+
+def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:
+    """One level deeper: the best allowed children of each request.
+
+    nodes, total [B, W * M]: children of all beams and their log-probabilities, -inf where there is
+    none.
+    widths: how many of them each request keeps.
+    """
+    trie, width = beams.trie, beams.nodes.shape[1]
     for b, allowed in enumerate(beams.filters):
         if allowed is not None:
             left = allowed.remaining(trie.first_leaf[nodes[b]], trie.last_leaf[nodes[b]])
             total[b].masked_fill_(left <= 0, DEAD)
-    widths = torch.tensor([beam_width(_request(s)) for s in beams.sequences], device=nodes.device)
-    kept, index = _best(total, nodes, min(int(widths.max()), total.shape[1]))
+    kept, index = _best(total, nodes, min(max(widths), total.shape[1]))
     rank = torch.arange(kept.shape[1], device=nodes.device)
-    kept = kept.masked_fill(rank >= widths[:, None], DEAD)
-    used = int((kept > DEAD).sum(1).max())
-    kept, index = kept[:, : max(used, 1)], index[:, : max(used, 1)]
+    kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)
+    used = max(int((kept > DEAD).sum(1).max()), 1)
+    kept, index = kept[:, :used], index[:, :used]
     chosen = torch.where(kept > DEAD, nodes.gather(1, index), 0)
     parent = (index // (total.shape[1] // width))[..., None].expand(-1, -1, beams.level)
-    unscored = torch.full_like(chosen, -1)[..., None]
     return replace(
         beams,
         level=beams.level + 1,
         nodes=chosen,
-        scores=kept,
+        log_probs=kept,
         paths=torch.cat([beams.paths.gather(1, parent), chosen[..., None]], dim=-1),
-        slots=torch.cat([beams.slots.gather(1, parent), unscored], dim=-1),
     )
 
 
@@ -131,15 +140,15 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
     rows = beams.trie.items_of_leaves(
         torch.where(beams.alive(), beams.nodes, beams.trie.level_starts[beams.trie.num_levels])
     ).long()
-    scores = beams.scores
+    scores = beams.log_probs
     requests = [_request(s) for s in beams.sequences]
     weights = torch.tensor([r.dense_weight for r in requests], device=scores.device)
     if bool((weights != 0).any()):
-        dense = model.dense_scores(_tails(beams.sequences)).gather(1, rows)
+        dense = model.dense_scores(beams.tails).gather(1, rows)
         scores = scores + weights[:, None] * dense
     order = torch.sort(rows, dim=1).indices
     order = order.gather(1, _descending(scores.gather(1, order)))
-    counts = beams.alive().sum(1).tolist()
+    counts, rounds = beams.alive().sum(1).tolist(), beams.rounds.tolist()
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
     slates = []
     for b, sequence in enumerate(beams.sequences):
@@ -149,7 +158,7 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
                 np.ascontiguousarray(ranked_rows[b, :n].numpy()),
                 np.ascontiguousarray(ranked_scores[b, :n].numpy()),
                 True,
-                beams.rounds,
+                rounds[b],
                 sequence.timing,
             )
         )
@@ -177,13 +186,6 @@ def _best(total: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _descending(values: Tensor) -> Tensor:
     """Order of each row, largest first, equal values as they come."""
     return torch.sort(values, dim=1, descending=True, stable=True).indices
-
-
-def _tails(sequences: tuple[Sequence, ...]) -> Tensor:
-    """[B, E] hidden states of the last root tokens."""
-    tails = [s.tail for s in sequences if s.tail is not None]
-    assert len(tails) == len(sequences), "a root is not computed"
-    return torch.stack(tails)
 
 
 def _request(sequence: Sequence) -> RecommendRequest:
