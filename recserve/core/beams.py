@@ -38,6 +38,12 @@ class Scored:
         return Scored(keys, slots, torch.cat([self.hidden, hidden])[order])
 
 
+def nothing_scored(like: Tensor) -> Scored:
+    """The empty table, for hidden states like the given ones [n, E]."""
+    empty = torch.empty(0, dtype=torch.int64, device=like.device)
+    return Scored(empty, empty, like[:0])
+
+
 @dataclass(frozen=True)
 class Beams:
     """B requests x W beams, all prefixes of the same length over the same trie.

@@ -6,24 +6,11 @@ has log-probability 0); such a node is computed later, and only if something bel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.drafting import Draft
-from recserve.kernels.trie import tree_of_nodes
-from recserve.models.inputs import NodeInputs
-
-
-@dataclass(frozen=True)
-class PrefixDraft(Draft):
-    """A draft of semantic-id prefixes. query_keys [Tq]: key (as in Scored) of each computed
-    node.
-    """
-
-    query_keys: Tensor | None = None
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 
 
 def wanted(beams: Beams, skip_single: bool) -> Tensor:
@@ -34,7 +21,7 @@ def wanted(beams: Beams, skip_single: bool) -> Tensor:
 def propose(
     beams: Beams, level_offsets: Tensor, skip_single: bool, extra: Tensor | None = None
 ) -> PrefixDraft:
-    """Tree of all unscored nodes on the way to a beam that must be scored.
+    """Trees of all unscored nodes on the way to a beam that must be scored.
 
     level_offsets [L]: first token of each level. extra [n]: keys of further nodes to score, each
     with all nodes above it.
@@ -43,22 +30,4 @@ def propose(
     keys = beams.keys(beams.paths)[missing].flatten()
     if extra is not None:
         keys = torch.cat([keys, extra])
-    return draft_of_keys(beams, keys, level_offsets)
-
-
-def draft_of_keys(beams: Beams, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
-    """The nodes of these keys as token trees; those scored before are only read.
-
-    keys [n], duplicates allowed; with a node all nodes above it.
-    """
-    built = tree_of_nodes(beams.trie, keys, len(beams.sequences))
-    tree = built.tree
-    tokens = level_offsets[tree.depths] + beams.trie.node_codes[tree.tokens]
-    row = beams.scored.find(built.keys)
-    known = row >= 0
-    scored, node_keys = torch.full_like(tokens, -1), torch.empty_like(tokens)
-    scored[built.index[known]] = beams.scored.slots[row[known]]
-    node_keys[built.index] = built.keys
-    queries = (scored < 0).nonzero().flatten()
-    inputs = NodeInputs(tokens[queries])
-    return PrefixDraft(replace(tree, tokens=tokens), inputs, queries, scored, node_keys[queries])
+    return draft_of_keys(beams.trie, keys, len(beams.sequences), level_offsets, beams.scored)

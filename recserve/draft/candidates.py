@@ -5,14 +5,14 @@ likelihood.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest
-from recserve.kernels.tree import TokenTree, from_paths
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
+from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
@@ -44,19 +44,6 @@ def _root_limits(request: RankRequest) -> Tensor:
     return torch.from_numpy(request.root_limits).to(torch.int64)
 
 
-@dataclass(frozen=True)
-class PathDraft(Draft):
-    """A draft of semantic-id prefixes and where each candidate went.
-
-    rows [P]: the drafted candidates, counted over all requests. path_nodes [P, L - 1]: tree node of
-    each of their prefixes. nodes [T]: trie node of each tree node.
-    """
-
-    rows: Tensor | None = None
-    path_nodes: Tensor | None = None
-    nodes: Tensor | None = None
-
-
 def propose_paths(
     trie: Trie,
     trie_nodes: Tensor,
@@ -64,33 +51,21 @@ def propose_paths(
     num_trees: int,
     level_offsets: Tensor,
     skip: bool,
-) -> PathDraft | None:
-    """Tree of the candidates' prefixes, shared ones merged; the last code of an item needs no node.
+) -> PrefixDraft | None:
+    """Trees of the candidates' prefixes, shared ones merged; the last code of an item needs no
+    node.
 
     trie_nodes [M, L]: trie node of every prefix of every candidate. owners [M]: its request.
-    level_offsets [L]: first token of each level. skip: leave out what lies below the last fork of
-    every path through it, which has log-probability 0. None when the root alone decides.
+    level_offsets [L]: first token of each level. skip: leave out what lies below the last fork of a
+    path, which has log-probability 0. None when the root alone decides.
     """
     prefixes = trie_nodes[:, :-1]
-    forks = trie.num_children(prefixes) > 1
-    if not skip:
-        forks = torch.ones_like(forks)
-    needed = forks.flip(1).cummax(1).values.flip(1) if forks.shape[1] else forks
-    rows = needed.any(1).nonzero().flatten()
-    if not rows.shape[0]:
+    if skip:
+        forks = trie.num_children(prefixes) > 1
+        needed = forks.int().flip(1).cumsum(1).flip(1) > 0
+    else:
+        needed = torch.ones_like(prefixes, dtype=torch.bool)
+    keys = (owners[:, None] * trie.node_codes.shape[0] + prefixes)[needed]
+    if not keys.shape[0]:
         return None
-    built = from_paths(prefixes[rows], owners[rows], num_trees)
-    nodes = built.tree.tokens
-    computed = torch.zeros_like(nodes, dtype=torch.bool)
-    computed[built.nodes[needed[rows]]] = True
-    queries = computed.nonzero().flatten()
-    tokens = level_offsets[built.tree.depths] + trie.node_codes[nodes]
-    return PathDraft(
-        replace(built.tree, tokens=tokens),
-        NodeInputs(tokens[queries]),
-        queries,
-        torch.full_like(tokens, -1),
-        rows,
-        built.nodes,
-        nodes,
-    )
+    return draft_of_keys(trie, keys, num_trees, level_offsets)

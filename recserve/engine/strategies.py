@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Beams
+from recserve.core.beams import Beams, nothing_scored
 from recserve.core.drafting import Draft, Strategy
 from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
-from recserve.draft.candidates import PathDraft, propose_branches, propose_paths
+from recserve.draft.candidates import propose_branches, propose_paths
+from recserve.draft.prefixes import PrefixDraft
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
@@ -46,9 +47,7 @@ class BeamStrategy:
         """The prefixes that fork."""
         return beam_draft.propose(state, self.level_offsets, self.skip_single)
 
-    def verify(
-        self, state: Beams, draft: beam_draft.PrefixDraft, slots: Tensor, hidden: Tensor
-    ) -> Beams:
+    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """One level deeper."""
         return beam_verify.verify(state, draft, slots, hidden, self.model)
 
@@ -59,12 +58,16 @@ class BeamStrategy:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Requests whose candidates are being scored; trie_nodes [M, L], scores [M] so far."""
+    """Requests whose candidates are being scored.
+
+    trie_nodes [M, L], scores [M] so far, owners [M] the request of each candidate.
+    """
 
     sequences: tuple[Sequence, ...]
     trie_nodes: Tensor
     scores: Tensor
-    draft: PathDraft | None
+    owners: Tensor
+    draft: PrefixDraft | None
 
 
 class LikelihoodStrategy:
@@ -94,7 +97,7 @@ class LikelihoodStrategy:
         draft = propose_paths(
             trie, nodes, owners, len(sequences), self.level_offsets, self.skip_single
         )
-        return Likelihoods(tuple(sequences), nodes, scores, draft)
+        return Likelihoods(tuple(sequences), nodes, scores, owners, draft)
 
     def finished(self, state: Likelihoods) -> bool:
         """True when no prefix waits for its score."""
@@ -106,11 +109,13 @@ class LikelihoodStrategy:
         return state.draft
 
     def verify(
-        self, state: Likelihoods, draft: PathDraft, slots: Tensor, hidden: Tensor
+        self, state: Likelihoods, draft: PrefixDraft, slots: Tensor, hidden: Tensor
     ) -> Likelihoods:
         """Adds the log-probabilities of all codes after the first."""
         trie = _likelihood(state.sequences[0]).trie
-        deeper = path_scores(trie, state.trie_nodes, draft, hidden, self.model)
+        assert draft.query_keys is not None and draft.queries is not None
+        scored = nothing_scored(hidden).add(draft.query_keys, slots[draft.queries], hidden)
+        deeper = path_scores(trie, state.trie_nodes, state.owners, scored, self.model)
         return replace(state, scores=state.scores + deeper, draft=None)
 
     def finish(self, state: Likelihoods) -> list[Result]:

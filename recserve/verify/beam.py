@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Beams, Scored
+from recserve.core.beams import Beams, nothing_scored
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest, Slate
 from recserve.core.sequence import Sequence
-from recserve.draft.beam import PrefixDraft, wanted
+from recserve.draft.beam import wanted
+from recserve.draft.prefixes import PrefixDraft
 from recserve.models.recommender import Recommender
 
 DEAD = float("-inf")
@@ -28,7 +29,6 @@ def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
     tails = torch.stack([s.tail for s in sequences if s.tail is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
-    nothing = torch.empty(0, dtype=torch.int64, device=tails.device)
     beams = Beams(
         sequences,
         tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
@@ -38,7 +38,7 @@ def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
         torch.zeros(top.shape, device=tails.device),
         top[..., :0, None].reshape(len(sequences), 1, 0),
         tails,
-        Scored(nothing, nothing, tails[:0]),
+        nothing_scored(tails),
         torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
     )
     rows = torch.arange(len(sequences), device=tails.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.draft.candidates import PathDraft
+from recserve.core.beams import Scored
 from recserve.kernels.trie import Trie
 from recserve.models.recommender import Recommender
 from recserve.verify.beam import level_log_probs
@@ -27,30 +27,27 @@ def root_scores(
 
 
 def path_scores(
-    trie: Trie, trie_nodes: Tensor, draft: PathDraft, hidden: Tensor, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
 ) -> Tensor:
     """Log-probability of each candidate's codes after the first.
 
-    trie_nodes [M, L]; hidden [Tq, E] of the draft's computed nodes. Returns [M]; prefixes that were
-    left out have one child and add 0.
+    trie_nodes [M, L], owners [M]. Prefixes that were not scored have one child and add 0. Returns
+    [M].
     """
-    assert draft.rows is not None and draft.path_nodes is not None
-    assert draft.nodes is not None and draft.queries is not None
-    out = hidden.new_zeros(trie_nodes.shape[0], dtype=torch.float32)
-    row_of_node = torch.full_like(draft.nodes, -1)
-    for depth in range(draft.path_nodes.shape[1]):
-        at_depth = draft.tree.depths[draft.queries] == depth
-        computed = draft.queries[at_depth]
-        if not computed.shape[0]:
+    size = trie.node_codes.shape[0]
+    out = torch.zeros(trie_nodes.shape[0], device=trie.device)
+    levels = trie.levels(scored.keys % size)
+    for level in range(1, trie.num_levels):
+        here = (levels == level).nonzero().flatten()
+        if not here.shape[0]:
             continue
-        children = trie.children(draft.nodes[computed])
+        part = Scored(scored.keys[here], scored.slots[here], scored.hidden[here])
+        children = trie.children(part.keys % size)
         log_probs = level_log_probs(
-            model, hidden[at_depth], depth + 1, children.codes.long(), children.valid
+            model, part.hidden, level, children.codes.long(), children.valid
         )
-        row_of_node[computed] = torch.arange(computed.shape[0], device=hidden.device)
-        row = row_of_node[draft.path_nodes[:, depth]]
-        here = (row >= 0).nonzero().flatten()
-        candidates = draft.rows[here]
-        parent, child = trie_nodes[candidates, depth], trie_nodes[candidates, depth + 1]
-        out[candidates] += log_probs[row[here], child - trie.first_child[parent]]
+        parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
+        row = part.find(owners * size + parents)
+        gain = log_probs[row.clamp(min=0), nodes - trie.first_child[parents]]
+        out += torch.where(row >= 0, gain, 0.0)
     return out

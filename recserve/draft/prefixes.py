@@ -1,0 +1,42 @@
+"""Prefixes of semantic ids as token trees: what every drafter of items proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Scored
+from recserve.core.drafting import Draft
+from recserve.kernels.trie import Trie, tree_of_nodes
+from recserve.models.inputs import NodeInputs
+
+
+@dataclass(frozen=True)
+class PrefixDraft(Draft):
+    """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node."""
+
+    query_keys: Tensor | None = None
+
+
+def draft_of_keys(
+    trie: Trie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None = None
+) -> PrefixDraft:
+    """The nodes of these keys as token trees; those scored before are only read.
+
+    keys [n], duplicates allowed; with a node all nodes above it. level_offsets [L]: first token of
+    each level.
+    """
+    built = tree_of_nodes(trie, keys, num_trees)
+    tree = built.tree
+    tokens = level_offsets[tree.depths] + trie.node_codes[tree.tokens]
+    scored, node_keys = torch.full_like(tokens, -1), torch.empty_like(tokens)
+    node_keys[built.index] = built.keys
+    if before is not None:
+        row = before.find(built.keys)
+        known = row >= 0
+        scored[built.index[known]] = before.slots[row[known]]
+    queries = (scored < 0).nonzero().flatten()
+    inputs = NodeInputs(tokens[queries])
+    return PrefixDraft(replace(tree, tokens=tokens), inputs, queries, scored, node_keys[queries])
