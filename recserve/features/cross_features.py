@@ -191,15 +191,16 @@ def _categories(
         return total.reshape(num_contexts, size)
 
     mine = tables.categories[rows]
-    length = np.sqrt((weights[mine] ** 2).sum(1))
+    length = np.sqrt((weights**2).take(mine).sum(1))
+    place = owners[:, None] * size + mine
     columns = []
     everything = tally(history.shape[1])
     for total in (everything, tally(NUM_RECENT)):
         weighted = total * weights
         norm = np.sqrt((weighted**2).sum(1))[owners] * length
-        inner = (weighted * weights)[owners[:, None], mine].sum(1)
+        inner = (weighted * weights).take(place).sum(1)
         columns.append(inner / np.maximum(norm, 1e-6))
-    share = everything[owners, mine[:, 0]] / np.maximum(seen.sum(1), 1)[owners]
+    share = everything.take(place[:, 0]) / np.maximum(seen.sum(1), 1)[owners]
     known = mine[:, 0] < size - 1
     return np.stack([*columns, share * known], 1)
 
