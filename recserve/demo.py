@@ -14,6 +14,7 @@ import shutil
 import socket
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -36,13 +37,22 @@ from recserve.server.run import serve
 from recserve.service import Service
 from recserve.terminal import ranking_table, slate_table, timing_line, titles
 from recserve.training.options import TrainOptions
-from recserve.training.ranker import train_ranker
-from recserve.training.recommender import train_recommender
+from recserve.training.ranker import RankerRecipe, train_ranker
+from recserve.training.recommender import ITEMS, train_recommender
 
 HOST = "127.0.0.1"
-RECOMMENDER_MINUTES = 0.6
-RANKER_MINUTES = 0.3
+MINUTES = {"recommender": 0.5, "ranker": 0.25}
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
+# Smaller than what `recserve train` takes, so that several epochs fit into half a minute.
+RECOMMENDER = replace(
+    ITEMS,
+    hidden_size=96,
+    num_heads=4,
+    intermediate_size=256,
+    validation_users=500,
+    validation_width=10,
+)
+RANKER = RankerRecipe(hidden_size=48, validation_users=300)
 CODES = 64
 SLATE = 10
 CANDIDATES = 200
@@ -95,12 +105,13 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
     out = folder / "bundle"
     options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
     build_bundle(options, lambda line: say(console, line))
-    for name, train, minutes in (
-        ("recommender", train_recommender, RECOMMENDER_MINUTES),
-        ("ranker", train_ranker, RANKER_MINUTES),
-    ):
+    for name, minutes in MINUTES.items():
         console.rule(f"{name}, at most {minutes * 60:.0f} s", align="left")
-        report = train(Bundle.open(out), TrainOptions(max_minutes=minutes))
+        bundle, asked = Bundle.open(out), TrainOptions(max_minutes=minutes)
+        if name == "recommender":
+            report = train_recommender(bundle, asked, RECOMMENDER, console)
+        else:
+            report = train_ranker(bundle, asked, RANKER, console)
         kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
         say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
 
@@ -163,7 +174,7 @@ def fingerprint(data: Path | None) -> str:
     Raises SchemaError if the folder lacks one of the two files.
     """
     version = importlib.metadata.version("recserve")
-    digest = hashlib.sha256(f"{version} {CODES} {RECOMMENDER_MINUTES} {RANKER_MINUTES}".encode())
+    digest = hashlib.sha256(f"{version} {CODES} {MINUTES} {RECOMMENDER} {RANKER}".encode())
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
     else:

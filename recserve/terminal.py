@@ -43,7 +43,7 @@ def slate_table(answer: RecommendAnswer, title: Title) -> Table:
     table.add_column("item", no_wrap=True)
     table.add_column("title", no_wrap=True, overflow="ellipsis")
     table.add_column("score", justify="right")
-    table.add_column("source")
+    table.add_column("source", min_width=len("popular"))
     for item in answer.items:
         score = "" if item.score is None else f"{item.score:.3f}"
         table.add_row(str(item.rank), *_named(item.item_id, title), score, item.source)
@@ -58,7 +58,7 @@ def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) ->
     table.add_column("title", no_wrap=True, overflow="ellipsis")
     tasks = list(answer.items[0].scores) if answer.items else []
     for task in tasks:
-        table.add_column(task, justify="right")
+        table.add_column(task, justify="right", min_width=len(task))
     for item in answer.items[:limit]:
         scores = [f"{item.scores[task]:.3f}" for task in tasks]
         table.add_row(str(item.rank), *_named(item.item_id, title), *scores)

@@ -27,6 +27,7 @@ for command in (
     running.demo,
     bundles.build,
     bundles.train,
+    bundles.evaluate,
     running.serve,
     answers.recommend,
     answers.rank,

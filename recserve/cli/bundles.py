@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from recserve.cli.flags import BundleFlag, DeviceFlag
+from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
 Model = Literal["recommender", "ranker", "sasrec"]
 
@@ -88,6 +89,46 @@ def train(
         f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
         f"(ended by {report.stopped}, {report.seconds:.0f} s): {kept}"
     )
+
+
+def evaluate(
+    bundle: BundleFlag,
+    split: Annotated[
+        Literal["valid", "test"], typer.Option(help="The last event but one, or the last.")
+    ] = "test",
+    strategy: Annotated[
+        str, typer.Option(help="auto, beam, dense; sasrec for the baseline.")
+    ] = "auto",
+    k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
+    beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,
+    dense_weight: Annotated[
+        float | None, typer.Option(help="Of the dense head; default: the bundle's.")
+    ] = None,
+    users: Annotated[int | None, typer.Option(min=1, help="Only so many users.")] = None,
+    device: DeviceFlag = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+) -> None:
+    """NDCG and recall of leave-one-out over all items, seen items kept and filtered."""
+    from recserve.bundle import Bundle
+    from recserve.training.evaluate import evaluate_bundle
+    from recserve.training.options import TrainOptions
+
+    evaluation = evaluate_bundle(
+        Bundle.open(bundle),
+        split,
+        strategy,
+        numbers(k, "--k"),
+        width=beam_width,
+        dense_weight=dense_weight,
+        users=users,
+        device=TrainOptions(device=device).torch_device(),
+    )
+    typer.echo(str(evaluation))
+    typer.echo(f"{evaluation.seconds:.1f} s")
+    if json_file is not None:
+        json_file.write_text(json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
