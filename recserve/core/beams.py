@@ -50,7 +50,8 @@ class Beams:
 
     nodes [B, W]: trie node of each prefix, 0 where dead. log_probs [B, W]: -inf where dead.
     paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
-    last root token. rounds [B]: forwards that scored a node of the request.
+    last root token. parents [B, W]: each beam's parent, as a column of the level above. rounds [B]:
+    forwards that scored a node of the request.
     """
 
     sequences: tuple[Sequence, ...]
@@ -60,6 +61,7 @@ class Beams:
     nodes: Tensor
     log_probs: Tensor
     paths: Tensor
+    parents: Tensor
     tails: Tensor
     scored: Scored
     rounds: Tensor

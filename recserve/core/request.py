@@ -40,7 +40,7 @@ class RecommendRequest:
     trie: Trie
     k: int
     beam_width: int
-    strategy: Literal["beam"] = "beam"
+    strategy: Literal["beam", "speculative"] = "beam"
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
     dense_weight: float = 0.0

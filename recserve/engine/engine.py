@@ -30,8 +30,9 @@ from recserve.core.sequence import Sequence
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk
 from recserve.engine.runner import Runner
-from recserve.engine.strategies import RECOMMEND, LikelihoodStrategy, RankStrategy
+from recserve.engine.strategies import LikelihoodStrategy, RankStrategy, recommend_strategies
 from recserve.kernels.paged_kv import KVPool
+from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
@@ -82,13 +83,17 @@ class Engine:
         recommender: Recommender | None = None,
         ranker: Ranker | None = None,
         config: EngineConfig | None = None,
+        self_draft: SelfDraftHead | None = None,
     ) -> None:
+        """self_draft: the head that drafts for the strategy `speculative`."""
         self.config = config or EngineConfig()
         self._lanes: dict[str, Lane] = {}
         self._strategies: dict[str, Strategy] = {}
+        self.strategies: tuple[str, ...] = ()
         if recommender is not None:
             self._lanes["recommender"] = self._lane(RecommenderTrunk(recommender.eval()))
-            self._strategies = {name: make(recommender) for name, make in RECOMMEND.items()}
+            self._strategies = recommend_strategies(recommender, self_draft)
+            self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = LikelihoodStrategy(recommender)
         if ranker is not None:
             self._lanes["ranker"] = self._lane(RankerTrunk(ranker.eval()))
@@ -249,7 +254,7 @@ class Engine:
         if model not in self._lanes:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self._lanes)}")
         if name not in self._strategies:
-            raise ValueError(f"strategy is {name!r}; choose one of {sorted(RECOMMEND)}")
+            raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
         return self._lanes[model], self._strategies[name]
 
     def _lane(self, trunk: RecommenderTrunk | RankerTrunk) -> Lane:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,16 @@ from recserve.core.request import LikelihoodRequest, RankRequest, RecommendReque
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft.candidates import propose_branches, propose_paths
+from recserve.draft.nezha import likely_prefixes
 from recserve.draft.prefixes import PrefixDraft
+from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify.scores import path_scores, root_scores
+
+RECOMMEND = ("beam",)
+SPREAD = 4
 
 
 class BeamStrategy:
@@ -54,6 +58,31 @@ class BeamStrategy:
     def finish(self, state: Beams) -> list[Result]:
         """Slates."""
         return list(beam_verify.finish(state, self.model))
+
+
+class SpeculativeStrategy(BeamStrategy):
+    """Full beam search, its prefixes drafted ahead by the self-draft head.
+
+    One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
+    and only the number of rounds differs. What the draft missed is scored in further rounds.
+    """
+
+    def __init__(self, model: Recommender, head: SelfDraftHead, spread: int = SPREAD) -> None:
+        super().__init__(model)
+        self.head = head
+        self.spread = spread
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """`spread` W drafted nodes at each level but the last, and all of beam search's own."""
+        return (self.spread + 1) * super().tree_room(request)
+
+    def propose(self, state: Beams) -> Draft:
+        """At first all that the head thinks likely; in a repair round what is missing."""
+        if bool((state.rounds > 0).any()):
+            return super().propose(state)
+        widths = [self.spread * beam_verify.beam_width(_recommend(s)) for s in state.sequences]
+        extra = likely_prefixes(state, self.head, self.level_offsets, widths, self.skip_single)
+        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
 
 
 @dataclass(frozen=True)
@@ -173,11 +202,21 @@ class RankStrategy:
         ]
 
 
-RECOMMEND: dict[str, Callable[[Recommender], Strategy]] = {"beam": BeamStrategy}
+def recommend_strategies(model: Recommender, head: SelfDraftHead | None) -> dict[str, Strategy]:
+    """A recommender's strategies by name; without a self-draft head there is no speculation."""
+    strategies: dict[str, Strategy] = {"beam": BeamStrategy(model)}
+    if head is not None:
+        strategies["speculative"] = SpeculativeStrategy(model, head)
+    return strategies
 
 
 def _level_offsets(model: Recommender) -> Tensor:
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
+
+
+def _recommend(sequence: Sequence) -> RecommendRequest:
+    assert isinstance(sequence.request, RecommendRequest)
+    return sequence.request
 
 
 def _likelihood(sequence: Sequence) -> LikelihoodRequest:

@@ -14,12 +14,11 @@ from torch import Tensor
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest, Slate
+from recserve.core.selection import DEAD, descending, keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.models.recommender import Recommender
-
-DEAD = float("-inf")
 
 
 def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
@@ -37,6 +36,7 @@ def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
         top,
         torch.zeros(top.shape, device=tails.device),
         top[..., :0, None].reshape(len(sequences), 1, 0),
+        top,
         tails,
         nothing_scored(tails),
         torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
@@ -90,34 +90,6 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
     return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
 
 
-def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:
-    """One level deeper: the best allowed children of each request.
-
-    nodes, total [B, W * M]: children of all beams and their log-probabilities, -inf where there is
-    none.
-    widths: how many of them each request keeps.
-    """
-    trie, width = beams.trie, beams.nodes.shape[1]
-    for b, allowed in enumerate(beams.filters):
-        if allowed is not None:
-            left = allowed.remaining(trie.first_leaf[nodes[b]], trie.last_leaf[nodes[b]])
-            total[b].masked_fill_(left <= 0, DEAD)
-    kept, index = _best(total, nodes, min(max(widths), total.shape[1]))
-    rank = torch.arange(kept.shape[1], device=nodes.device)
-    kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)
-    used = max(int((kept > DEAD).sum(1).max()), 1)
-    kept, index = kept[:, :used], index[:, :used]
-    chosen = torch.where(kept > DEAD, nodes.gather(1, index), 0)
-    parent = (index // (total.shape[1] // width))[..., None].expand(-1, -1, beams.level)
-    return replace(
-        beams,
-        level=beams.level + 1,
-        nodes=chosen,
-        log_probs=kept,
-        paths=torch.cat([beams.paths.gather(1, parent), chosen[..., None]], dim=-1),
-    )
-
-
 def level_log_probs(
     model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
 ) -> Tensor:
@@ -147,7 +119,7 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
         dense = model.dense_scores(beams.tails).gather(1, rows)
         scores = scores + weights[:, None] * dense
     order = torch.sort(rows, dim=1).indices
-    order = order.gather(1, _descending(scores.gather(1, order)))
+    order = order.gather(1, descending(scores.gather(1, order)))
     counts, rounds = beams.alive().sum(1).tolist(), beams.rounds.tolist()
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
     slates = []
@@ -168,24 +140,6 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
 def beam_width(request: RecommendRequest) -> int:
     """Beams kept: as asked, and never fewer than the items wanted."""
     return max(request.beam_width, request.k)
-
-
-def _best(total: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` best columns of each row, equal scores in the order of their trie nodes."""
-    kept, index = total.topk(width, dim=1)
-    last = kept[:, -1:]
-    if bool((((total == last).sum(1) > (kept == last).sum(1)) & (last[:, 0] > DEAD)).any()):
-        # More candidates tie with the last kept one than fit: choose among them by node.
-        by_node = torch.sort(nodes, dim=1).indices
-        ranked = _descending(total.gather(1, by_node))[:, :width]
-        index = by_node.gather(1, ranked)
-        kept = total.gather(1, index)
-    return kept, index
-
-
-def _descending(values: Tensor) -> Tensor:
-    """Order of each row, largest first, equal values as they come."""
-    return torch.sort(values, dim=1, descending=True, stable=True).indices
 
 
 def _request(sequence: Sequence) -> RecommendRequest:
