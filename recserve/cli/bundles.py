@@ -111,6 +111,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """NDCG and recall of leave-one-out over all items, seen items kept and filtered."""
+    cutoffs = numbers(k, "--k")
     from recserve.bundle import Bundle
     from recserve.training.evaluate import evaluate_bundle
     from recserve.training.options import TrainOptions
@@ -119,7 +120,7 @@ def evaluate(
         Bundle.open(bundle),
         split,
         strategy,
-        numbers(k, "--k"),
+        cutoffs,
         width=beam_width,
         dense_weight=dense_weight,
         users=users,

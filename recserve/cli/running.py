@@ -34,10 +34,12 @@ def serve(
 ) -> None:
     """Serve a bundle over HTTP. A flag wins over its RECSERVE_* variable, that over --config."""
     from recserve.config import ServerConfig
-    from recserve.server.run import serve as run_server
 
     flags = {"bundle": bundle, "host": host, "port": port, "store": store, "device": device}
-    raise typer.Exit(run_server(ServerConfig.load(flags, config)))
+    settings = ServerConfig.load(flags, config)
+    from recserve.server.run import serve as run_server
+
+    raise typer.Exit(run_server(settings))
 
 
 def doctor(
