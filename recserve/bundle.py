@@ -1,7 +1,7 @@
 """The bundle: one folder with everything that serves, and a manifest of what each file must be.
 
     manifest.json  catalog.parquet  vectors.safetensors  events.parquet  quantizer/  text/
-    recommender/  ranker/  sasrec/
+    recommender/  ranker/  sasrec/  drafters/nezha/
 
 A bundle may come from a stranger: names are plain relative paths, links are refused, sizes are
 checked before a file is read, and nothing in it is ever executed.
@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 CATALOG, VECTORS, EVENTS = "catalog.parquet", "vectors.safetensors", "events.parquet"
 QUANTIZER, TEXT = "quantizer", "text"
 MODELS = ("recommender", "ranker", "sasrec")
+DRAFTERS = ("drafters/nezha",)
 CATALOG_FILES = (CATALOG, VECTORS)
 UNTRAINED = "untrained"
 MAX_MANIFEST_BYTES = 4 << 20
@@ -223,12 +224,13 @@ class Bundle:
     def commit(self, section: str, values: Mapping[str, Any]) -> None:
         """Record a section, hash what belongs to it and replace the manifest at once.
 
-        section: "build" hashes every file; a model's name hashes its folder. Hidden files and
-        everything called `checkpoint*` stay outside the manifest. Readers see the manifest before
-        or after, never half.
+        section: "build" hashes every file; a model's or drafter's name hashes its folder. Hidden
+        files and everything called `checkpoint*` stay outside the manifest. Readers see the
+        manifest before or after, never half.
         """
-        if section not in ("build", *MODELS):
-            raise ValueError(f"section is {section!r}; expected one of build, {', '.join(MODELS)}")
+        known = ("build", *MODELS, *DRAFTERS)
+        if section not in known:
+            raise ValueError(f"section is {section!r}; expected one of {', '.join(known)}")
         files = {
             name: entry
             for name, entry in self.manifest.files.items()
@@ -242,11 +244,11 @@ class Bundle:
             if ours and name != MANIFEST and self._inside(name).is_file():
                 files[name] = FileEntry(_sha256(path), path.stat().st_size)
         trained = {n: e.sha256 for n, e in files.items() if n.split("/")[0] in MODELS}
-        known = {n: e.sha256 for n, e in files.items() if n in CATALOG_FILES}
+        listed = {n: e.sha256 for n, e in files.items() if n in CATALOG_FILES}
         self.manifest = replace(
             self.manifest,
             model_version=_digest(trained) if trained else UNTRAINED,
-            catalog_version=_digest(known),
+            catalog_version=_digest(listed),
             files=files,
             sections={**self.manifest.sections, section: dict(values)},
         )
