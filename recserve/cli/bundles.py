@@ -11,7 +11,7 @@ import typer
 
 from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
-Model = Literal["recommender", "ranker", "sasrec"]
+Model = Literal["recommender", "ranker", "drafter", "sasrec"]
 
 
 def build(
@@ -65,6 +65,7 @@ def train(
 ) -> None:
     """Train a model of the bundle; the best checkpoint on validation is kept."""
     from recserve.bundle import Bundle
+    from recserve.training.drafters import train_drafter
     from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
     from recserve.training.recommender import train_recommender
@@ -81,6 +82,7 @@ def train(
     trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
         "recommender": train_recommender,
         "ranker": train_ranker,
+        "drafter": train_drafter,
         "sasrec": train_sasrec,
     }
     report = trainers[model](Bundle.open(bundle), options)
