@@ -1,0 +1,110 @@
+"""Pages and the prefix cache: what is found, what is shared, what is given back."""
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.engine.pages import OutOfPages, PageAllocator
+from recserve.engine.prefix_cache import PrefixCache
+
+SIZE = 4
+TAIL = torch.zeros(1)
+
+
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def store(cache, allocator, row_keys, shared=0):
+    """Compute a root and leave it to the cache alone."""
+    pages = allocator.allocate(-(-len(row_keys) // SIZE))
+    cache.insert(row_keys, shared, pages, TAIL)
+    allocator.release(pages)
+    return pages
+
+
+def found(cache, allocator, row_keys, shared=0):
+    match = cache.match(row_keys, shared)
+    allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
+    return match
+
+
+def test_allocate_share_release():
+    allocator = PageAllocator(3)
+    pages = allocator.allocate(2)
+    allocator.share(pages[:1])
+    allocator.release(pages)
+    assert allocator.num_free == 2 and allocator.references(pages[0]) == 1
+    with pytest.raises(OutOfPages, match="3 pages wanted, 2 of 3"):
+        allocator.allocate(3)
+    assert allocator.num_free == 2
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_a_whole_root_is_found_with_its_tail(length):
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    pages = store(cache, allocator, np.arange(length))
+    match = found(cache, allocator, np.arange(length))
+    assert match.length == length and match.tail is TAIL
+    assert match.pages + ([match.partial] if length % SIZE else []) == pages
+    assert (match.partial is None) == (length % SIZE == 0)
+
+
+def test_a_longer_root_finds_pages_and_the_partly_filled_one():
+    """Cached 0..5 (page 0..3, partial 4 5); asked for 0..8: six rows are there, the tail is not."""
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    pages = store(cache, allocator, np.arange(6))
+    match = found(cache, allocator, np.arange(9))
+    assert (match.length, match.pages, match.partial) == (6, pages[:1], pages[1])
+    assert match.tail is None
+    assert found(cache, allocator, keys(0, 1, 2, 3, 9)).length == 4
+    assert found(cache, allocator, keys(0, 1, 2, 9)).length == 0
+
+
+def test_two_users_share_a_beginning():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, keys(1, 2, 3, 4, 5))
+    match = cache.match(keys(1, 2, 3, 4, 6, 7))
+    assert match.length == 4 and allocator.references(match.pages[0]) == 2
+
+
+def test_shared_rows_are_cached_as_one_piece():
+    """Rows 0..5 see each other: a root whose fifth row differs finds nothing of the first page."""
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, np.arange(9), shared=6)
+    assert found(cache, allocator, np.arange(9), shared=6).length == 9
+    assert found(cache, allocator, keys(0, 1, 2, 3, 4, 5, 6, 9), shared=6).length == 0
+    assert found(cache, allocator, np.append(np.arange(9), 11), shared=6).length == 9
+    assert found(cache, allocator, keys(0, 1, 2, 3, 99, 5, 6), shared=6).length == 0
+    assert found(cache, allocator, np.arange(9), shared=0).length == 0
+
+
+def test_eviction_takes_the_least_recent_and_never_a_running_page():
+    allocator = PageAllocator(4)
+    cache = PrefixCache(allocator, SIZE)
+    for user in range(4):
+        store(cache, allocator, np.arange(4) + 10 * user)
+    held = cache.match(np.arange(4))
+    cache.evict(1)
+    assert allocator.num_free == 1
+    assert found(cache, allocator, np.arange(4) + 10).length == 0
+    assert found(cache, allocator, np.arange(4) + 30).length == 4
+    cache.evict(4)
+    assert allocator.num_free == 1, "one page is held, so four cannot be had and none is dropped"
+    allocator.release(held.pages)
+    cache.evict(4)
+    assert allocator.num_free == 4 and cache.num_pages == 0
+
+
+def test_forget_drops_every_length_of_a_root():
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, np.arange(5))
+    store(cache, allocator, np.arange(7))
+    cache.forget(np.arange(7))
+    assert allocator.num_free == 10 and cache.num_pages == 0
+    assert found(cache, allocator, np.arange(5)).length == 0
