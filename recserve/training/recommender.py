@@ -4,7 +4,7 @@ keeps."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,17 +45,19 @@ class RecommenderRecipe:
     num_layers: int = 2
     num_heads: int = 6
     intermediate_size: int = 512
-    dropout: float = 0.25
+    dropout: float = 0.3
     rope_theta: float = 10_000.0
     tied: bool = False
     id_embedding: bool = True
     item_vectors: bool = True
     max_history_items: int = 50
     max_nodes: int = 4096
-    objective: Objective = field(default_factory=lambda: Objective(0.05, True, 0.5, 0.1))
-    schedule: Schedule = field(default_factory=lambda: Schedule(10, 2e-3, patience=3))
-    rerank_weight: float = 0.6
-    validation_users: int = 4000
+    objective: Objective = Objective(
+        label_smoothing=0.05, dense_weight=1.0, heads_weight=0.1, item_dropout=0.1
+    )
+    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
+    rerank_weight: float = 1.5
+    validation_users: int = 2000
     validation_width: int = 20
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
@@ -89,11 +91,14 @@ class RecommenderRecipe:
 
 
 ITEMS = RecommenderRecipe()
+ITEMS_KEPT = replace(ITEMS, tied=True, objective=replace(ITEMS.objective, mask_seen=False))
 CODES = RecommenderRecipe(
     input="codes",
     normalization="vocabulary",
+    dropout=0.2,
     max_history_items=20,
-    objective=Objective(0.05, False, 0.0, 0.1),
+    objective=Objective(label_smoothing=0.05, mask_seen=False, heads_weight=0.1),
+    schedule=Schedule(epochs=10, learning_rate=2e-3, patience=3),
     rerank_weight=0.0,
 )
 RECIPES = {"items": ITEMS, "codes": CODES}

@@ -4,7 +4,7 @@ validation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class SasRecRecipe:
     mask_seen: bool = True
     max_history_items: int = 50
     max_nodes: int = 1536
-    schedule: Schedule = field(default_factory=lambda: Schedule(20, 2e-3, patience=4))
+    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
     validation_users: int = 4000
 
 
