@@ -245,8 +245,12 @@ class Recommender(nn.Module):
         super().train(mode)
         return self
 
-    def dense_item_rows(self) -> Tensor:
-        """[I, E] unit rows; kept while the weights stand still (eval mode without gradients)."""
+    def dense_item_rows(self, rows: Tensor | None = None) -> Tensor:
+        """Unit rows [I, E] of all bound items, or [n, E] of some; all of them are kept while the
+        weights stand still (eval mode without gradients).
+        """
+        if rows is not None:
+            return F.normalize(self.embed_items(rows), dim=-1)
         table = self._dense_table
         if table is not None and table.device == self.item_tokens.device:
             return table

@@ -6,6 +6,7 @@ the negative log-probability of the item that the server reports as a score.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ class Objective:
     dense_weight: float = 0.0
     heads_weight: float = 0.0
     item_dropout: float = 0.0
+    dense_negatives: int = 16_384
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,41 @@ def dense_loss(model: Recommender, batch: TreeBatch, trunk: Tensor, objective: O
         before = torch.zeros_like(before)
     which, where = before.nonzero(as_tuple=True)
     hidden = torch.stack([which, seen[which, where]], dim=1)
-    query, items = model.dense_query_rows(trunk), model.dense_item_rows()
+    query = model.dense_query_rows(trunk)
+    if model.num_bound_items > 4 * objective.dense_negatives:
+        return sampled_softmax_loss(model, query, batch.trunk_rows, hidden, objective)
+    items = model.dense_item_rows()
     return full_softmax_loss(query, items, batch.trunk_rows, hidden)
+
+
+def sampled_softmax_loss(
+    model: Recommender, query: Tensor, targets: Tensor, hidden: Tensor, objective: Objective
+) -> Tensor:
+    """Estimate of the summed cross-entropy over all items, from items drawn evenly with
+    replacement.
+
+    query: [q, E]. targets: [q]. hidden: [x, 2] pairs (row of query, item row) that are no
+    negatives. Each drawn item stands for I / drawn of them. Source: Bengio and Senecal 2008,
+    uniform proposal.
+    """
+    items, drawn = model.num_bound_items, objective.dense_negatives
+    sample = torch.randint(items, (drawn,), device=query.device).sort().values
+    weight = math.log(items / drawn)
+    logits = F.linear(query, model.dense_item_rows(sample)).float() + weight
+    for which, rows in (
+        (torch.arange(len(targets)).to(targets), targets),
+        tuple(hidden.T.contiguous()),
+    ):
+        first = torch.searchsorted(sample, rows)
+        count = torch.searchsorted(sample, rows, right=True) - first
+        pair = torch.repeat_interleave(count)
+        inside = torch.arange(len(pair)).to(pair) - (count.cumsum(0) - count)[pair]
+        hits = torch.zeros_like(logits, dtype=torch.bool)
+        hits[which[pair], first[pair] + inside] = True
+        logits = logits.masked_fill(hits, MASKED)
+    own = (query * model.dense_item_rows(targets)).sum(-1, keepdim=True).float()
+    first = torch.zeros_like(targets)
+    return F.cross_entropy(torch.cat([own, logits], dim=1), first, reduction="sum")
 
 
 def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ from recserve.training.options import TrainOptions, TrainReport
 class RecommenderRecipe:
     """What a recommender is trained with.
 
-    max_nodes: padded nodes of a batch. rerank_weight: of the dense head when finished beams are
-    ranked, kept in the bundle as the server's default. validation_users, validation_width:
-    validation between epochs is on that many users with that beam.
+    max_nodes: padded nodes of a batch, fewer where an epoch would have under 32 of them.
+    rerank_weight: of the dense head when finished beams are ranked, kept in the bundle as the
+    server's default. validation_users, validation_width: validation between epochs is on that many
+    users with that beam.
     """
 
     input: str = "items"
@@ -101,6 +102,7 @@ CODES = RecommenderRecipe(
     schedule=Schedule(epochs=10, learning_rate=2e-3, patience=3),
     rerank_weight=0.0,
 )
+MIN_BATCHES = 32
 RECIPES = {"items": ITEMS, "codes": CODES}
 
 
@@ -135,7 +137,9 @@ class RecommenderTrainee:
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Tree numbers of each batch."""
-        return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
+        # A small catalogue still takes enough steps for the schedule to mean something.
+        most = max(int(self.data.tree_starts[-1]) // MIN_BATCHES, 256)
+        return self.data.epoch(self.seed, epoch, min(self.recipe.max_nodes, most))
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Loss of the trees of these numbers."""
