@@ -1,0 +1,1 @@
+"""What the benchmarks compare with, written as a fair user would."""

@@ -1,0 +1,100 @@
+"""Our weights inside Hugging Face's classes: the same function, computed by somebody else's code.
+
+Ours keeps query, key and value, and gate and up, as one matrix each; theirs keeps them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from recserve.models.config import DecoderConfig
+from recserve.models.decoder import Decoder
+from recserve.models.recommender import Recommender
+
+
+def empty_model(config: DecoderConfig, vocabulary: int) -> PreTrainedModel:
+    """The Hugging Face model of the same shape: Qwen3 with qk_norm, Qwen2 with biases, else Llama.
+
+    Raises ValueError for a shape that none of the three has.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if config.qk_norm and config.attention_bias:
+        raise ValueError("no model of the family has both qk_norm and attention_bias")
+    if config.qk_norm:
+        return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    if config.attention_bias:
+        if config.head_dim * config.num_heads != config.hidden_size:
+            raise ValueError("Qwen2 has no head_dim of its own; make num_heads * head_dim the size")
+        return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+
+
+def trunk_weights(decoder: Decoder) -> dict[str, Tensor]:
+    """Weights of a trunk under Hugging Face's names, without the prefix `model.`."""
+    c = decoder.config
+    sizes = [c.num_heads * c.head_dim] + 2 * [c.num_kv_heads * c.head_dim]
+    weights: dict[str, Tensor] = {"norm.weight": decoder.norm.weight}
+    for number, layer in enumerate(decoder.layers):
+        at = f"layers.{number}."
+        for name in ("weight", "bias"):
+            fused = getattr(layer.qkv, name)
+            if fused is not None:
+                for letter, part in zip("qkv", fused.split(sizes), strict=True):
+                    weights[f"{at}self_attn.{letter}_proj.{name}"] = part
+        gate, up = layer.gate_up.weight.chunk(2)
+        weights |= {
+            f"{at}input_layernorm.weight": layer.attention_norm.weight,
+            f"{at}self_attn.o_proj.weight": layer.output.weight,
+            f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
+            f"{at}mlp.gate_proj.weight": gate,
+            f"{at}mlp.up_proj.weight": up,
+            f"{at}mlp.down_proj.weight": layer.down.weight,
+        }
+        if c.qk_norm:
+            weights[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
+            weights[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
+    return weights
+
+
+@torch.no_grad()
+def to_llama(model: Recommender) -> PreTrainedModel:
+    """A recommender of `codes` form as a causal language model over BOS and code tokens.
+
+    Raises ValueError for a model that reads more than tokens.
+    """
+    config = model.config
+    if config.input != "codes":
+        raise ValueError(f"input is {config.input!r}; only a 'codes' model is a plain Llama")
+    theirs = empty_model(config.decoder, config.num_code_tokens)
+    weights = {f"model.{name}": w for name, w in trunk_weights(model.decoder).items()}
+    weights["model.embed_tokens.weight"] = model.tokens.weight
+    weights["lm_head.weight"] = model.head.weight
+    theirs.load_state_dict({name: w.clone() for name, w in weights.items()})
+    return theirs.to(model.tokens.weight.dtype).eval()
