@@ -8,15 +8,17 @@ the user's cache folder under a name made of its data, so that a second run star
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -89,6 +91,7 @@ def prepare(data: Path | None, console: Console) -> Path:
     try:
         make_bundle(data, making, console)
         making.rename(folder)
+        say(console, f"kept for the next run: {folder / 'bundle'}")
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return folder
@@ -104,16 +107,28 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
         items, events = data / "items.parquet", data / "events.parquet"
     out = folder / "bundle"
     options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
-    build_bundle(options, lambda line: say(console, line))
+    build_bundle(options, lambda line: say(console, line.replace(f"{folder}{os.sep}", "")))
     for name, minutes in MINUTES.items():
-        console.rule(f"{name}, at most {minutes * 60:.0f} s", align="left")
+        console.rule(f"{name}, about {minutes * 60:.0f} s", align="left")
         bundle, asked = Bundle.open(out), TrainOptions(max_minutes=minutes)
-        if name == "recommender":
-            report = train_recommender(bundle, asked, RECOMMENDER, console)
-        else:
-            report = train_ranker(bundle, asked, RANKER, console)
+        with one_thread():
+            if name == "recommender":
+                report = train_recommender(bundle, asked, RECOMMENDER, console)
+            else:
+                report = train_ranker(bundle, asked, RANKER, console)
         kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
         say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain little from a second thread, and wait long for one that is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def show_answers(bundle: Path, console: Console) -> None:
@@ -169,20 +184,24 @@ def cache_folder() -> Path:
 
 
 def fingerprint(data: Path | None) -> str:
-    """Name of a demo: a digest of its data, its recipe and the installed version.
+    """Name of a demo: a digest of its data, its recipe and the code that makes bundles.
 
     Raises SchemaError if the folder lacks one of the two files.
     """
-    version = importlib.metadata.version("recserve")
-    digest = hashlib.sha256(f"{version} {CODES} {MINUTES} {RECOMMENDER} {RANKER}".encode())
+    digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER}".encode())
+    package = Path(__file__).parent
+    sources = [package / "building.py", package / "bundle.py"]
+    for room in ("features", "models", "training"):
+        sources += sorted((package / room).rglob("*.py"))
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
     else:
-        for name in ("items.parquet", "events.parquet"):
-            if not (data / name).is_file():
-                raise SchemaError(f"{data / name}: no such file; the demo needs it in {data}")
-            with (data / name).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        sources += [data / "items.parquet", data / "events.parquet"]
+    for source in sources:
+        if not source.is_file():
+            raise SchemaError(f"{source}: no such file; the demo needs it")
+        with source.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:12]
 
 

@@ -43,8 +43,8 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
     out = capsys.readouterr().out
     for words in (
         "500 items, 120 users",
-        "recommender, at most",
-        "ranker, at most",
+        "recommender, about",
+        "ranker, about",
         "user user000000",
         "recommend: exact ",
         "rank: ranker",
