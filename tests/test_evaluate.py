@@ -15,18 +15,14 @@ from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
-from recserve.training.evaluate import (
-    SlateOptions,
-    Slates,
-    dense_slates,
-    evaluate_bundle,
-    leave_one_out_cases,
-)
+from recserve.training.cases import leave_one_out_cases
+from recserve.training.evaluate import evaluate_bundle
 from recserve.training.loop import Schedule
 from recserve.training.objectives import Objective
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import CODES, ITEMS, RecommenderTrainee, train_recommender
 from recserve.training.sasrec import PLAIN, train_sasrec
+from recserve.training.slates import SlateOptions, Slates, dense_slates
 
 CPU = TrainOptions(device="cpu", precision="float32")
 SMALL = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 64}
@@ -143,7 +139,7 @@ def test_training_learns_the_ring_and_the_bundle_keeps_it(
         **SMALL,
         dropout=0.0,
         objective=Objective(0.0, input == "items", 0.5 if input == "items" else 0.0, 0.1),
-        schedule=Schedule(30, 1e-2, 0.01),
+        schedule=Schedule(16, 1e-2, 0.01),
         max_nodes=256,
     )
     report = train_recommender(bundle, CPU, recipe, Console(quiet=True))

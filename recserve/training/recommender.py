@@ -18,16 +18,13 @@ from recserve.features.events import EventLog
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.training.cases import leave_one_out_cases
 from recserve.training.data import HistoryTrees
-from recserve.training.evaluate import (
-    SlateOptions,
-    Slates,
-    leave_one_out_cases,
-    slate_columns,
-)
+from recserve.training.evaluate import slate_columns
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.objectives import Objective, node_paths, tree_losses
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.slates import SlateOptions, Slates
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,13 @@ from recserve.bundle import Bundle
 from recserve.features.catalog import Catalog
 from recserve.features.events import EventLog
 from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec
+from recserve.training.cases import Cases, leave_one_out_cases
 from recserve.training.data import bucketed, windows
-from recserve.training.evaluate import (
-    Cases,
-    leave_one_out_cases,
-    sasrec_slates,
-    slate_columns,
-)
+from recserve.training.evaluate import slate_columns
 from recserve.training.full_softmax import full_softmax_loss
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.slates import sasrec_slates
 
 Ints = NDArray[np.int64]
 

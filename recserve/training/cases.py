@@ -1,0 +1,82 @@
+"""Leave-one-out: histories, and the one item that is to be found after each.
+
+Users with at least three events take part. For `valid` the history is all but the last two events,
+for `test` all but the last; nothing is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recserve.features.events import EventLog
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Histories and the one item that is to be found after each.
+
+    rows: item rows of all events; history n is `rows[starts[n] : stops[n]]`, oldest first. held [n]
+    item rows. users [n]: number of the user in the event log.
+    """
+
+    rows: Ints
+    starts: Ints
+    stops: Ints
+    held: Ints
+    users: Ints
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def take(self, which: Ints) -> Cases:
+        """Some of the cases, in the order of `which`."""
+        return Cases(
+            self.rows, self.starts[which], self.stops[which], self.held[which], self.users[which]
+        )
+
+    def sample(self, size: int) -> Cases:
+        """The same `size` cases each time, all of them if there are fewer."""
+        if size >= len(self):
+            return self
+        return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:size]))
+
+    def history(self, case: int) -> Ints:
+        """[n] item rows of one case, oldest first."""
+        return self.rows[self.starts[case] : self.stops[case]]
+
+    def batches(self, size: int) -> Iterator[Ints]:
+        """Numbers of cases, histories of like length together, at most `size` each."""
+        order = np.argsort(self.stops - self.starts, kind="stable")
+        for first in range(0, len(order), size):
+            yield order[first : first + size]
+
+    def histories(self, which: Ints, limit: int | None = None) -> Ints:
+        """[n, S] item rows, -1 after the end. limit: only that many of the latest."""
+        lengths = (self.stops - self.starts)[which]
+        if limit is not None:
+            lengths = np.minimum(lengths, limit)
+        column = np.arange(int(lengths.max()))
+        inside = column < lengths[:, None]
+        source = np.where(inside, (self.stops[which] - lengths)[:, None] + column, 0)
+        histories: Ints = np.where(inside, self.rows[source], -1)
+        return histories
+
+
+def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Cases:
+    """Raises ValueError if no user has three events, or the split is another."""
+    if split not in ("valid", "test"):
+        raise ValueError(f"split is {split!r}; choose 'valid' or 'test'")
+    offsets = events.offsets.astype(np.int64)
+    users = np.flatnonzero(np.diff(offsets) >= 3)
+    if not users.size:
+        raise ValueError("no user has three events, so there is nothing to hold out")
+    stops = offsets[1:][users] - (2 if split == "valid" else 1)
+    rows = events.item_rows.astype(np.int64)
+    return Cases(rows, offsets[:-1][users], stops, rows[stops], users)
