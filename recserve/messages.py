@@ -147,7 +147,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
     timing_ms: TimingMs
 
 
-class RecommendedItem(Struct, frozen=True, kw_only=True):
+class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     """score: sum of log-probabilities over the levels; None where `source` is not `model`."""
 
     item_id: str
@@ -175,7 +175,7 @@ class RecommendAnswer(Envelope, frozen=True, kw_only=True):
     explanation: Explanation | UnsetType = UNSET
 
 
-class RankedItem(Struct, frozen=True, kw_only=True):
+class RankedItem(Struct, frozen=True, gc=False):
     """score: the sorting task's. scores: one per task."""
 
     item_id: str

@@ -59,28 +59,33 @@ class RankerScorer:
         """Raises InvalidRequest for a feature that the ranker does not have."""
         settings = self.roots.tables.settings
         shown_at, notes = None, []
-        if any(c.shown_at is not None for c in candidates):
+        if any([c.shown_at for c in candidates]):
             if settings.has_timestamps:
                 shown_at = _moments(candidates)
             else:
                 notes.append("shown_at_ignored")
-        given: dict[str, np.ndarray] = {}
-        for place, candidate in enumerate(candidates):
-            for name, value in (candidate.features or {}).items():
-                if name not in settings.side_names:
-                    known = ", ".join(settings.side_names) or "none"
-                    raise InvalidRequest(
-                        "candidates.features",
-                        f"this ranker has {known}; {candidate.item_id!r} came with {name!r}",
-                    )
-                column = given.setdefault(name, np.full(len(candidates), np.nan))
-                column[place] = value
+        given = self._given(candidates) if any([c.features for c in candidates]) else {}
         root, branches, limits = self.roots.root(history, rows, shown_at, given)
         return RankRequest(root, branches, limits, deadline_s), notes
 
     def scores(self, values: np.ndarray) -> np.ndarray:
         """Logits to probabilities."""
         return np.asarray(1 / (1 + np.exp(-values.astype(np.float64))))
+
+    def _given(self, candidates: Sequence[Candidate]) -> dict[str, np.ndarray]:
+        """[M] of each feature that a candidate came with, NaN where it did not."""
+        names = self.roots.tables.settings.side_names
+        given: dict[str, np.ndarray] = {}
+        for place, candidate in enumerate(candidates):
+            for name, value in (candidate.features or {}).items():
+                if name not in names:
+                    known = ", ".join(names) or "none"
+                    raise InvalidRequest(
+                        "candidates.features",
+                        f"this ranker has {known}; {candidate.item_id!r} came with {name!r}",
+                    )
+                given.setdefault(name, np.full(len(candidates), np.nan))[place] = value
+        return given
 
 
 class LikelihoodScorer:
@@ -101,9 +106,9 @@ class LikelihoodScorer:
     ) -> tuple[Request, list[str]]:
         """Features and moments of exposure say nothing to this scorer."""
         notes = []
-        if any(c.features for c in candidates):
+        if any([c.features for c in candidates]):
             notes.append("features_ignored")
-        if any(c.shown_at is not None for c in candidates):
+        if any([c.shown_at for c in candidates]):
             notes.append("shown_at_ignored")
         root = self.roots.root(snapshot, history.rows)
         return LikelihoodRequest(root, snapshot.trie, rows, deadline_s), notes
@@ -143,13 +148,15 @@ class Rankings:
         if not history.rows.size:
             degraded.append("cold_start")
         candidates = body.candidates
-        found = snapshot.rows_of([c.item_id for c in candidates])
+        ids = [c.item_id for c in candidates]
+        found = snapshot.rows_of(ids)
         missing: list[str] = []
         if min(found) < 0 or len(set(found)) != len(found):
-            missing, kept = _usable(candidates, found)
+            missing, kept = _usable(ids, found)
             if len(kept) + len(missing) < len(found):
                 degraded.append("duplicate_candidates")
             candidates, found = [candidates[i] for i in kept], [found[i] for i in kept]
+            ids = [c.item_id for c in candidates]
         rows = np.array(found, dtype=np.int64)
 
         def finish(result: Result | None) -> RankAnswer:
@@ -159,7 +166,7 @@ class Rankings:
                 values = result.values
             scores = scorer.scores(values)
             return RankAnswer(
-                items=_ranked(candidates, scores, scorer.tasks, sort_by),
+                items=_ranked(ids, scores, scorer.tasks, sort_by),
                 missing_item_ids=missing,
                 scorer=name,
                 strategy=name,
@@ -184,13 +191,13 @@ class Rankings:
         return Work(self.runtime.engine.submit(request), finish)
 
 
-def _usable(candidates: Sequence[Candidate], rows: Sequence[int]) -> tuple[list[str], list[int]]:
+def _usable(ids: Sequence[str], rows: Sequence[int]) -> tuple[list[str], list[int]]:
     """Distinct unknown ids, and the places of the first candidate of each known item."""
     missing: dict[str, None] = {}
     first: dict[int, int] = {}
     for place, row in enumerate(rows):
         if row < 0:
-            missing[candidates[place].item_id] = None
+            missing[ids[place]] = None
         else:
             first.setdefault(row, place)
     return list(missing), list(first.values())
@@ -203,18 +210,19 @@ def _moments(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _ranked(
-    candidates: Sequence[Candidate], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
+    ids: Sequence[str], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
 ) -> list[RankedItem]:
-    """Best first; equal scores in the order they came."""
+    """Best first; equal scores in the order they came. scores [M, tasks]."""
     column = tasks.index(sort_by)
     order = np.argsort(-scores[:, column], kind="stable")
-    ranked = scores[order].tolist()
-    return [
-        RankedItem(
-            item_id=candidates[place].item_id,
-            score=values[column],
-            rank=rank,
-            scores=dict(zip(tasks, values, strict=True)),
+    ranked = scores[order]
+    by_task = [dict(zip(tasks, values, strict=True)) for values in ranked.tolist()]
+    return list(
+        map(
+            RankedItem,
+            [ids[place] for place in order.tolist()],
+            ranked[:, column].tolist(),
+            range(1, len(ids) + 1),
+            by_task,
         )
-        for rank, (place, values) in enumerate(zip(order.tolist(), ranked, strict=True), start=1)
-    ]
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from msgspec import UNSET, UnsetType
 
 from recserve.core.request import RecommendRequest, Result, Slate
-from recserve.engine.strategies import RECOMMEND
 from recserve.features.filters import FilterError
 from recserve.messages import (
     Explanation,
@@ -26,13 +27,13 @@ DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 
 
-def resolve_strategy(name: str) -> str:
+def resolve_strategy(name: str, there: Sequence[str]) -> str:
     """The strategy that a word stands for. Raises InvalidRequest, listing what there is."""
     if name == "auto":
         return AUTO
-    if name not in RECOMMEND:
-        there = ", ".join(("auto", *RECOMMEND))
-        raise InvalidRequest("strategy", f"there are {there}, got {name!r}")
+    if name not in there:
+        listed = ", ".join(("auto", *there))
+        raise InvalidRequest("strategy", f"there are {listed}, got {name!r}")
     return name
 
 
@@ -52,7 +53,7 @@ class Recommendations:
         Raises InvalidRequest, and what Engine.submit raises.
         """
         watch = Stopwatch()
-        strategy = resolve_strategy(body.strategy)
+        strategy = resolve_strategy(body.strategy, self.runtime.engine.strategies)
         snapshot = self.runtime.snapshot
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:

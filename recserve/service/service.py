@@ -21,7 +21,6 @@ import torch
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.strategies import RECOMMEND
 from recserve.features.history import open_store
 from recserve.features.ranking_tables import RankingTables
 from recserve.messages import (
@@ -51,7 +50,8 @@ from recserve.service.work import Work
 
 log = logging.getLogger(__name__)
 
-STRATEGIES = (*RECOMMEND, POPULAR)
+# Every name the contract knows, so that dashboards keep their series from build to build.
+STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", POPULAR)
 SCORERS = ("ranker", "likelihood")
 MANY_IN_FLIGHT = 64
 Device = Literal["auto", "cpu", "cuda"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -45,8 +46,7 @@ class Snapshot:
 
     def rows_of(self, item_ids: Iterable[str]) -> list[int]:
         """Row of each id, -1 where it is unknown."""
-        get = self.rows.get
-        return [get(item_id, -1) for item_id in item_ids]
+        return list(map(self.rows.get, item_ids, repeat(-1)))
 
     def most_popular(
         self, count: int, excluded: np.ndarray, allowed: np.ndarray | None
