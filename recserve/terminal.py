@@ -38,12 +38,12 @@ def titles(item: Callable[[str], ItemAnswer]) -> Title:
 def slate_table(answer: RecommendAnswer, title: Title) -> Table:
     """One row per recommended item. title: of an item id, None where it has none."""
     exact = "exact " if answer.exact else ""
-    table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left")
+    table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left", expand=True)
     table.add_column("rank", justify="right")
     table.add_column("item", no_wrap=True)
-    table.add_column("title", no_wrap=True, overflow="ellipsis")
+    table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("score", justify="right")
-    table.add_column("source", min_width=len("popular"))
+    table.add_column("source")
     for item in answer.items:
         score = "" if item.score is None else f"{item.score:.3f}"
         table.add_row(str(item.rank), *_named(item.item_id, title), score, item.source)
@@ -52,13 +52,13 @@ def slate_table(answer: RecommendAnswer, title: Title) -> Table:
 
 def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) -> Table:
     """One row per candidate, one column per task. limit: rows at most, None: all of them."""
-    table = Table(title=f"rank: {answer.scorer}", title_justify="left")
+    table = Table(title=f"rank: {answer.scorer}", title_justify="left", expand=True)
     table.add_column("rank", justify="right")
     table.add_column("item", no_wrap=True)
-    table.add_column("title", no_wrap=True, overflow="ellipsis")
+    table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
     tasks = list(answer.items[0].scores) if answer.items else []
     for task in tasks:
-        table.add_column(task, justify="right", min_width=len(task))
+        table.add_column(task, justify="right")
     for item in answer.items[:limit]:
         scores = [f"{item.scores[task]:.3f}" for task in tasks]
         table.add_row(str(item.rank), *_named(item.item_id, title), *scores)
