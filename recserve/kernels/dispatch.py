@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from recserve.kernels import reference
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
@@ -19,12 +18,11 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
 
     query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D]
     of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
-    CPU, the reference elsewhere.
+    CPU, the Triton kernel on CUDA.
     """
     if batch.slots.device.type == "cpu":
         return CpuTreeAttention(batch, activation)
+    # Imported here: Triton is not installed where there is no GPU.
+    from recserve.kernels.tree_attention import TritonTreeAttention
 
-    def call(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return reference.tree_attention(query, keys, values, batch, activation)
-
-    return call
+    return TritonTreeAttention(batch, activation)

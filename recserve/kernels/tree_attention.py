@@ -1,0 +1,252 @@
+"""Tree attention in Triton: every node attends to its tree's root, to itself and to its ancestors.
+
+    out_i = sum_j w_ij v_j over root tokens j and nodes j with j <= i < ends[j]
+    w = softmax(q k / sqrt(D))   or   silu(q k / sqrt(D)) / normalizer
+
+Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once (all query
+heads of the group and all nodes of the block share them), of the tree only the key blocks that some
+node of the block can see, and 4 to 8 bytes of slot number per key. A long root is split over
+programs, whose partial results are merged by their log-sum-exp (plain sums for silu).
+Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
+split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+
+BLOCK_ROWS = 64
+BLOCK_KEYS = 64
+SPLIT_KEYS = 1024
+MAX_SPLITS = 32
+
+
+@triton.jit
+def _load_rows(base, slots, valid, head, kv_heads, dims, dim_valid, DIM: tl.constexpr):
+    """[n, BLOCK_DIM] rows of keys or values at the given slots; zeros where not valid."""
+    offsets = (slots.to(tl.int64)[:, None] * kv_heads + head) * DIM + dims[None, :]
+    return tl.load(base + offsets, mask=valid[:, None] & dim_valid[None, :], other=0.0)
+
+
+@triton.jit
+def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
+    """One key block into the running result. scores, seen [rows, keys]; v [keys, dim]."""
+    if SILU:
+        weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
+        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    else:
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps a finite peak, so that no inf - inf appears.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp(scores - safe[:, None])
+        shrink = tl.exp(peak - safe)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _attend(
+    query, keys, values, out, lse,
+    block_trees, block_starts, query_offsets, query_nodes,
+    node_offsets, node_slots, ends, root_offsets, root_slots, root_limits, shared,
+    scale, inverse_normalizer, num_rows, kv_heads,
+    GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """One block of nodes of one tree, one KV head, one split of the root."""
+    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    tree = tl.load(block_trees + block)
+    if tree >= 0:
+        first = tl.load(block_starts + block)
+        last = tl.load(query_offsets + tree + 1)
+        row = tl.arange(0, BLOCK_Q * BLOCK_GROUP)
+        member = row % BLOCK_GROUP
+        place = first + row // BLOCK_GROUP
+        row_valid = (place < last) & (member < GROUP)
+        node = tl.load(query_nodes + place, mask=place < last, other=-1)
+        dims = tl.arange(0, BLOCK_DIM)
+        dim_valid = dims < DIM
+        heads = kv_heads * GROUP
+        q_row = place.to(tl.int64) * heads + head * GROUP + member
+        q_mask = row_valid[:, None] & dim_valid[None, :]
+        q = tl.load(query + q_row[:, None] * DIM + dims[None, :], mask=q_mask, other=0.0)
+        acc = tl.zeros([BLOCK_Q * BLOCK_GROUP, BLOCK_DIM], dtype=tl.float32)
+        peak = tl.full([BLOCK_Q * BLOCK_GROUP], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
+
+        root_first = tl.load(root_offsets + tree)
+        root_length = tl.load(root_offsets + tree + 1) - root_first
+        limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int64) + root_length
+        if HAS_LIMITS:
+            limit = tl.minimum(limit, tl.load(root_limits + node, mask=row_valid, other=0))
+        chunk = tl.cdiv(tl.cdiv(root_length, num_splits), BLOCK_N) * BLOCK_N
+        begin = split * chunk
+        for start in range(begin, tl.minimum(begin + chunk, root_length), BLOCK_N):
+            column = start + tl.arange(0, BLOCK_N)
+            valid = column < root_length
+            slots = tl.load(root_slots + root_first + column, mask=valid, other=0)
+            k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
+            v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            seen = valid[None, :] & (column[None, :] < limit[:, None])
+            acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
+
+        if split == num_splits - 1:
+            tree_first = tl.load(node_offsets + tree)
+            tree_last = tl.load(node_offsets + tree + 1)
+            lowest = tl.min(tl.where(row_valid, node, tree_last))
+            highest = tl.max(tl.where(row_valid, node, -1))
+            both_ways = tree_first
+            stop = highest + 1
+            if HAS_SHARED:
+                both_ways = tree_first + tl.load(shared + tree)
+                stop = tl.maximum(stop, both_ways)
+            for start in range(tree_first, stop, BLOCK_N):
+                column = start + tl.arange(0, BLOCK_N)
+                valid = column < tree_last
+                end = tl.load(ends + column, mask=valid, other=0)
+                # No subtree of this block reaches a node of ours: nothing of it is read.
+                if (tl.max(end) > lowest) | (start < both_ways):
+                    slots = tl.load(node_slots + column, mask=valid, other=0)
+                    k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
+                    v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
+                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    seen = (column[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
+                    seen = (seen | (column[None, :] < both_ways)) & valid[None, :]
+                    acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
+
+        if SILU:
+            acc = acc * inverse_normalizer
+        else:
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            # A row that sees no key of this split weighs nothing: log(0) is -inf.
+            tl.store(
+                lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
+            )
+        target = (split.to(tl.int64) * num_rows + q_row)[:, None] * DIM + dims[None, :]
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _merge(
+    parts, lse, out, num_rows, num_splits,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_S: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Results of the splits of one row into one."""
+    row = tl.program_id(0).to(tl.int64)
+    split, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DIM)
+    valid = split < num_splits
+    place = split.to(tl.int64) * num_rows + row
+    mask = valid[:, None] & (dims < DIM)[None, :]
+    part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    if SILU:
+        merged = tl.sum(part, 0)
+    else:
+        weight = tl.load(lse + place, mask=valid, other=float("-inf"))
+        weight = tl.exp(weight - tl.max(weight))
+        merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight)
+    tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Grid and constants of one batch. num_blocks: upper bound, known without a host sync."""
+
+    num_blocks: int
+    num_splits: int
+    group: int
+    block_group: int
+    block_q: int
+
+
+class TritonTreeAttention:
+    """Attention of one batch, laid out once, called once per layer."""
+
+    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
+        tree = batch.tree
+        device = batch.slots.device
+        self.batch, self.activation = batch, activation
+        nodes = batch.queries
+        self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
+        self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
+        self.root_slots = torch.cat(batch.root_slots)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self.root_offsets = torch.cat([zero, batch.root_lengths().cumsum(0)])
+        self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """query [Tq, H, D]; keys, values [slots, K, D] of the pool, the computed nodes written.
+
+        key and value [Tq, K, D] of the computed nodes are read from the pool. Returns [Tq, H, D].
+        """
+        num_queries, heads, dim = query.shape
+        plan = self.plan(heads, keys.shape[1])
+        trees, starts = self.blocks(plan)
+        rows, device = num_queries * heads, query.device
+        query = query.contiguous()
+        silu = self.activation.normalizer is not None
+        out = torch.empty_like(query)
+        parts, lse = out, torch.empty(0, device=device)
+        if plan.num_splits > 1:
+            parts = torch.empty(plan.num_splits, *query.shape, device=device)
+        if not silu:
+            lse = torch.empty(plan.num_splits, rows, device=device)
+        tree, block_dim = self.batch.tree, max(triton.next_power_of_2(dim), 16)
+        nothing = tree.offsets
+        _attend[plan.num_blocks, keys.shape[1], plan.num_splits](
+            query, keys, values, parts, lse,
+            trees, starts, self.query_offsets, self.query_nodes,
+            tree.offsets, self.batch.slots, tree.ends, self.root_offsets, self.root_slots,
+            nothing if tree.root_limits is None else tree.root_limits,
+            nothing if tree.shared is None else tree.shared,
+            dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
+            GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
+            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=BLOCK_KEYS, SPLIT=plan.num_splits > 1,
+            SILU=silu, HAS_LIMITS=tree.root_limits is not None,
+            HAS_SHARED=tree.shared is not None,
+        )  # fmt: skip
+        if plan.num_splits > 1:
+            _merge[(rows,)](
+                parts, lse, out, rows, plan.num_splits,
+                DIM=dim, BLOCK_DIM=block_dim,
+                BLOCK_S=triton.next_power_of_2(plan.num_splits), SILU=silu,
+            )  # fmt: skip
+        return out
+
+    def plan(self, heads: int, kv_heads: int) -> Launch:
+        """Grid for these head counts."""
+        group = heads // kv_heads
+        block_group = triton.next_power_of_2(group)
+        block_q = max(BLOCK_ROWS // block_group, 1)
+        num_blocks = self.query_nodes.shape[0] // block_q + self.batch.tree.num_trees
+        splits = min(max(self.longest_root // SPLIT_KEYS, 1), MAX_SPLITS)
+        return Launch(num_blocks, splits, group, block_group, block_q)
+
+    def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
+        """[num_blocks] tree (-1: none) and first computed node of each block, found on the
+        device.
+        """
+        counts = self.query_offsets.diff()
+        per_tree = (counts + plan.block_q - 1) // plan.block_q
+        stops = per_tree.cumsum(0)
+        block = torch.arange(plan.num_blocks, device=counts.device)
+        tree = torch.searchsorted(stops, block, right=True)
+        known = tree.clamp(max=counts.shape[0] - 1)
+        inner = block - (stops - per_tree)[known]
+        starts = self.query_offsets[known] + inner * plan.block_q
+        return torch.where(tree < counts.shape[0], tree, -1), starts
