@@ -43,17 +43,15 @@ class RecommenderRecipe:
     num_layers: int = 2
     num_heads: int = 6
     intermediate_size: int = 512
-    dropout: float = 0.3
+    dropout: float = 0.4
     rope_theta: float = 10_000.0
     tied: bool = False
     id_embedding: bool = True
     item_vectors: bool = True
     max_history_items: int = 50
     max_nodes: int = 4096
-    objective: Objective = Objective(
-        label_smoothing=0.05, dense_weight=1.0, heads_weight=0.1, item_dropout=0.1
-    )
-    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
+    objective: Objective = Objective(label_smoothing=0.05, dense_weight=2.0, heads_weight=0.1)
+    schedule: Schedule = Schedule(epochs=10, learning_rate=2e-3, patience=3)
     rerank_weight: float = 1.5
     validation_users: int = 2000
     validation_width: int = 20
@@ -89,7 +87,13 @@ class RecommenderRecipe:
 
 
 ITEMS = RecommenderRecipe()
-ITEMS_KEPT = replace(ITEMS, tied=True, objective=replace(ITEMS.objective, mask_seen=False))
+ITEMS_KEPT = replace(
+    ITEMS,
+    tied=True,
+    objective=replace(ITEMS.objective, mask_seen=False),
+    schedule=replace(ITEMS.schedule, epochs=6),
+    validation_users=1000,
+)
 CODES = RecommenderRecipe(
     input="codes",
     normalization="vocabulary",
