@@ -75,7 +75,7 @@ class RecommendBody(_Body, frozen=True, kw_only=True):
     explain: bool = False
 
 
-class Candidate(_Body, frozen=True, kw_only=True):
+class Candidate(_Body, frozen=True, kw_only=True, gc=False):
     """One item to rank. shown_at: when the user saw it; later events do not count for it."""
 
     item_id: Id
@@ -103,7 +103,7 @@ class RankBatchBody(_Body, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
 
-class EventBody(_Body, frozen=True, kw_only=True):
+class EventBody(_Body, frozen=True, kw_only=True, gc=False):
     """One event. Its values are judged row by row: a bad row does not refuse its neighbours."""
 
     user_id: str

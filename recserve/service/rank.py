@@ -216,12 +216,16 @@ def _ranked(
     column = tasks.index(sort_by)
     order = np.argsort(-scores[:, column], kind="stable")
     ranked = scores[order]
-    by_task = [dict(zip(tasks, values, strict=True)) for values in ranked.tolist()]
+    columns = ranked.T.tolist()
+    by_task = [{tasks[0]: value} for value in columns[0]]
+    for task, values in zip(tasks[1:], columns[1:], strict=True):
+        for scored, value in zip(by_task, values, strict=True):
+            scored[task] = value
     return list(
         map(
             RankedItem,
             [ids[place] for place in order.tolist()],
-            ranked[:, column].tolist(),
+            columns[column],
             range(1, len(ids) + 1),
             by_task,
         )

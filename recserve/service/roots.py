@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -12,6 +14,7 @@ from recserve.features.encoding import root_tokens, window_start
 from recserve.features.event_features import UserEvents
 from recserve.features.history import EVENT_TYPES
 from recserve.features.ranking import (
+    RankingRoot,
     candidate_columns,
     root_columns,
     split_history,
@@ -23,6 +26,8 @@ from recserve.models.ranker import node_inputs
 from recserve.models.recommender import RecommenderConfig
 from recserve.service.histories import History
 from recserve.service.snapshot import Snapshot
+
+MAX_KEPT = 256
 
 
 class RecommenderRoots:
@@ -63,6 +68,8 @@ class RankerRoots:
         self.tables = tables
         self.salt = salt
         self.device = device
+        self._kept: OrderedDict[bytes, RankingRoot] = OrderedDict()
+        self._lock = threading.Lock()
 
     def root(
         self,
@@ -72,7 +79,7 @@ class RankerRoots:
         given: Mapping[str, np.ndarray],
     ) -> tuple[Root, NodeInputs, np.ndarray | None]:
         """The user's root, the candidates under it, and how much of it each may see (None: all)."""
-        columns = root_columns(self.tables, self._events(history), self.salt)
+        columns = self._columns(history)
         branches = candidate_columns(self.tables, columns, rows, shown_at, given)
         root = Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
         limits = None if shown_at is None else branches.root_limits
@@ -86,6 +93,26 @@ class RankerRoots:
         for (start, split), stop in windows.items():
             columns = window_columns(self.tables, events.slice(0, stop), start, split, self.salt)
             yield columns.keys, columns.shared
+
+    def _columns(self, history: History) -> RankingRoot:
+        """The root's columns, kept for users who come back before they do anything new."""
+        events = self._events(history)
+        key = b"".join((events.rows.data, events.times.data, events.types.data, events.values.data))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        columns = root_columns(self.tables, events, self.salt)
+        with self._lock:
+            self._kept[key] = columns
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return columns
+
+    def forget(self) -> None:
+        """Drop all kept columns: nothing of a deleted user stays."""
+        with self._lock:
+            self._kept.clear()
 
     def _events(self, history: History) -> UserEvents:
         """The history in the ranker's own numbering of types; a type it does not know is none."""

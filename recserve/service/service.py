@@ -244,6 +244,7 @@ class Service:
         if self._ranker_roots is not None:
             for keys, shared in self._ranker_roots.keys(history):
                 runtime.engine.forget(keys, shared)
+            self._ranker_roots.forget()
 
     def item(self, item_id: str) -> ItemAnswer:
         """One item of the catalogue. Raises UnknownItem."""
