@@ -123,7 +123,7 @@ class Model:
 
 
 def answers(
-    model: Model, cell: Cell
+    model: Model, cell: Cell, repeats: int
 ) -> Iterator[tuple[str, Callable[[int], list[Slate] | Slates]]]:
     """Each method as a function of the run's number."""
     trie, width = model.catalogue.trie, cell.beams
