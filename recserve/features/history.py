@@ -102,7 +102,7 @@ class HistoryStore(Protocol):
     def append_many(
         self, events: Mapping[str, Sequence[StoredEvent]]
     ) -> dict[str, list[bool] | CorruptHistory]:
-        """`append` for several users in one round trip; a damaged value is reported in its place."""
+        """`append` for several users in one round trip; damage is reported in its place."""
 
     def delete(self, user_id: str) -> bool:
         """Forget a user; whether anything was stored. Works on damaged values too."""

@@ -117,9 +117,9 @@ class ProductQuantizer:
     def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ProductQuantizer:
         """Optimised product quantisation: rotation and codebooks in turns.
 
-        vectors: [I, F]. levels: sub-vectors, 16 to 64 as a rule. A catalogue of fewer than
-        `codes` items gets codebooks of I entries. Raises ValueError if a size is out of range,
-        there are more levels than dimensions, or no vectors.
+        vectors: [I, F]. levels: sub-vectors, 16 to 64 as a rule. codes: a power of two; a catalogue
+        of fewer items gets the largest one not above their number. Raises ValueError if a size is
+        out of range, there are more levels than dimensions, or no vectors.
         """
         vectors = _checked(vectors, levels, codes)
         dim = vectors.shape[1]
