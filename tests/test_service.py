@@ -92,6 +92,16 @@ def test_slate_scores_are_the_likelihoods_of_its_items(service, user):
     )
 
 
+def test_the_speculative_strategy_gives_the_slate_of_beam_search(service, user):
+    beam = recommend(service, user, k=20, strategy="beam")
+    fast = recommend(service, user, k=20, strategy="speculative")
+    assert fast.strategy == "speculative" and fast.exact
+    assert [i.item_id for i in fast.items] == [i.item_id for i in beam.items]
+    np.testing.assert_allclose(
+        [i.score for i in fast.items], [i.score for i in beam.items], atol=1e-4
+    )
+
+
 def test_excluded_and_filtered_items_stay_away(service, user, ids):
     first = [i.item_id for i in recommend(service, user, k=5).items]
     answer = recommend(service, user, k=5, exclude=Exclude(item_ids=[*first, "nothing"]))

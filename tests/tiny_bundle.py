@@ -15,6 +15,7 @@ from recserve.bundle import Bundle
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.training.ranker import RankerRecipe, make_ranker
@@ -45,6 +46,9 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
         )
         save_recommender(Recommender(config), bundle.directory("recommender", create=True))
         bundle.commit("recommender", {})
+        head = SelfDraftHead(SelfDraftConfig(32, catalog.index.codebook_sizes))
+        save_self_draft(head, bundle.directory("drafters/nezha", create=True))
+        bundle.commit("drafters/nezha", {})
     if ranker:
         recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
         train = bundle.events().leave_one_out().train

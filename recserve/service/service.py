@@ -35,6 +35,7 @@ from recserve.messages import (
     RecommendBody,
 )
 from recserve.metrics import Gauges
+from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.attribution import Signer
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 # Every name the contract knows, so that dashboards keep their series from build to build.
 STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", POPULAR)
 SCORERS = ("ranker", "likelihood")
+SELF_DRAFT = "drafters/nezha"
 MANY_IN_FLIGHT = 64
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -119,11 +121,14 @@ class Service:
         place = _device(device)
         snapshot = Snapshot.of(opened.catalog(), place)
         recommender, ranker = _load_models(opened, snapshot, place)
+        self_draft = None
+        if recommender is not None and opened.has(SELF_DRAFT):
+            self_draft = load_self_draft(opened.directory(SELF_DRAFT), recommender)
         url = default_store(Path(bundle)) if store is None else store
         opened_store = open_store(url)
         import_events(opened_store, opened)
         histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
-        engine = Engine(recommender, ranker, EngineConfig(max_queue=max_queue))
+        engine = Engine(recommender, ranker, EngineConfig(max_queue=max_queue), self_draft)
         engine.start()
         signer = Signer(signing_key or secrets.token_bytes(32))
         version = opened.manifest.model_version
@@ -274,7 +279,11 @@ class Service:
                 "recserve": {
                     **self.versions(),
                     "parameters": sum(p.numel() for p in model.parameters()),
-                    "tasks": list(model.config.tasks) if isinstance(model, Ranker) else [],
+                    **(
+                        {"tasks": list(model.config.tasks)}
+                        if isinstance(model, Ranker)
+                        else {"strategies": list(self.runtime.engine.strategies)}
+                    ),
                 },
             }
             for name, model in self._models.items()
