@@ -1,0 +1,141 @@
+"""Building: from Parquet to a bundle, deterministic, whole or not at all."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recserve.building import BuildOptions, BuildReport, build_bundle
+from recserve.bundle import Bundle, BundleError
+from recserve.features.parquet import BadRowError
+from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> SyntheticFiles:
+    return write_synthetic(tmp_path_factory.mktemp("data"), SyntheticOptions(500, 60, 12))
+
+
+def build(files: SyntheticFiles, out: Path, **options: Any) -> BuildReport:
+    small = {"levels": 2, "codes": 16, "text_dim": 16, "collaborative_dim": 8} | options
+    return build_bundle(
+        BuildOptions(files.items, files.events, out, **small), log=lambda line: None
+    )
+
+
+@pytest.mark.parametrize("quantizer", ["residual", "product"])
+def test_same_input_same_bundle(files: SyntheticFiles, tmp_path: Path, quantizer: str) -> None:
+    reports = [build(files, tmp_path / name, quantizer=quantizer) for name in ("one", "two")]
+    one, two = (Bundle.open(report.out) for report in reports)
+    assert dict(one.manifest.files) == dict(two.manifest.files)
+    assert reports[0].catalog_version == reports[1].catalog_version
+    other = build(files, tmp_path / "three", quantizer=quantizer, seed=1)
+    assert other.catalog_version != reports[0].catalog_version
+
+
+def test_report_counts(files: SyntheticFiles, tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = BuildOptions(files.items, files.events, tmp_path / "b", codes=16, levels=2)
+    report = build_bundle(options, log=lines.append)
+    catalog = Bundle.open(report.out).catalog()
+    assert (report.num_items, report.num_users) == (500, 60)
+    assert report.vector_dim == 256 and catalog.vectors.shape == (500, 256)
+    assert report.codebook_sizes == catalog.index.codebook_sizes
+    assert 0 < report.reconstruction_error < 1 and report.codes.collision_share > 0
+    text = "\n".join(lines)
+    assert "500 items, 60 users" in text and "collisions:" in text and "level 1:" in text
+    assert "variance lost" in text and report.catalog_version in text
+
+
+def test_vectors_are_blind_to_held_events(files: SyntheticFiles, tmp_path: Path) -> None:
+    """Other last and last but one events of every user: the same catalogue, to the byte."""
+    table = pq.read_table(files.events)
+    users = np.array(table.column("user_id").to_pylist())
+    ends = np.append(np.flatnonzero(users[1:] != users[:-1]), len(users) - 1)
+    items = np.array(table.column("item_id").to_pylist())
+    held = np.concatenate([ends, ends - 1])
+    items[held] = "item000007"
+    changed = table.set_column(1, "item_id", pa.array(items.tolist()))
+    pq.write_table(changed, tmp_path / "events.parquet")
+    other = SyntheticFiles(files.items, tmp_path / "events.parquet")
+    one, two = build(files, tmp_path / "one"), build(other, tmp_path / "two")
+    assert one.catalog_version == two.catalog_version
+
+
+def test_own_vectors_take_the_place_of_text(files: SyntheticFiles, tmp_path: Path) -> None:
+    vectors = np.random.default_rng(0).normal(size=(500, 12)).astype(np.float32)
+    np.save(tmp_path / "v.npy", vectors)
+    build(files, tmp_path / "b", embeddings=tmp_path / "v.npy", collaborative_dim=0)
+    bundle = Bundle.open(tmp_path / "b")
+    assert np.array_equal(bundle.catalog().vectors, vectors)
+    assert bundle.text_encoder() is None and bundle.manifest.build["own_vectors"] is True
+    report = build(files, tmp_path / "c", embeddings=tmp_path / "v.npy", collaborative_dim=8)
+    assert report.vector_dim == 20
+
+
+def test_bad_rows_raise_or_are_dropped_everywhere(files: SyntheticFiles, tmp_path: Path) -> None:
+    """A refused item takes its events and its row of the user's vectors with it."""
+    table = pq.read_table(files.items)
+    visited = pq.read_table(files.events).column("item_id")[0].as_py()
+    row = table.column("item_id").to_pylist().index(visited)
+    again = pa.concat_tables([table.slice(0, row), table.slice(row - 1, 1), table.slice(row + 1)])
+    pq.write_table(again, tmp_path / "items.parquet")
+    np.save(tmp_path / "v.npy", np.arange(1000, dtype=np.float32).reshape(500, 2))
+    broken = SyntheticFiles(tmp_path / "items.parquet", files.events)
+    own = {"embeddings": tmp_path / "v.npy", "collaborative_dim": 0}
+    with pytest.raises(BadRowError, match=f"items.parquet: column item_id, row {row}"):
+        build(broken, tmp_path / "b", **own)
+    assert not (tmp_path / "b").exists()
+    report = build(broken, tmp_path / "b", on_bad_rows="skip", **own)
+    assert report.bad_items.dropped == {"duplicate item_id": 1}
+    assert report.bad_events.dropped["unknown item_id"] > 0 and report.num_items == 499
+    assert Bundle.open(tmp_path / "b").catalog().vectors[row].tolist() == [2 * row + 2, 2 * row + 3]
+
+
+def test_a_failed_build_leaves_nothing(
+    files: SyntheticFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Bundle, "commit", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build(files, tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_in_use_is_refused(files: SyntheticFiles, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    build(files, tmp_path / "b")
+    with pytest.raises(BundleError, match="not empty"):
+        build(files, tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"levels": 0}, "levels is 0; expected 1..64"),
+        ({"codes": 1}, "codes is 1"),
+        ({"text_dim": -1}, "text_dim is -1"),
+        ({"quantizer": "none"}, "quantizer is 'none'"),
+        ({"collaborative_weight": 0}, "collaborative_weight is 0"),
+        ({"text_dim": 0, "collaborative_dim": 0}, "an item needs a vector"),
+    ],
+)
+def test_options_are_checked(option: dict[str, Any], message: str) -> None:
+    plain = BuildOptions(Path("i"), Path("e"), Path("o"))
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plain, **option)
+
+
+def test_beauty_builds_with_its_real_shape(beauty: Path, tmp_path: Path) -> None:
+    options = BuildOptions(beauty / "items.parquet", beauty / "events.parquet", tmp_path / "b")
+    report = build_bundle(options, log=lambda line: None)
+    assert report.codebook_sizes[:4] == (256,) * 4
+    assert report.codes.collision_share < 0.10 and min(report.codes.used) > 0.95
+    assert report.reconstruction_error < 0.5
+    Bundle.open(tmp_path / "b").verify()
