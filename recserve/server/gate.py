@@ -81,7 +81,7 @@ class Gate:
         route: Any = scope.get("route")
         seconds = time.monotonic() - trace.began_s
         self.metrics.request(getattr(route, "path", None), trace.strategy, seconds)
-        if trace.failure is not None:
+        if trace.failure is not None and scope["path"] not in OPEN_PATHS:
             self.metrics.failure(trace.failure)
         if trace.timing_ms is not None:
             stages = {n: getattr(trace.timing_ms, n) for n in trace.timing_ms.__struct_fields__}

@@ -47,10 +47,21 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+def show_log() -> None:
+    """Our own messages on stderr, in the form of uvicorn's, unless someone has set that up."""
+    ours = logging.getLogger("recserve")
+    if not ours.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)-9s %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+
+
 def serve(config: ServerConfig) -> int:
     """Serve until a signal comes. Returns the exit code: 1 if the bundle could not be served."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    show_log()
     app = create_app(config)
     worker: Worker = app.state.worker
     settings = uvicorn.Config(
