@@ -52,7 +52,7 @@ class RecommenderRecipe:
     max_nodes: int = 4096
     objective: Objective = Objective(label_smoothing=0.05, dense_weight=2.0, heads_weight=0.1)
     schedule: Schedule = Schedule(epochs=10, learning_rate=2e-3, patience=3)
-    rerank_weight: float = 1.5
+    rerank_weight: float = 2.0
     validation_users: int = 2000
     validation_width: int = 20
 
