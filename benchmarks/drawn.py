@@ -13,6 +13,7 @@ from recserve.core.request import Root
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 
 CODES = 256
@@ -100,3 +101,43 @@ def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[R
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens[rows].flatten()])
         roots.append(Root(NodeInputs(tokens), tokens.numpy()))
     return roots
+
+
+def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
+    """Heads of 64, 24 dense columns, vectors of 64; weights drawn so that attention matters."""
+    torch.manual_seed(0)
+    ranker = Ranker(
+        RankerConfig(
+            num_items,
+            vector_size=64,
+            dense_size=24,
+            num_types=3,
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=hidden // 64,
+            head_dim=64,
+        )
+    )
+    ranker.bind_items(torch.randn(num_items, 64))
+    for weight in ranker.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    ranker.eval().freeze_items()
+    return ranker
+
+
+def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Root:
+    """A profile row, nine tenths long history, the rest recent events."""
+    g = torch.Generator().manual_seed(seed)
+    recent = max(rows // 10, 1)
+    groups = torch.ones(rows, dtype=torch.int64)
+    groups[0], groups[rows - recent :] = 0, 2
+    inputs = NodeInputs(
+        torch.randint(0, ranker.config.num_items, (rows,), generator=g),
+        groups,
+        torch.randint(0, ranker.config.num_types, (rows,), generator=g),
+        torch.arange(rows),
+        torch.randn(rows, ranker.config.dense_size, generator=g),
+    )
+    keys = np.random.default_rng(seed).integers(0, 2**62, rows)
+    return Root(inputs, keys, shared=rows - recent)

@@ -1,5 +1,6 @@
 """Trunk and beam search against transformers: the same weights in somebody else's code."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from recserve.models.decoder import Decoder
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, RecommenderConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import rank  # noqa: E402
+import recommend  # noqa: E402
 from baselines.constraints import TrieProcessor, allowed_tokens  # noqa: E402
 from baselines.llama import empty_model, to_llama, trunk_weights  # noqa: E402
 
@@ -138,3 +141,41 @@ def test_only_a_codes_model_is_a_llama():
     config = DecoderConfig(32, 1, 4, 4, 8, 48)
     with pytest.raises(ValueError, match="'items'"):
         to_llama(Recommender(RecommenderConfig(config, (4, 4), "items")))
+
+
+TINY = ["--threads", "1", "--repeats", "1", "--budget-s", "60"]
+
+
+@pytest.mark.parametrize(
+    "benchmark,arguments",
+    [
+        (recommend, ["--models", "64x1", "--beams", "3", "40", "--batches", "2"]),
+        (rank, ["--model", "64x1", "--candidates", "33"]),
+    ],
+    ids=["recommend", "rank"],
+)
+def test_benchmarks_compare_equals(benchmark, arguments, monkeypatch, tmp_path):
+    """Every baseline runs and answers as the engine does; the figures are written."""
+    written = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, *TINY, "--json", str(written)])
+    threads = torch.get_num_threads()
+    try:
+        assert benchmark.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    for cell in json.loads(written.read_text())["cells"]:
+        assert len(cell["runs"]) >= 3
+        assert all(run["median_ms"] > 0 for run in cell["runs"].values())
+
+
+def test_a_benchmark_fails_where_answers_differ(monkeypatch):
+    """The comparison notices a method that answers something else."""
+    arguments = ["benchmark", "--models", "64x1", "--beams", "5", "--methods", "bare-tree", *TINY]
+    monkeypatch.setattr(sys, "argv", arguments)
+    bare_tree = recommend.bare_tree
+
+    def wrong(model, prompts, search):
+        return bare_tree(model, prompts[:, :-1], search)
+
+    monkeypatch.setattr(recommend, "bare_tree", wrong)
+    assert recommend.main() == 1
