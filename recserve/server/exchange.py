@@ -101,13 +101,7 @@ async def outcomes(
     futures = [work.future for work in works if work.future is not None]
     if futures:
         await _wait(request, futures, deadline_s)
-    found: list[A | Exception] = []
-    for work in works:
-        try:
-            found.append(work.wait())
-        except Exception as error:
-            found.append(error)
-    return found
+    return [work.outcome() for work in works]
 
 
 async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:

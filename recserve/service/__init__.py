@@ -1,5 +1,6 @@
 """Answers from a bundle: one object behind HTTP, the commands and batch jobs."""
 
-from recserve.service.service import Service, default_store
+from recserve.service.loading import default_store
+from recserve.service.service import Service
 
 __all__ = ["Service", "default_store"]

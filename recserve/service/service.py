@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.parquet as pq
-import torch
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
@@ -35,49 +34,39 @@ from recserve.messages import (
     RecommendBody,
 )
 from recserve.metrics import Gauges
-from recserve.models.drafters.nezha import load_self_draft
-from recserve.models.ranker import Ranker, load_ranker
-from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.attribution import Signer
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
 from recserve.service.histories import Histories
 from recserve.service.incoming import import_events
+from recserve.service.loading import (
+    Device,
+    Models,
+    default_store,
+    load_models,
+    resolve_device,
+)
 from recserve.service.rank import LikelihoodScorer, RankerScorer, Rankings, Scorer
 from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
-from recserve.service.work import Work
+from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)
 
 # Every name the contract knows, so that dashboards keep their series from build to build.
 STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", POPULAR)
 SCORERS = ("ranker", "likelihood")
-SELF_DRAFT = "drafters/nezha"
 MANY_IN_FLIGHT = 64
-Device = Literal["auto", "cpu", "cuda"]
-
-
-def default_store(bundle: Path) -> str:
-    """URL of the store that is used when none is named: an LMDB folder beside the bundle."""
-    bundle = bundle.resolve()
-    return f"lmdb:{bundle.with_name(bundle.name + '.history')}"
 
 
 class Service:
     """Answers from one bundle, from any thread; the engine runs on its own."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        runtime: Runtime,
-        recommender: Recommender | None,
-        ranker: Ranker | None,
-    ) -> None:
+    def __init__(self, bundle: Bundle, runtime: Runtime, models: Models) -> None:
         self.bundle = bundle
         self.runtime = runtime
-        self._models = {"recommender": recommender, "ranker": ranker}
+        self._models = models
         self._recommendations: Recommendations | None = None
         self._rankings: Rankings | None = None
         self._closed = False
@@ -85,16 +74,16 @@ class Service:
         self._ranker_roots: RankerRoots | None = None
         self._recommender_roots: RecommenderRoots | None = None
         manifest = bundle.manifest
-        if ranker is not None:
+        if models.ranker is not None:
             catalog = runtime.snapshot.catalog
             tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
             salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
             self._ranker_roots = RankerRoots(tables, salt, runtime.device)
             if tables.settings.has_values:
                 runtime.histories.default_value = tables.settings.mean_value
-            scorers["ranker"] = RankerScorer(self._ranker_roots, ranker.config.tasks)
-        if recommender is not None:
-            roots = RecommenderRoots(recommender.config, runtime.device)
+            scorers["ranker"] = RankerScorer(self._ranker_roots, models.ranker.config.tasks)
+        if models.recommender is not None:
+            roots = RecommenderRoots(models.recommender.config, runtime.device)
             self._recommender_roots = roots
             weight = float(manifest.recommender.get("dense_weight", 0.0))
             self._recommendations = Recommendations(runtime, roots, weight)
@@ -118,22 +107,20 @@ class Service:
         Raises BundleError, StoreUnavailable, or ValueError for a device that is not here.
         """
         opened = Bundle.open(bundle)
-        place = _device(device)
+        place = resolve_device(device)
         snapshot = Snapshot.of(opened.catalog(), place)
-        recommender, ranker = _load_models(opened, snapshot, place)
-        self_draft = None
-        if recommender is not None and opened.has(SELF_DRAFT):
-            self_draft = load_self_draft(opened.directory(SELF_DRAFT), recommender)
+        models = load_models(opened, snapshot, place)
         url = default_store(Path(bundle)) if store is None else store
         opened_store = open_store(url)
         import_events(opened_store, opened)
         histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
-        engine = Engine(recommender, ranker, EngineConfig(max_queue=max_queue), self_draft)
+        config = EngineConfig(max_queue=max_queue)
+        engine = Engine(models.recommender, models.ranker, config, models.self_draft)
         engine.start()
         signer = Signer(signing_key or secrets.token_bytes(32))
         version = opened.manifest.model_version
         runtime = Runtime(engine, snapshot, histories, signer, version, place)
-        return Service(opened, runtime, recommender, ranker)
+        return Service(opened, runtime, models)
 
     def close(self) -> None:
         """Finish what the engine has, then close engine and store. May be called again."""
@@ -195,7 +182,7 @@ class Service:
             try:
                 works.append(self.begin_rank(one, name, deadline_s))
             except ValueError as error:
-                works.append(_failed(error))
+                works.append(failed(error))
             except Exception:
                 for work in works:
                     if work.future is not None:
@@ -217,12 +204,12 @@ class Service:
         works: deque[Work[RecommendAnswer]] = deque()
         for body in bodies:
             while len(works) >= MANY_IN_FLIGHT:
-                answers.append(_outcome(works.popleft()))
+                answers.append(works.popleft().outcome())
             try:
                 works.append(self._patiently(body))
             except ValueError as error:
-                works.append(_failed(error))
-        return answers + [_outcome(work) for work in works]
+                works.append(failed(error))
+        return answers + [work.outcome() for work in works]
 
     def cancel(self, future: Future[Result]) -> None:
         """Nobody waits for this any more."""
@@ -276,18 +263,9 @@ class Service:
                 "object": "model",
                 "created": 0,
                 "owned_by": "recserve",
-                "recserve": {
-                    **self.versions(),
-                    "parameters": sum(p.numel() for p in model.parameters()),
-                    **(
-                        {"tasks": list(model.config.tasks)}
-                        if isinstance(model, Ranker)
-                        else {"strategies": list(self.runtime.engine.strategies)}
-                    ),
-                },
+                "recserve": {**self.versions(), **said},
             }
-            for name, model in self._models.items()
-            if model is not None
+            for name, said in self._models.described(self.runtime.engine.strategies).items()
         ]
 
     def versions(self) -> dict[str, str]:
@@ -330,40 +308,3 @@ class Service:
     def _check_open(self) -> None:
         if self._closed:
             raise ServiceClosed("the service is closed")
-
-
-def _outcome(work: Work[RecommendAnswer]) -> RecommendAnswer | Exception:
-    try:
-        return work.wait()
-    except Exception as error:
-        return error
-
-
-def _failed(error: Exception) -> Work[Any]:
-    """Work that only has its error left to say."""
-
-    def fail(_: Result | None) -> Any:
-        raise error
-
-    return Work(None, fail)
-
-
-def _device(name: Device) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no CUDA device here")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _load_models(
-    bundle: Bundle, snapshot: Snapshot, device: torch.device
-) -> tuple[Recommender | None, Ranker | None]:
-    """What was trained of the two; what was not is None."""
-    catalog = snapshot.catalog
-    vectors = torch.from_numpy(catalog.vectors)
-    recommender = ranker = None
-    if bundle.has("recommender"):
-        codes = torch.from_numpy(catalog.index.codes.astype("int64"))
-        recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
-    if bundle.has("ranker"):
-        ranker = load_ranker(bundle.directory("ranker"), vectors, device)
-    return recommender, ranker

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from recserve.core.request import Result, Timing
 from recserve.messages import TimingMs
@@ -24,6 +24,13 @@ class Work(Generic[A]):
     def wait(self) -> A:
         """The answer, waited for. Raises what the engine raised."""
         return self.finish(None if self.future is None else self.future.result())
+
+    def outcome(self) -> A | Exception:
+        """The answer, waited for, or the error in its place."""
+        try:
+            return self.wait()
+        except Exception as error:
+            return error
 
 
 class Stopwatch:
@@ -48,3 +55,12 @@ class Stopwatch:
             verify=round(spent.verify_ms, 3),
             total=round((time.perf_counter() - self._began) * 1e3, 3),
         )
+
+
+def failed(error: Exception) -> Work[Any]:
+    """Work that only has its error left to say."""
+
+    def fail(_: Result | None) -> Any:
+        raise error
+
+    return Work(None, fail)
