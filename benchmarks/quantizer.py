@@ -2,8 +2,8 @@
 
     python benchmarks/quantizer.py [--items 12101 200000] [--dim 256] [--out F.json]
 
-Vectors are drawn: a mixture of Gaussians, the shape that text vectors have. Goals on two cores left
-alone: 12,101 x 256 in 15 s, 200,000 x 256 in 120 s, index and trie of a million items in 5 s and 100 MB.
+Vectors are drawn from a mixture of Gaussians. Goals on two cores left alone: 12,101 x 256 in 15 s,
+200,000 x 256 in 120 s, index and trie of a million items in 5 s and 100 MB.
 """
 
 from __future__ import annotations

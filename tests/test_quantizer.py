@@ -91,7 +91,7 @@ def test_product_rotation_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert turned < 0.9 * error()
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("residual", (5, 5)), ("product", (4, 4))])
+@pytest.mark.parametrize(("kind", "sizes"), [("residual", (5, 5)), ("product", (5, 5))])
 def test_small_catalogues_get_small_codebooks(kind: str, sizes: tuple[int, ...]) -> None:
     vectors = clustered(items=5)
     quantizer = fit_quantizer(kind, vectors, 2, 256, seed=0)
@@ -113,7 +113,6 @@ def test_equal_vectors_get_equal_codes(kind: str) -> None:
         ("residual", 2, 1, "codes is 1; expected 2..65536"),
         ("residual", 2, 65_537, "codes is 65537"),
         ("product", 13, 8, "levels is 13; a product quantiser of 12 dimensions"),
-        ("product", 2, 12, "codes is 12; a product quantiser takes a power of two"),
         ("kmeans", 2, 8, "quantizer is 'kmeans'; expected one of residual, product"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import faiss
 import numpy as np
@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
+MIN_WIDTH = 16
 OPQ_KMEANS_ROUNDS = (8, 2, 2, 2, 8)
 
 
@@ -57,16 +58,7 @@ class ResidualQuantizer:
         size = min(codes, len(residual))
         codebooks = []
         for level in range(levels):
-            model = faiss.Kmeans(
-                residual.shape[1],
-                size,
-                niter=KMEANS_ROUNDS,
-                seed=seed + level + 1,
-                min_points_per_centroid=1,
-                max_points_per_centroid=POINTS_PER_CODE,
-            )
-            model.train(residual)
-            codebooks.append(np.ascontiguousarray(model.centroids, dtype=np.float32))
+            codebooks.append(_means(residual, size, KMEANS_ROUNDS, seed + level + 1))
             residual = residual - codebooks[-1][_nearest(codebooks[-1], residual)]
         return ResidualQuantizer(tuple(codebooks))
 
@@ -117,9 +109,9 @@ class ProductQuantizer:
     def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ProductQuantizer:
         """Optimised product quantisation: rotation and codebooks in turns.
 
-        vectors: [I, F]. levels: sub-vectors, 16 to 64 as a rule. codes: a power of two; a catalogue
-        of fewer items gets the largest one not above their number. Raises ValueError if a size is
-        out of range, there are more levels than dimensions, or no vectors.
+        vectors: [I, F]. levels: sub-vectors, 16 to 64 as a rule. A catalogue of fewer than
+        `codes` items gets codebooks of I entries. Raises ValueError if a size is out of range,
+        there are more levels than dimensions, or no vectors.
         """
         vectors = _checked(vectors, levels, codes)
         dim = vectors.shape[1]
@@ -127,30 +119,32 @@ class ProductQuantizer:
             raise ValueError(
                 f"levels is {levels}; a product quantiser of {dim} dimensions has at most {dim}"
             )
-        bits = min(codes, len(vectors)).bit_length() - 1
-        if codes != 1 << (codes.bit_length() - 1):
-            raise ValueError(f"codes is {codes}; a product quantiser takes a power of two")
-        limit = POINTS_PER_CODE << bits
-        if len(vectors) > limit:
+        size = min(codes, len(vectors))
+        if len(vectors) > POINTS_PER_CODE * size:
             rng = np.random.default_rng(seed)
-            vectors = vectors[np.sort(rng.choice(len(vectors), limit, replace=False))]
+            chosen = rng.choice(len(vectors), POINTS_PER_CODE * size, replace=False)
+            vectors = vectors[np.sort(chosen)]
         padded = np.pad(vectors, ((0, 0), (0, -dim % levels)))
+        width = padded.shape[1] // levels
         rotation = np.eye(padded.shape[1], dtype=np.float32)
-        model: Any = faiss.ProductQuantizer(padded.shape[1], levels, bits)
-        model.cp.seed = seed + 1
-        model.cp.min_points_per_centroid = 1
+        books: list[np.ndarray | None] = [None] * levels
         for turn, rounds in enumerate(OPQ_KMEANS_ROUNDS):
-            turned = np.ascontiguousarray(padded @ rotation.T)
-            model.cp.niter = rounds
-            model.train(turned)
-            model.train_type = faiss.ProductQuantizer.Train_hot_start
+            parts = np.split(padded @ rotation.T, levels, axis=1)
+            books = [
+                _means(_widened(part), size, rounds, seed + level + 1, book)
+                for level, (part, book) in enumerate(zip(parts, books, strict=True))
+            ]
             if turn + 1 < len(OPQ_KMEANS_ROUNDS):
                 # The rotation that best fits the decoded vectors: orthogonal Procrustes.
-                decoded = model.decode(model.compute_codes(turned))
-                left, _, right = np.linalg.svd(decoded.T @ padded)
+                decoded = [
+                    book[_nearest(book, _widened(part)), :width]
+                    for part, book in zip(parts, books, strict=True)
+                    if book is not None
+                ]
+                left, _, right = np.linalg.svd(np.concatenate(decoded, axis=1).T @ padded)
                 rotation = (left @ right).astype(np.float32)
-        books = faiss.vector_to_array(model.centroids).reshape(levels, 1 << bits, -1)
-        return ProductQuantizer(np.ascontiguousarray(rotation[:, :dim]), books.copy())
+        codebooks = np.stack([book[:, :width] for book in books if book is not None])
+        return ProductQuantizer(np.ascontiguousarray(rotation[:, :dim]), codebooks)
 
     @property
     def codebook_sizes(self) -> tuple[int, ...]:
@@ -162,7 +156,7 @@ class ProductQuantizer:
         turned = _of_width(vectors, self.rotation.shape[1]) @ self.rotation.T
         codes = np.empty((len(turned), len(self.codebooks)), dtype=np.uint16)
         for level, part in enumerate(np.split(turned, len(self.codebooks), axis=1)):
-            codes[:, level] = _nearest(self.codebooks[level], np.ascontiguousarray(part))
+            codes[:, level] = _nearest(_widened(self.codebooks[level]), _widened(part))
         return codes
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -218,6 +212,27 @@ def _by_name(kind: str) -> type[ResidualQuantizer] | type[ProductQuantizer]:
     if kind not in QUANTIZERS:
         raise ValueError(f"quantizer is {kind!r}; expected one of {', '.join(QUANTIZERS)}")
     return QUANTIZERS[kind]
+
+
+def _means(
+    vectors: np.ndarray, size: int, rounds: int, seed: int, start: np.ndarray | None = None
+) -> np.ndarray:
+    """[size, F] float32 centroids of k-means, from `start` where it is given."""
+    model = faiss.Kmeans(
+        vectors.shape[1],
+        size,
+        niter=rounds,
+        seed=seed,
+        min_points_per_centroid=1,
+        max_points_per_centroid=POINTS_PER_CODE,
+    )
+    model.train(vectors, init_centroids=start)
+    return np.ascontiguousarray(model.centroids, dtype=np.float32)
+
+
+def _widened(vectors: np.ndarray) -> np.ndarray:
+    """Zeros up to 16 columns: measured eight times faster than products of 4 or 8 columns."""
+    return np.pad(vectors, ((0, 0), (0, max(0, MIN_WIDTH - vectors.shape[1]))))
 
 
 def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
