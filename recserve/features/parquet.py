@@ -1,7 +1,7 @@
 """Parquet tables from outside: schema checks, and a ledger of rows that were refused.
 
-A wrong schema is always an error. A wrong row is an error under `on_bad_rows="error"`; under `"skip"`
-it is counted, its first examples are kept, and it is dropped.
+A wrong schema is always an error. A wrong row is an error under `on_bad_rows="error"`; under
+`"skip"` it is counted, its first examples are kept, and it is dropped.
 """
 
 from __future__ import annotations
