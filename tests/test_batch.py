@@ -6,12 +6,22 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiny_bundle import shared_bundle
 
 from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
 from recserve.batch.job import Job, OutputExists, check, run
+from recserve.batch.together import together
 from recserve.features.history import StoreUnavailable
 from recserve.features.parquet import SchemaError
-from recserve.messages import InvalidRequest, RecommendAnswer, RecommendedItem, TimingMs
+from recserve.messages import (
+    InvalidRequest,
+    RecommendAnswer,
+    RecommendBody,
+    RecommendedItem,
+    TimingMs,
+    UserRef,
+)
+from recserve.service import Service
 
 
 def recommend(bodies, degraded=()):
@@ -256,3 +266,22 @@ def test_columns_that_nothing_reads_are_named(tmp_path):
 def test_k_has_bounds(k):
     with pytest.raises(ValueError, match=f"k is {k}; it must be from 1 to 1000"):
         Defaults(k=k)
+
+
+def test_groups_of_the_real_service_repeat_to_the_last_bit(tmp_path):
+    """150 requests in groups of 50, twice: equal scores, not close ones; a wrong one is refused."""
+    bodies = [
+        RecommendBody(history=[f"item{(7 * i + j) % 500:06d}" for j in range(1 + i % 12)], k=5)
+        for i in range(150)
+    ]
+    bodies[70] = RecommendBody(user=UserRef(id="user000001"), strategy="no such thing")
+    runs = []
+    for name in ("one", "two"):
+        with Service.open(shared_bundle(), f"lmdb:{tmp_path / name}", "cpu") as service:
+            recommend = together(service)
+            answers = [a for start in (0, 50, 100) for a in recommend(bodies[start : start + 50])]
+        assert isinstance(answers[70], InvalidRequest)
+        kept = [a for i, a in enumerate(answers) if i != 70]
+        runs.append([[(item.item_id, item.score) for item in a.items] for a in kept])
+    assert runs[0] == runs[1]
+    assert {len(slate) for slate in runs[0]} == {5}

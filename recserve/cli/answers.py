@@ -100,7 +100,7 @@ def batch(
     strategy: Annotated[str, typer.Option(help="Where a row does not say.")] = "auto",
     beam_width: Annotated[int | None, typer.Option(min=1, help="Kept prefixes.")] = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Users per output file.")] = 20_000,
-    in_flight: Annotated[int, typer.Option(min=1, help="Users computed together.")] = 64,
+    in_flight: Annotated[int, typer.Option(min=1, max=1024, help="Users computed together.")] = 64,
     engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier job's output.")
@@ -114,6 +114,7 @@ def batch(
     """Slates for every user of a Parquet file. Exit status 1: failed, 2: called wrongly."""
     from recserve.batch.generate import Defaults, Generator
     from recserve.batch.job import Job, check, run
+    from recserve.batch.together import together
     from recserve.terminal import job_progress
 
     job = Job(input, output, rows_per_part, overwrite)
@@ -126,7 +127,7 @@ def batch(
     if unused:
         typer.echo(f"{input}: columns not used: {', '.join(unused)}", err=True)
     with _service(bundle, store, device) as service, job_progress(progress) as tell:
-        report = run(job, Generator(service.recommend_many, defaults, in_flight), tell)
+        report = run(job, Generator(together(service), defaults, in_flight), tell)
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     typer.echo(
         f"{report.users} users, {report.rows} rows in {len(report.parts)} parts"

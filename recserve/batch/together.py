@@ -1,0 +1,40 @@
+"""Slates of a group of users, computed in one batch whatever the clock does.
+
+Sums in floating point depend in their last bits on what shares a forward. The engine takes what has
+arrived when it steps, so a group is handed over while it is held between two steps: then the batch,
+and with it every byte of the answers, is a function of the requests alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recserve.batch.generate import Recommend
+from recserve.messages import RecommendAnswer, RecommendBody
+from recserve.service import Service
+from recserve.service.work import Work
+
+
+def together(service: Service) -> Recommend:
+    """A Generator's `recommend` over this service; nobody else may use the service meanwhile."""
+
+    def recommend(bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
+        with service.runtime.engine._stepping:
+            begun = [_begin(service, body) for body in bodies]
+        return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
+
+    return recommend
+
+
+def _begin(service: Service, body: RecommendBody) -> Work[RecommendAnswer] | Exception:
+    try:
+        return service.begin_recommend(body)
+    except ValueError as error:
+        return error
+
+
+def _outcome(work: Work[RecommendAnswer]) -> RecommendAnswer | Exception:
+    try:
+        return work.wait()
+    except Exception as error:
+        return error
