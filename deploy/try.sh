@@ -97,6 +97,7 @@ variables+=("RECSERVE_API_KEYS=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d '
 say "a bundle for it: recserve demo --once"
 (inside "XDG_CACHE_HOME=/data $entrypoint demo --once")
 cp -r "$root"/data/recserve/demo/*/bundle/. "$root/bundle"
+chmod -R a+rX "$root/bundle"
 
 say "as $user: $entrypoint ${command//8080/$port}"
 inside "exec $entrypoint ${command//8080/$port}" &
