@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -105,27 +106,40 @@ async def outcomes(
 
 
 async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
-    waiting = [asyncio.wrap_future(future) for future in futures]
-    done = waiting[0] if len(waiting) == 1 else asyncio.gather(*waiting, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Exception | None] = loop.create_future()
+    left = len(futures)
+
+    def end(error: Exception | None) -> None:
+        if not ended.done():
+            ended.set_result(error)
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            end(None)
+
+    def computed(_: Future[Any]) -> None:
+        """On the engine's thread, which may outlive the loop."""
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(count)
+
+    for future in futures:
+        future.add_done_callback(computed)
     gone = asyncio.ensure_future(_disconnected(request))
+    gone.add_done_callback(lambda _: end(ClientGone("the client closed the connection")))
+    late = DeadlineExceeded("the deadline passed before the answer was ready")
+    timer = loop.call_later(max(0.0, deadline_s - time.monotonic()) + GRACE_S, end, late)
     try:
-        await asyncio.wait(
-            {done, gone},
-            timeout=max(0.0, deadline_s - time.monotonic()) + GRACE_S,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if done.done():
-            return
-        if gone.done():
-            raise ClientGone("the client closed the connection")
-        raise DeadlineExceeded("the deadline passed before the answer was ready")
+        error = await ended
     finally:
+        timer.cancel()
         gone.cancel()
-        done.cancel()
-        for future, wrapped in zip(futures, waiting, strict=True):
+        for future in futures:
             future.cancel()
-            if wrapped.done() and not wrapped.cancelled():
-                wrapped.exception()  # else asyncio logs it as never retrieved
+    if error is not None:
+        raise error
 
 
 async def _disconnected(request: Request) -> None:
