@@ -1,0 +1,104 @@
+"""Put measured figures into a page: the tables between its markers are made from JSON.
+
+    python benchmarks/tables.py docs/performance.md recommend=A.json recommend=B.json rank=C.json
+
+A block starts with `<!-- figures: recommend -->` and ends with `<!-- end -->`; what lies between
+is replaced. Several files of one name follow each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+GROUPS = {
+    "recommend": (("items", "model", "dtype", "batch"), "beams", "beam {:,}"),
+    "rank": (("scorer", "model", "root"), "candidates", "{:,} candidates"),
+}
+
+
+def number(run: dict[str, Any] | None) -> str:
+    """Median in milliseconds, or why there is none."""
+    if run is None:
+        return ""
+    if run["median_ms"] is None:
+        return str(run["note"])
+    digits = 1 if run["median_ms"] < 100 else 0
+    mark = "~" if run["note"].startswith("~") else ""
+    once = " (once)" if run["note"] == "first run" else ""
+    return f"{mark}{run['median_ms']:,.{digits}f}{once}"
+
+
+def row(words: list[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def table(cells: list[dict[str, Any]], across: str, heading: str) -> list[str]:
+    """Methods down, widths or candidates across; then the engine's stages."""
+    methods = list(dict.fromkeys(name for cell in cells for name in cell["runs"]))
+    lines = [
+        row(["ms, median", *(heading.format(cell[across]) for cell in cells)]),
+        row(["---", *("---:" for _ in cells)]),
+    ]
+    lines += [row([m, *(number(c["runs"].get(m)) for c in cells)]) for m in methods]
+    for name in ("cold", "warm"):
+        staged = [c["stages"].get(name) for c in cells]
+        if any(staged):
+            words = [
+                f"{s['prefill_ms']:.1f} + {s['draft_ms']:.1f} + {s['verify_ms']:.1f}; "
+                f"{s['forwards']:.0f} forwards, {s['nodes']:.0f} nodes"
+                if s
+                else ""
+                for s in staged
+            ]
+            lines.append(row([f"{name}: prefill + draft + verify, wall clock", *words]))
+    return lines
+
+
+def figures(kind: str, contents: list[dict[str, Any]]) -> str:
+    """All tables of one kind, each under the machine that measured it."""
+    keys, across, heading = GROUPS[kind]
+    lines: list[str] = []
+    for content in contents:
+        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for cell in content["cells"]:
+            groups.setdefault(tuple(str(cell[key]) for key in keys), []).append(cell)
+        m = content["machine"]
+        rate = content.get("matmul_gflops") or content["cells"][0]["matmul_gflops"]
+        where = (
+            f"{m['processor']}, {m['threads']} thread(s), {m['clock']} clock, load "
+            f"{m['load_before']} before, torch {m['torch']}, transformers {m['transformers']}; "
+            f"plain matmul {rate:.0f} GFLOP/s"
+        )
+        for group, cells in groups.items():
+            names = ", ".join(f"{key} {value}" for key, value in zip(keys, group, strict=True))
+            lines += [f"**{names}** ({where})", "", *table(cells, across, heading), ""]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    page = Path(sys.argv[1])
+    contents: dict[str, list[dict[str, Any]]] = {}
+    for argument in sys.argv[2:]:
+        kind, path = argument.split("=", 1)
+        if kind not in GROUPS:
+            print(f"{kind!r} is not a benchmark; choose one of {sorted(GROUPS)}", file=sys.stderr)
+            return 2
+        contents.setdefault(kind, []).append(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def fill(match: re.Match[str]) -> str:
+        kind = match[2]
+        if kind not in contents:
+            return match[0]
+        return f"{match[1]}\n{figures(kind, contents[kind])}{match[3]}"
+
+    page.write_text(BLOCK.sub(fill, page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
