@@ -296,7 +296,9 @@ def test_thread_answers_and_closes():
     requests = [RecommendRequest(draw_root(model, 5, i), trie, 3, 5) for i in range(30)]
     futures = [engine.submit(r) for r in requests]
     answers = [f.result(30) for f in futures]
+    assert engine.alive
     engine.close()
+    assert not engine.alive
     alone = Engine(model)
     for answer, request in zip(answers, requests, strict=True):
         assert answer.rows.tolist() == alone.run(request).rows.tolist()

@@ -168,6 +168,11 @@ class Engine:
             self._thread.join()
             self._thread = None
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs; False before `start`, after `close` and if it died."""
+        return self._thread is not None and self._thread.is_alive()
+
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
         lanes = list(self._lanes.values())

@@ -138,7 +138,7 @@ class Service:
     @property
     def alive(self) -> bool:
         """Whether requests are answered."""
-        return not self._closed
+        return not self._closed and self.runtime.engine.alive
 
     @property
     def store_blocks(self) -> bool:
