@@ -438,3 +438,19 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch)
     assert engine.run(cached).rows.tolist() == expected
     stats = engine.stats()
     assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_a_large_request_is_not_starved_by_small_ones():
+    """Requests of one model are admitted in order, also while the first finds no room."""
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    slot = 2 * 2 * 2 * 8 * 4
+    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 45, max_running=3))
+    order: list[int] = []
+    widths = [3, 40, 3, 3, 3, 40, 3]
+    for number, width in enumerate(widths):
+        future = engine.submit(RecommendRequest(draw_root(model, 4, number), trie, 3, width))
+        future.add_done_callback(lambda _, number=number: order.append(number))
+    while engine.step():
+        pass
+    assert order.index(1) < order.index(2) < order.index(5) < order.index(6)
+    assert sorted(order) == list(range(len(widths)))

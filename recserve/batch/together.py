@@ -19,7 +19,7 @@ def together(service: Service) -> Recommend:
     """A Generator's `recommend` over this service; nobody else may use the service meanwhile."""
 
     def recommend(bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
-        with service.runtime.engine._stepping:
+        with service.runtime.engine.held():
             begun = [_begin(service, body) for body in bodies]
         return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
 

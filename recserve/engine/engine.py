@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,6 +155,12 @@ class Engine:
             for lane in self._lanes.values():
                 lane.cache.forget(keys, shared)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the engine between two steps: what is submitted inside shares the next step."""
+        with self._stepping:
+            yield
+
     def start(self) -> None:
         """Run the steps on a thread of their own."""
         if self._thread is None:
@@ -220,8 +228,11 @@ class Engine:
         return len(done) + len(stepped)
 
     def _admit(self) -> None:
-        """Move waiting requests into their lanes, oldest first, until one finds no room."""
+        """Move waiting requests into their lanes, oldest first; where one finds no room, those
+        behind it on the same model wait too, so that a large request is not starved by small ones.
+        """
         full: set[int] = set()
+        kept: list[_Waiting] = []
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
             if waiting.future.cancelled():
@@ -241,8 +252,8 @@ class Engine:
                 if admitted:
                     continue
             full.add(id(lane))
-            with self._changed:
-                self._waiting.append(waiting)
+            kept.append(waiting)
+        self._waiting.extendleft(reversed(kept))
 
     def _loop(self) -> None:
         while True:
