@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 
+Normalization = Literal["children", "vocabulary"]
 CODES = 256
 # Trie nodes per level: Amazon Beauty's under text and collaborative ids, and the same shape grown.
 NODES = {12_101: (256, 6_913, 10_818, 12_101), 1_000_000: (256, 54_000, 894_000, 1_000_000)}
@@ -76,7 +78,7 @@ def _branching(rng: np.random.Generator, parents: int, wanted: int) -> np.ndarra
 
 
 def drawn_recommender(
-    catalogue: Catalogue, hidden: int, layers: int, normalization: str, dtype: torch.dtype
+    catalogue: Catalogue, hidden: int, layers: int, normalization: Normalization, dtype: torch.dtype
 ) -> Recommender:
     """A `codes` recommender, heads of 64, whose logits spread as a trained one's (about 2)."""
     torch.manual_seed(0)

@@ -111,6 +111,12 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def silence_transformers() -> None:
+    """Its warnings about generation flags say nothing here."""
+    verbosity: Any = transformers.utils.logging
+    verbosity.set_verbosity_error()
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Indented; nan as null."""
     text = json.dumps(content, indent=1, default=float)

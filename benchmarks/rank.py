@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,17 @@ from baselines.scoring import (
     ranker_pointwise,
 )
 from drawn import drawn_catalogue, drawn_ranker, drawn_ranking_root, drawn_recommender, drawn_roots
-from measuring import CLOCKS, Runs, machine, matmul_gflops, measure, write_json
+from measuring import (
+    CLOCKS,
+    Runs,
+    machine,
+    matmul_gflops,
+    measure,
+    silence_transformers,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 from recserve.core.request import LikelihoodRequest, RankRequest, Request, Root, Scores, Timing
 from recserve.engine.engine import Engine, EngineConfig
@@ -148,7 +156,7 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
     budget, clock = options.budget_s, options.clock
     for name, score in task.linear.items():
         # A chunk tells how many candidates fit.
-        trial = measure(lambda _, s=score: s(CHUNK), 1, budget, clock)
+        trial = measure(partial(_first_chunk, score), 1, budget, clock)
         fit = int(budget / 2 / (trial.median_ms / 1e3 / CHUNK)) // CHUNK * CHUNK
         count = min(candidates, max(CHUNK, fit))
 
@@ -189,6 +197,10 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
         if timings:
             out.stages[name] = timings[len(timings) // 2]
     return out
+
+
+def _first_chunk(score: Callable[[int], torch.Tensor], _: int) -> None:
+    score(CHUNK)
 
 
 def agreement(scores: dict[str, np.ndarray]) -> tuple[str, bool]:
@@ -247,7 +259,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    transformers_logging.set_verbosity_error()
+    silence_transformers()
     torch.set_num_threads(options.threads)
     console = Console(width=None if sys.stdout.isatty() else 160)
     hidden, layers = (int(part) for part in options.model.split("x"))
@@ -257,7 +269,10 @@ def main() -> int:
     content["matmul_gflops"] = gflops
     console.print(f"plain matmul: {gflops:.0f} GFLOP/s")
     all_same = True
-    scorers = {"likelihood": Likelihood, "ranker": Ranking}
+    scorers: dict[str, type[Likelihood] | type[Ranking]] = {
+        "likelihood": Likelihood,
+        "ranker": Ranking,
+    }
     for name in options.scorers:
         scorer = scorers[name](hidden, layers)
         for root in options.roots:

@@ -34,12 +34,19 @@ from drawn import (
     drawn_roots,
     published_catalogue,
 )
-from measuring import CLOCKS, Runs, machine, matmul_gflops, measure, write_json
+from measuring import (
+    CLOCKS,
+    Runs,
+    machine,
+    matmul_gflops,
+    measure,
+    silence_transformers,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
-from recserve.core.request import RecommendRequest, Root, Slate, Timing
+from recserve.core.request import RecommendRequest, Request, Root, Slate, Timing
 from recserve.engine.engine import Engine, EngineConfig
 
 HISTORY_TOKENS = 200
@@ -133,7 +140,7 @@ def answers(
     length = prompts.shape[1]
 
     def engine(roots: list[Root]) -> list[Slate]:
-        requests = [RecommendRequest(root, trie, width, width) for root in roots]
+        requests: list[Request] = [RecommendRequest(root, trie, width, width) for root in roots]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 
     def forgetting(roots: list[Root]) -> list[Slate]:
@@ -219,7 +226,9 @@ def run_cell(
 def median_timing(timings: list[Timing]) -> Timing:
     """Each field's median."""
     names = list(asdict(timings[0]))
-    middle = {name: float(np.median([getattr(t, name) for t in timings])) for name in names}
+    middle: dict[str, Any] = {
+        name: float(np.median([getattr(t, name) for t in timings])) for name in names
+    }
     return replace(timings[0], **middle)
 
 
@@ -288,7 +297,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    transformers_logging.set_verbosity_error()
+    silence_transformers()
     torch.set_num_threads(options.threads)
     console = Console(width=None if sys.stdout.isatty() else 160)
     content: dict[str, Any] = {"machine": machine() | {"clock": options.clock}, "cells": []}

@@ -6,29 +6,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 from baselines.beams import BeamSearch, Slates
 from baselines.constraints import TrieProcessor, allowed_tokens, walk
+from baselines.llama import Network
 
 
-def tiger_t5(vocabulary: int) -> PreTrainedModel:
+def tiger_t5(vocabulary: int) -> Network:
     """TIGER's size: 4 + 4 layers, width 128, 6 heads of 64, feed-forward 1,024; drawn weights."""
     torch.manual_seed(0)
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=vocabulary,
-            d_model=128,
-            d_kv=64,
-            d_ff=1024,
-            num_layers=4,
-            num_decoder_layers=4,
-            num_heads=6,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-    ).eval()
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "d_model": 128,
+        "d_kv": 64,
+        "d_ff": 1024,
+        "num_layers": 4,
+        "num_decoder_layers": 4,
+        "num_heads": 6,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    model: Network = T5ForConditionalGeneration(T5Config(**shape))
+    return model.eval()
 
 
 class Generate:
@@ -38,7 +39,7 @@ class Generate:
     """
 
     def __init__(
-        self, model: PreTrainedModel, search: BeamSearch, prompt: int, how: str = "processor"
+        self, model: Network, search: BeamSearch, prompt: int, how: str = "processor"
     ) -> None:
         self.model = model
         self.search = search
@@ -70,7 +71,7 @@ class Generate:
             return_dict_in_generate=True,
             **self.constraint,
         )
-        codes = out.sequences[:, self.start :] - torch.tensor(search.offsets)
+        codes: Tensor = out.sequences[:, self.start :] - torch.tensor(search.offsets)
         leaves = walk(search.trie, codes).clamp(min=search.trie.level_starts[search.levels])
         shape = (prompts.shape[0], search.width)
         rows = search.trie.items_of_leaves(leaves).long()

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -23,8 +22,19 @@ from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
 from recserve.models.recommender import Recommender
 
+PARTS = {
+    "attention_norm": "input_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "down": "mlp.down_proj",
+}
+# Hugging Face's classes are Any from here on: their annotations do not cover what they do.
+Network = Any
 
-def empty_model(config: DecoderConfig, vocabulary: int) -> PreTrainedModel:
+
+def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
     """The Hugging Face model of the same shape: Qwen3 with qk_norm, Qwen2 with biases, else Llama.
 
     Raises ValueError for a shape that none of the three has.
@@ -47,44 +57,39 @@ def empty_model(config: DecoderConfig, vocabulary: int) -> PreTrainedModel:
     }
     if config.qk_norm and config.attention_bias:
         raise ValueError("no model of the family has both qk_norm and attention_bias")
+    if config.attention_bias and config.head_dim * config.num_heads != config.hidden_size:
+        raise ValueError("Qwen2 has no head_dim of its own; make num_heads * head_dim the size")
+    model: Network
     if config.qk_norm:
-        return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
-    if config.attention_bias:
-        if config.head_dim * config.num_heads != config.hidden_size:
-            raise ValueError("Qwen2 has no head_dim of its own; make num_heads * head_dim the size")
-        return Qwen2ForCausalLM(Qwen2Config(**shape)).eval()
-    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    elif config.attention_bias:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    return model.eval()
 
 
 def trunk_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Weights of a trunk under Hugging Face's names, without the prefix `model.`."""
     c = decoder.config
     sizes = [c.num_heads * c.head_dim] + 2 * [c.num_kv_heads * c.head_dim]
-    weights: dict[str, Tensor] = {"norm.weight": decoder.norm.weight}
-    for number, layer in enumerate(decoder.layers):
-        at = f"layers.{number}."
-        for name in ("weight", "bias"):
-            fused = getattr(layer.qkv, name)
-            if fused is not None:
-                for letter, part in zip("qkv", fused.split(sizes), strict=True):
-                    weights[f"{at}self_attn.{letter}_proj.{name}"] = part
-        gate, up = layer.gate_up.weight.chunk(2)
-        weights |= {
-            f"{at}input_layernorm.weight": layer.attention_norm.weight,
-            f"{at}self_attn.o_proj.weight": layer.output.weight,
-            f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
-            f"{at}mlp.gate_proj.weight": gate,
-            f"{at}mlp.up_proj.weight": up,
-            f"{at}mlp.down_proj.weight": layer.down.weight,
-        }
-        if c.qk_norm:
-            weights[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
-            weights[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
+    weights: dict[str, Tensor] = {}
+    for name, weight in decoder.state_dict().items():
+        at, _, last = name.rpartition(".")
+        at, _, part = at.rpartition(".")
+        if part == "qkv":
+            for letter, piece in zip("qkv", weight.split(sizes), strict=True):
+                weights[f"{at}.self_attn.{letter}_proj.{last}"] = piece
+        elif part == "gate_up":
+            gate, up = weight.chunk(2)
+            weights |= {f"{at}.mlp.gate_proj.{last}": gate, f"{at}.mlp.up_proj.{last}": up}
+        else:
+            weights[f"{at}.{PARTS[part]}.{last}" if at else name] = weight
     return weights
 
 
 @torch.no_grad()
-def to_llama(model: Recommender) -> PreTrainedModel:
+def to_llama(model: Recommender) -> Network:
     """A recommender of `codes` form as a causal language model over BOS and code tokens.
 
     Raises ValueError for a model that reads more than tokens.

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from baselines.beams import BeamSearch, Slates
+from baselines.llama import Network
 from recserve.models.recommender import Recommender
 
 
 @torch.inference_mode()
-def kv_copy(model: PreTrainedModel, prompts: Tensor, search: BeamSearch) -> Slates:
+def kv_copy(model: Network, prompts: Tensor, search: BeamSearch) -> Slates:
     """One prefill per user; then every beam owns a copy of the cache, reordered at each level.
 
     prompts [B, n], all of one length.
     """
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     out = model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1)
     beams = search.first(out.logits[:, -1])
     width = beams.nodes.shape[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
+from baselines.llama import Network
 from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.inputs import NodeInputs
@@ -56,7 +58,7 @@ class Items:
 
 
 @torch.inference_mode()
-def pointwise(model: PreTrainedModel, root: Tensor, items: Items) -> Tensor:
+def pointwise(model: Network, root: Tensor, items: Items) -> Tensor:
     """One sequence per candidate, root and all, CHUNK at a time. root [n] -> [M]."""
     levels, out = items.tokens.shape[1], []
     for start in range(0, len(items), CHUNK):
@@ -67,9 +69,9 @@ def pointwise(model: PreTrainedModel, root: Tensor, items: Items) -> Tensor:
 
 
 @torch.inference_mode()
-def pointwise_cached(model: PreTrainedModel, root: Tensor, items: Items) -> Tensor:
+def pointwise_cached(model: Network, root: Tensor, items: Items) -> Tensor:
     """The root once, its cache copied to each candidate, CHUNK at a time. root [n] -> [M]."""
-    first = DynamicCache(config=model.config)
+    first: Any = DynamicCache(config=model.config)
     last = model(root[None], past_key_values=first, use_cache=True, logits_to_keep=1).logits
     out = []
     for start in range(0, len(items), CHUNK):
