@@ -1,1 +1,55 @@
-"""recserve: a generative recommendation server."""
+"""recserve: a generative recommendation server.
+
+Public names, loaded when first used:
+
+    from recserve import RecommendBody, Service
+    with Service.open("shop.bundle") as service:
+        answer = service.recommend(RecommendBody(history=["item000007"], k=10))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recserve.building import BuildOptions, build_bundle
+    from recserve.bundle import Bundle
+    from recserve.engine.engine import Engine, EngineConfig
+    from recserve.messages import RankBody, RecommendBody
+    from recserve.service import Service
+
+__all__ = [
+    "BuildOptions",
+    "Bundle",
+    "Engine",
+    "EngineConfig",
+    "RankBody",
+    "RecommendBody",
+    "Service",
+    "__version__",
+    "build_bundle",
+]
+
+_HOMES = {
+    "BuildOptions": "recserve.building",
+    "Bundle": "recserve.bundle",
+    "Engine": "recserve.engine.engine",
+    "EngineConfig": "recserve.engine.engine",
+    "RankBody": "recserve.messages",
+    "RecommendBody": "recserve.messages",
+    "Service": "recserve.service",
+    "build_bundle": "recserve.building",
+}
+
+try:
+    __version__ = version("recserve")
+except PackageNotFoundError:  # run from a checkout that was not installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     | {"building", "training", "server", "batch", "experiments"}
     | {"demo", "doctor", "terminal"},
     "__main__": {"cli"},
-    "__init__": TOP,
+    "__init__": TOP | {"building"},
 }
 
 # Third-party packages that one room (or one file) owns.
