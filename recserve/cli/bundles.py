@@ -66,7 +66,6 @@ def train(
     """Train a model of the bundle; the best checkpoint on validation is kept."""
     from recserve.bundle import Bundle
     from recserve.training.drafters import train_drafter
-    from recserve.training.drafters import train_drafter
     from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
     from recserve.training.recommender import train_recommender
@@ -83,7 +82,6 @@ def train(
     trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
         "recommender": train_recommender,
         "ranker": train_ranker,
-        "drafter": train_drafter,
         "drafter": train_drafter,
         "sasrec": train_sasrec,
     }
