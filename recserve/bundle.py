@@ -268,11 +268,17 @@ class Bundle:
         return path
 
     def _write(self) -> None:
+        """Replace the manifest; every file it names becomes as readable as the manifest itself,
+        since safetensors writes files that only their owner may read.
+        """
         temporary = self.root / f".{MANIFEST}.{os.getpid()}"
         with temporary.open("w", encoding="utf-8") as file:
             file.write(self.manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
+        mode = temporary.stat().st_mode & 0o777
+        for name in self.manifest.files:
+            self._inside(name).chmod(mode)
         temporary.replace(self.root / MANIFEST)
         folder = os.open(self.root, os.O_RDONLY)
         try:

@@ -197,3 +197,11 @@ def test_damaged_contents_are_bundle_errors(copied: Path, name: str) -> None:
     with pytest.raises(BundleError, match=name):
         bundle.catalog()
         bundle.events()
+
+
+def test_files_are_as_readable_as_the_manifest(built: Path) -> None:
+    """safetensors writes files for their owner alone; a server of another user reads the bundle."""
+    mode = (built / "manifest.json").stat().st_mode & 0o777
+    files = Bundle.open(built).manifest.files
+    assert any(name.endswith(".safetensors") for name in files)
+    assert {(built / name).stat().st_mode & 0o777 for name in files} == {mode}
