@@ -125,13 +125,17 @@ def ranker_dense(ranker: Ranker, root: NodeInputs, shared: int, candidates: Node
 def ranker_pointwise(
     ranker: Ranker, root: NodeInputs, shared: int, candidates: NodeInputs
 ) -> Tensor:
-    """One sequence per candidate, root and all, CHUNK at a time. Returns logits [M, tasks]."""
+    """One sequence per candidate, root and all. Returns logits [M, tasks].
+
+    The attention without softmax keeps its scores, so batches shrink as roots grow.
+    """
     n, out = len(root), []
+    chunk = max(1, min(CHUNK, CHUNK * 200 // n))
     attend = DenseSiluAttention(ranker_mask(shared, n, 1), ranker.config.normalizer)
     embedded = ranker.embed(root)
     assert root.groups is not None and candidates.groups is not None
-    for start in range(0, len(candidates), CHUNK):
-        part = candidates.select(slice(start, start + CHUNK))
+    for start in range(0, len(candidates), chunk):
+        part = candidates.select(slice(start, start + chunk))
         assert part.groups is not None
         x = torch.cat([embedded.expand(len(part), -1, -1), ranker.embed(part)[:, None]], dim=1)
         groups = torch.cat([root.groups.expand(len(part), -1), part.groups[:, None]], dim=1)
