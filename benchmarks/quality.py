@@ -183,7 +183,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
         axes.text(value, len(rows) - 0.4, f" {name}", fontsize=8, color="gray")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     axes.set_xlabel("NDCG@10 on test")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
