@@ -46,7 +46,7 @@ def test_only_ids_are_needed(tmp_path: Path) -> None:
         ({"item_id": ["a"], "categories": ["Pan"]}, "column categories is string; expected list"),
         ({"item_id": pa.array([], pa.string())}, "no rows"),
     ],
-    ids=str,
+    ids=["missing", "item-id-type", "title-type", "categories-type", "empty"],
 )
 def test_schema_is_refused(tmp_path: Path, columns: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=f"items.parquet: .*{message}"):
