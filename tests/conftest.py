@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Triton decides when it is first imported, by whatever library, whether kernels are interpreted.
+os.environ["TRITON_INTERPRET"] = "1"
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="NO triton on this machine: its kernels were not tested")
 
 from test_tree_attention import SHAPES, draw_batch  # noqa: E402
