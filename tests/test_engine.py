@@ -22,6 +22,7 @@ from recserve.engine.lane import RequestTooLarge
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.config import DecoderConfig
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
@@ -454,3 +455,33 @@ def test_a_large_request_is_not_starved_by_small_ones():
         pass
     assert order.index(1) < order.index(2) < order.index(5) < order.index(6)
     assert sorted(order) == list(range(len(widths)))
+
+
+@pytest.mark.parametrize("strategy", ["beam", "speculative"])
+@pytest.mark.parametrize("width", [1, 4, 12])
+def test_dense_head_items_compete_with_the_beams(width, strategy):
+    """Best k of the plain beam's items and the head's own best W, all scored alike."""
+    codes = CATALOGUES["ordinary"]
+    model, trie = make(codes, "items", "children")
+    head = SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes)).eval()
+    engine = engine_module.Engine(model, None, EngineConfig(kv_bytes=2**24), head)
+    requests, expected = [], []
+    for seed in range(3):
+        root = draw_root(model, 6 + seed, seed)
+        excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
+        common = dict(root=root, trie=trie, k=width, beam_width=width, strategy=strategy)
+        weight = 1.5 * (seed != 1)
+        requests.append(RecommendRequest(**common, excluded=excluded, dense_weight=weight))
+        with torch.inference_mode():
+            tokens = root.inputs.tokens[None]
+            hidden = model(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())[:, -1]
+            dense = model.dense_scores(hidden)[0].numpy().copy()
+            beams = [row for row, _ in plain_beam(model, trie, root, width, excluded.tolist())]
+        scores = all_scores(model, trie, root).numpy() + weight * dense
+        dense[excluded] = -np.inf
+        rivals = np.argsort(-dense, kind="stable")[:width].tolist() if weight else []
+        pool = sorted({*beams, *rivals}, key=lambda row: -scores[row])[:width]
+        expected.append((pool, scores[pool]))
+    for answer, (rows, scores) in zip(engine.run_many(requests), expected, strict=True):
+        assert answer.rows.tolist() == rows
+        np.testing.assert_allclose(answer.scores, scores, rtol=1e-4, atol=1e-4)

@@ -45,6 +45,18 @@ def nothing_scored(like: Tensor) -> Scored:
 
 
 @dataclass(frozen=True)
+class Rivals:
+    """The dense head's best items of B requests, which compete with the finished beams.
+
+    rows [B, R] item rows, valid [B, R]. dense [B, I]: the head's log-probability of every item.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    dense: Tensor
+
+
+@dataclass(frozen=True)
 class Beams:
     """B requests x W beams, all prefixes of the same length over the same trie.
 
@@ -65,6 +77,7 @@ class Beams:
     tails: Tensor
     scored: Scored
     rounds: Tensor
+    rivals: Rivals | None = None
 
     def alive(self) -> Tensor:
         """[B, W] bool."""

@@ -30,10 +30,10 @@ class RecommendRequest:
     """Generate the k best items.
 
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
-    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense item score that
-    reranks the
-    finished beams, 0: not used. deadline_s: time.monotonic() value after which the answer is
-    useless.
+    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense head's
+    log-probability beside that of the semantic id, 0: not used; with it the head's own best
+    beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
+    the answer is useless.
     """
 
     root: Root

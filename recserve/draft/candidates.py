@@ -59,13 +59,22 @@ def propose_paths(
     level_offsets [L]: first token of each level. skip: leave out what lies below the last fork of a
     path, which has log-probability 0. None when the root alone decides.
     """
+    keys = needed_prefixes(trie, trie_nodes, owners, skip)
+    if not keys.shape[0]:
+        return None
+    return draft_of_keys(trie, keys, num_trees, level_offsets)
+
+
+def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+    """Keys (as in Scored) of the prefixes that decide the items' log-probabilities, the root aside.
+
+    trie_nodes [M, L], owners [M], skip: as in `propose_paths`. Returns [n].
+    """
     prefixes = trie_nodes[:, :-1]
     if skip:
         forks = trie.num_children(prefixes) > 1
         needed = forks.int().flip(1).cumsum(1).flip(1) > 0
     else:
         needed = torch.ones_like(prefixes, dtype=torch.bool)
-    keys = (owners[:, None] * trie.node_codes.shape[0] + prefixes)[needed]
-    if not keys.shape[0]:
-        return None
-    return draft_of_keys(trie, keys, num_trees, level_offsets)
+    keys: Tensor = (owners[:, None] * trie.node_codes.shape[0] + prefixes)[needed]
+    return keys

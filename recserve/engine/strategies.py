@@ -21,6 +21,7 @@ from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
+from recserve.verify import rerank
 from recserve.verify.scores import path_scores, root_scores
 
 RECOMMEND = ("beam",)
@@ -36,28 +37,33 @@ class BeamStrategy:
         self.skip_single = model.config.normalization == "children"
 
     def tree_room(self, request: RecommendRequest) -> int:
-        """W nodes at each level but the last."""
-        return beam_verify.beam_width(request) * (request.trie.num_levels - 1)
+        """W nodes at each level but the last, twice that where the dense head has its say."""
+        nodes = beam_verify.beam_width(request) * (request.trie.num_levels - 1)
+        return 2 * nodes if request.dense_weight else nodes
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """Level 1 comes with the root's last hidden state."""
-        return beam_verify.start(tuple(sequences), self.model)
+        beams = beam_verify.start(tuple(sequences), self.model)
+        return rerank.with_rivals(beams, self.model)
 
     def finished(self, state: Beams) -> bool:
-        """True at the leaves."""
-        return state.finished
+        """True when the beams are leaves and every item that competes is scored."""
+        return state.finished and rerank.rival_keys(state, self.skip_single) is None
 
     def propose(self, state: Beams) -> Draft:
-        """The prefixes that fork."""
-        return beam_draft.propose(state, self.level_offsets, self.skip_single)
+        """The prefixes that fork, and in the first round those of the dense head's best items."""
+        return self._draft(state, rerank.rival_keys(state, self.skip_single))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """One level deeper."""
+        """As many levels deeper as the scored prefixes prove."""
         return beam_verify.verify(state, draft, slots, hidden, self.model)
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates."""
-        return list(beam_verify.finish(state, self.model))
+        return list(rerank.finish(state, self.model))
+
+    def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
+        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
 
 
 class SpeculativeStrategy(BeamStrategy):
@@ -74,15 +80,17 @@ class SpeculativeStrategy(BeamStrategy):
 
     def tree_room(self, request: RecommendRequest) -> int:
         """`spread` W drafted nodes at each level but the last, and all of beam search's own."""
-        return (self.spread + 1) * super().tree_room(request)
+        drafted = self.spread * beam_verify.beam_width(request) * (request.trie.num_levels - 1)
+        return drafted + super().tree_room(request)
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
-        if bool((state.rounds > 0).any()):
-            return super().propose(state)
+        rivals = rerank.rival_keys(state, self.skip_single)
+        if state.finished or bool((state.rounds > 0).any()):
+            return self._draft(state, rivals)
         widths = [self.spread * beam_verify.beam_width(_recommend(s)) for s in state.sequences]
-        extra = likely_prefixes(state, self.head, self.level_offsets, widths, self.skip_single)
-        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
+        likely = likely_prefixes(state, self.head, self.level_offsets, widths, self.skip_single)
+        return self._draft(state, likely if rivals is None else torch.cat([likely, rivals]))
 
 
 @dataclass(frozen=True)

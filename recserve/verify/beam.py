@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.filtering import leaf_filter
-from recserve.core.request import RecommendRequest, Slate
-from recserve.core.selection import DEAD, descending, keep_best
+from recserve.core.request import RecommendRequest
+from recserve.core.selection import DEAD, keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
@@ -103,38 +102,6 @@ def level_log_probs(
         return logits.masked_fill(~valid, DEAD).log_softmax(-1)
     logits = model.full_logits(hidden).float()
     return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
-
-
-def finish(beams: Beams, model: Recommender) -> list[Slate]:
-    """The k best items of each request, reranked by the dense head where the request asks for
-    it.
-    """
-    rows = beams.trie.items_of_leaves(
-        torch.where(beams.alive(), beams.nodes, beams.trie.level_starts[beams.trie.num_levels])
-    ).long()
-    scores = beams.log_probs
-    requests = [_request(s) for s in beams.sequences]
-    weights = torch.tensor([r.dense_weight for r in requests], device=scores.device)
-    if bool((weights != 0).any()):
-        dense = model.dense_scores(beams.tails).gather(1, rows)
-        scores = scores + weights[:, None] * dense
-    order = torch.sort(rows, dim=1).indices
-    order = order.gather(1, descending(scores.gather(1, order)))
-    counts, rounds = beams.alive().sum(1).tolist(), beams.rounds.tolist()
-    ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
-    slates = []
-    for b, sequence in enumerate(beams.sequences):
-        n = min(_request(sequence).k, counts[b])
-        slates.append(
-            Slate(
-                np.ascontiguousarray(ranked_rows[b, :n].numpy()),
-                np.ascontiguousarray(ranked_scores[b, :n].numpy()),
-                True,
-                rounds[b],
-                sequence.timing,
-            )
-        )
-    return slates
 
 
 def beam_width(request: RecommendRequest) -> int:

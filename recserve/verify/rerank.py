@@ -1,0 +1,109 @@
+"""Final order with a dense head: finished beams and the head's own best items, scored alike.
+
+score = log-probability of the semantic id + dense_weight * log-probability under the dense head.
+The beams alone would cap what reranking can do at what the beams hold; the head's best W items, its
+rivals, have their semantic ids scored in the same trees and compete with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Beams, Rivals
+from recserve.core.request import RecommendRequest, Slate
+from recserve.core.selection import DEAD, descending
+from recserve.draft.candidates import needed_prefixes
+from recserve.models.recommender import Recommender
+from recserve.verify.beam import beam_width
+from recserve.verify.scores import path_scores, root_scores
+
+
+def with_rivals(beams: Beams, model: Recommender) -> Beams:
+    """Beams that carry the dense head's best allowed items, where a request weighs the head."""
+    requests = _requests(beams)
+    if not any(r.dense_weight for r in requests):
+        return beams
+    dense = model.dense_scores(beams.tails)
+    open_scores = dense.clone()
+    for b, request in enumerate(requests):
+        if request.excluded is not None and request.excluded.size:
+            open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
+        if request.allowed is not None:
+            open_scores[b, ~torch.from_numpy(request.allowed).to(dense.device)] = DEAD
+        if not request.dense_weight:
+            open_scores[b] = DEAD
+    width = min(max(beam_width(r) for r in requests), dense.shape[1])
+    best = open_scores.topk(width, dim=1)
+    rank = torch.arange(width, device=dense.device)
+    widths = torch.tensor([beam_width(r) for r in requests], device=dense.device)
+    valid = (best.values > DEAD) & (rank < widths[:, None])
+    return replace(beams, rivals=Rivals(best.indices, valid, dense))
+
+
+def rival_keys(beams: Beams, skip_single: bool) -> Tensor | None:
+    """Keys of the rivals' prefixes that are not scored yet; None where nothing is missing."""
+    if beams.rivals is None:
+        return None
+    owners, rows = _flat(beams.rivals)
+    nodes = beams.trie.nodes_of_items(rows)
+    keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
+    missing = bool((beams.scored.find(keys) < 0).any())
+    return keys if missing else None
+
+
+def finish(beams: Beams, model: Recommender) -> list[Slate]:
+    """The k best items of each request, best first; equal scores in the order of item rows."""
+    leaves = beams.trie.level_starts[beams.trie.num_levels]
+    rows = beams.trie.items_of_leaves(torch.where(beams.alive(), beams.nodes, leaves)).long()
+    scores, alive = beams.log_probs, beams.alive()
+    requests = _requests(beams)
+    if beams.rivals is not None:
+        rivals = beams.rivals
+        weights = torch.tensor([r.dense_weight for r in requests], device=rows.device)[:, None]
+        again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
+        alive = torch.cat([alive, rivals.valid & ~again], dim=1)
+        scores = torch.cat([scores, _log_probs(beams, rivals, model)], dim=1)
+        rows = torch.cat([rows, rivals.rows], dim=1)
+        scores = (scores + weights * rivals.dense.gather(1, rows)).masked_fill(~alive, DEAD)
+    order = torch.sort(rows, dim=1).indices
+    order = order.gather(1, descending(scores.gather(1, order)))
+    counts, rounds = alive.sum(1).tolist(), beams.rounds.tolist()
+    ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
+    slates = []
+    for b, request in enumerate(requests):
+        n = min(request.k, counts[b])
+        slates.append(
+            Slate(
+                np.ascontiguousarray(ranked_rows[b, :n].numpy()),
+                np.ascontiguousarray(ranked_scores[b, :n].numpy()),
+                True,
+                rounds[b],
+                beams.sequences[b].timing,
+            )
+        )
+    return slates
+
+
+def _log_probs(beams: Beams, rivals: Rivals, model: Recommender) -> Tensor:
+    """[B, R] log-probability of the rivals' semantic ids, 0 where not valid."""
+    owners, rows = _flat(rivals)
+    nodes = beams.trie.nodes_of_items(rows)
+    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
+    out = torch.zeros(rivals.rows.shape, device=rows.device)
+    out[rivals.valid] = scores
+    return out
+
+
+def _flat(rivals: Rivals) -> tuple[Tensor, Tensor]:
+    """Request number and item row of every valid rival, in row-major order."""
+    return rivals.valid.nonzero()[:, 0], rivals.rows[rivals.valid]
+
+
+def _requests(beams: Beams) -> list[RecommendRequest]:
+    requests = [s.request for s in beams.sequences]
+    return [r for r in requests if isinstance(r, RecommendRequest)]
