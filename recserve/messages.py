@@ -57,8 +57,8 @@ class Exclude(_Body, frozen=True, kw_only=True):
 class RecommendBody(_Body, frozen=True, kw_only=True):
     """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
 
-    beam_width: None: 50, or k where that is more. dense_weight: weight of the dense item score
-    that reranks the finished beams, None: the bundle's own.
+    beam_width: None: 50, or k where that is more. dense_weight: weight of the dense head's
+    log-probability, whose own best items compete with the beams; None: the bundle's own.
     """
 
     user: UserRef | None = None

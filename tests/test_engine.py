@@ -485,3 +485,19 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
     for answer, (rows, scores) in zip(engine.run_many(requests), expected, strict=True):
         assert answer.rows.tolist() == rows
         np.testing.assert_allclose(answer.scores, scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form,normalization", FORMS)
+def test_likelihood_of_an_item_is_the_same_in_any_company(form, normalization):
+    """Alone, twice in a list, among 4,096 in two orders."""
+    codes = torch.unique(torch.randint(0, 12, (9000, 4), generator=torch.manual_seed(2)), dim=0)
+    model, trie = make(codes, form, normalization)
+    engine = Engine(model, config=EngineConfig(kv_bytes=2**26))
+    root = draw_root(model, 7, 0)
+    rows = np.random.default_rng(0).permutation(len(codes))[:4096]
+    scores = engine.run(LikelihoodRequest(root, trie, rows)).values[:, 0]
+    again = engine.run(LikelihoodRequest(root, trie, rows[::-1].copy())).values[::-1, 0]
+    np.testing.assert_allclose(again, scores, atol=2e-5)
+    for i in (0, 1000, 4095):
+        alone = engine.run(LikelihoodRequest(root, trie, rows[[i, i]])).values[:, 0]
+        np.testing.assert_allclose(alone, scores[i], atol=2e-5)
