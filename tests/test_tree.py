@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels.tree import chain, from_parents, from_paths, merge, root_branch
+from recserve.kernels.tree import chain, from_parents, merge, root_branch
 
 
 def test_ends_are_the_mask():
@@ -37,30 +37,6 @@ def test_branch_offsets_are_checked(offsets):
 def test_parents_out_of_preorder_are_refused(parents):
     with pytest.raises(ValueError, match="preced|preorder"):
         from_parents(torch.arange(len(parents)), torch.tensor(parents))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_paths_merge_like_a_set_of_prefixes(seed):
-    g = torch.Generator().manual_seed(seed)
-    rows, length = int(torch.randint(1, 60, (), generator=g)), 1 + seed % 5
-    paths = torch.randint(0, 3, (rows, length), generator=g)
-    owners = torch.randint(0, 4, (rows,), generator=g)
-    built = from_paths(paths, owners, 4)
-    prefixes = {
-        (int(o), *p[: d + 1].tolist())
-        for o, p in zip(owners, paths, strict=True)
-        for d in range(length)
-    }
-    assert built.tree.num_nodes == len(prefixes)
-    assert torch.equal(built.tree.tokens[built.nodes], paths)
-    assert torch.equal(built.tree.tree_ids()[built.nodes], owners[:, None].expand(-1, length))
-    for b in range(4):
-        start, stop = int(built.tree.offsets[b]), int(built.tree.offsets[b + 1])
-        parents = built.tree.parents[start:stop]
-        parents = torch.where(parents >= 0, parents - start, -1)
-        again = from_parents(built.tree.tokens[start:stop], parents)
-        assert torch.equal(again.ends + start, built.tree.ends[start:stop])
-        assert torch.equal(again.depths, built.tree.depths[start:stop])
 
 
 def test_merge_shifts_indices_and_keeps_trees_apart():

@@ -154,67 +154,6 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
     )
 
 
-@dataclass(frozen=True)
-class PathTree:
-    """Trees made of paths, and where each path went.
-
-    nodes [P, L]: tree node of path p at depth d; paths that share a prefix share its nodes.
-    """
-
-    tree: TokenTree
-    nodes: Tensor
-
-
-def from_paths(paths: Tensor, owners: Tensor | None = None, num_trees: int = 1) -> PathTree:
-    """The tree of all prefixes of the given paths, shared prefixes merged; one tree per owner.
-
-    paths: [P, L] tokens, P and L at least 1; duplicates are allowed.
-    owners: [P] the tree each path belongs to, 0..num_trees-1; None: all to tree 0.
-    Sorted paths are in preorder: a node opens wherever a row differs from the row before it.
-    """
-    rows, length = paths.shape
-    if owners is None:
-        owners = paths.new_zeros(rows)
-    order = torch.arange(rows, device=paths.device)
-    for column in [*paths.flip(1).unbind(1), owners]:
-        order = order[torch.sort(column[order], stable=True).indices]
-    ranked, owner = paths[order], owners[order]
-    differs = torch.ones_like(ranked, dtype=torch.bool)
-    differs[1:] = (ranked[1:] != ranked[:-1]) | (owner[1:] != owner[:-1])[:, None]
-    differs = differs.cumsum(1) > 0
-    # Row-major order of the opened nodes is preorder: a path's new nodes come deepest last.
-    serial = differs.flatten().cumsum(0).view(rows, length) - 1
-    row_ids = torch.arange(rows, device=paths.device)[:, None]
-    opened_by = torch.where(differs, row_ids, 0).cummax(0).values
-    node_at = serial.gather(0, opened_by)
-    opened = differs.nonzero()
-    row, depth = opened[:, 0], opened[:, 1]
-    parents = torch.where(depth > 0, node_at[row, (depth - 1).clamp(min=0)], -1)
-    tree = TokenTree(
-        ranked[row, depth],
-        parents,
-        depth,
-        _ends_of_opened(differs, serial, row, depth),
-        torch.searchsorted(owner[row], torch.arange(num_trees + 1, device=paths.device)),
-    )
-    nodes = torch.empty_like(node_at)
-    nodes[order] = node_at
-    return PathTree(tree, nodes)
-
-
-def _ends_of_opened(differs: Tensor, serial: Tensor, row: Tensor, depth: Tensor) -> Tensor:
-    """A subtree ends where a later row opens a node at its depth or above."""
-    rows, length = differs.shape
-    row_ids = torch.arange(rows, device=differs.device)[:, None]
-    reopened = torch.where(differs, row_ids, rows)
-    reopened = torch.cat([reopened[1:], reopened.new_full((1, length), rows)])
-    reopened = reopened.flip(0).cummin(0).values.flip(0)
-    total = row.shape[0]
-    first_new = torch.where(differs, serial, total).min(1).values
-    first_new = torch.cat([first_new, first_new.new_full((1,), total)])
-    return first_new[reopened[row, depth]]
-
-
 def merge(trees: list[TokenTree]) -> TokenTree:
     """Pack several trees into one, in order; an optional field that some lack is filled with its
     neutral value (candidate, gate off, whole root, nothing shared).
