@@ -21,22 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
-from recserve.kernels.trie import build_trie
-from recserve.models.recommender import load_recommender
-from recserve.training.cases import leave_one_out_cases
 from recserve.training.evaluate import evaluate_bundle
-from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.recommender import CODES, ITEMS, ITEMS_KEPT, train_recommender
+from recserve.training.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
 from recserve.training.sasrec import PLAIN, VECTORS, train_sasrec
-from recserve.training.slates import SlateOptions, Slates, dense_log_p
 
 CUTOFFS = (5, 10)
 WIDTH = 50
@@ -77,10 +71,10 @@ ENTRIES = {
         lambda bundle, options: train_recommender(bundle, options, ITEMS),
         dense=True,
     ),
-    "items-kept": Entry(
-        "recommender, `items`, seen items kept in training",
+    "items-masked": Entry(
+        "recommender, `items`, seen items masked in training",
         "recommender",
-        lambda bundle, options: train_recommender(bundle, options, ITEMS_KEPT),
+        lambda bundle, options: train_recommender(bundle, options, ITEMS_MASKED),
         dense=True,
     ),
 }
@@ -109,45 +103,16 @@ def measure(
 
 
 def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
-    """Beam 50 by itself and reranked by the dense head, from one search by the engine.
-
-    The engine's own reranking is the same sum; a test of the suite holds it.
-    """
-    catalog, cases = bundle.catalog(), leave_one_out_cases(bundle.events(), "test")
-    cases = cases if users is None else cases.sample(users)
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-    vectors = torch.from_numpy(catalog.vectors)
-    model = load_recommender(bundle.directory("recommender"), codes, vectors)
-    slates = Slates(model, build_trie(codes, model.config.codebook_sizes), catalog.index.codes)
+    """Beam 50 by itself, and with the dense head's best items and weight, by the engine."""
     weight = float(bundle.manifest.recommender["dense_weight"])
     ways: dict[str, Columns] = {}
-    for column in ("kept", "filtered"):
-        ranks: dict[str, list[np.ndarray]] = {}
-        for which in cases.batches(256):
-            answers = slates.answers(cases, which, WIDTH, SlateOptions(WIDTH, column == "filtered"))
-            dense = dense_log_p(model, catalog.index.codes, cases, which) if weight else None
-            beams = [answer.rows for answer in answers]
-            ranks.setdefault(f"beam {WIDTH}", []).append(places(beams, cases.held[which]))
-            if dense is not None:
-                scores = [
-                    a.scores + weight * d[a.rows] for a, d in zip(answers, dense, strict=True)
-                ]
-                beams = [
-                    r[np.argsort(-s, kind="stable")] for r, s in zip(beams, scores, strict=True)
-                ]
-                name = f"beam {WIDTH} + {weight:g} dense"
-                ranks.setdefault(name, []).append(places(beams, cases.held[which]))
-        for name, parts in ranks.items():
-            ways.setdefault(name, {})[column] = slate_metrics(np.concatenate(parts), CUTOFFS)
+    for name, used in ((f"beam {WIDTH}", 0.0), (f"beam {WIDTH} + {weight:g} dense", weight)):
+        if used or not ways:
+            found = evaluate_bundle(
+                bundle, "test", "beam", CUTOFFS, width=WIDTH, dense_weight=used, users=users
+            )
+            ways[name] = found.columns
     return ways
-
-
-def places(beams: list[np.ndarray], held: np.ndarray) -> np.ndarray:
-    """Place of each held-out item in its beams, which may differ in length."""
-    rows = np.full((len(beams), WIDTH), -1, dtype=np.int64)
-    for row, beam in zip(rows, beams, strict=True):
-        row[: len(beam)] = beam
-    return ranks_of(rows, held)
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:

@@ -40,14 +40,14 @@ from recserve.service import Service
 from recserve.terminal import ranking_table, slate_table, timing_line, titles
 from recserve.training.options import TrainOptions
 from recserve.training.ranker import RankerRecipe, train_ranker
-from recserve.training.recommender import ITEMS, train_recommender
+from recserve.training.recommender import ITEMS_MASKED, train_recommender
 
 HOST = "127.0.0.1"
 MINUTES = {"recommender": 0.5, "ranker": 0.25}
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
 # Smaller than what `recserve train` takes, so that several epochs fit into half a minute.
 RECOMMENDER = replace(
-    ITEMS,
+    ITEMS_MASKED,
     hidden_size=96,
     num_heads=4,
     intermediate_size=256,

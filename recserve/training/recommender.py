@@ -86,12 +86,12 @@ class RecommenderRecipe:
         )
 
 
-ITEMS = RecommenderRecipe()
-ITEMS_KEPT = replace(
-    ITEMS,
+ITEMS_MASKED = RecommenderRecipe()
+ITEMS = replace(
+    ITEMS_MASKED,
     tied=True,
-    objective=replace(ITEMS.objective, mask_seen=False),
-    schedule=replace(ITEMS.schedule, epochs=6),
+    objective=replace(ITEMS_MASKED.objective, mask_seen=False),
+    schedule=replace(ITEMS_MASKED.schedule, epochs=12),
     validation_users=1000,
 )
 CODES = RecommenderRecipe(
