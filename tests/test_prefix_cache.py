@@ -108,3 +108,16 @@ def test_forget_drops_every_length_of_a_root():
     cache.forget(np.arange(7))
     assert allocator.num_free == 10 and cache.num_pages == 0
     assert found(cache, allocator, np.arange(5)).length == 0
+
+
+def test_a_root_of_whole_pages_that_lost_its_tail_computes_its_last_page_again():
+    """8 rows in two pages of 4; the tail was evicted, the pages were not."""
+    allocator = PageAllocator(10)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, np.arange(8))
+    tails = [digest for digest, entry in cache._entries.items() if entry.page is None]
+    assert len(tails) == 1
+    del cache._entries[tails[0]]
+    match = found(cache, allocator, np.arange(8))
+    assert (match.length, len(match.pages), match.tail) == (4, 1, None)
+    assert found(cache, allocator, np.append(np.arange(8), 9)).length == 8

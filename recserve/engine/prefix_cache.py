@@ -80,6 +80,10 @@ class PrefixCache:
                 tail = entry.tail if end == n else None
                 touched.append(digest)
                 break
+        if pages and length == n and tail is None:
+            # Every page is here but the final hidden state is not: its page is computed again.
+            pages, length = pages[:-1], length - size
+            touched.pop()
         if length < shared:
             # The shared rows were computed together or not at all.
             length, pages, partial, tail, touched = 0, [], None, None, []
