@@ -24,7 +24,6 @@ from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 from recserve.verify.scores import path_scores, root_scores
 
-RECOMMEND = ("beam",)
 SPREAD = 4
 
 

@@ -42,9 +42,7 @@ class KVPool:
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size
-        # Unwritten slots are never read through a page table, but they are read as neighbours of a
-        # vector
-        # load and multiplied by zero there: they must be finite.
+        # A masked key may still be read and weighed by zero, so unwritten slots must be finite.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
 
