@@ -18,6 +18,7 @@ from recserve.core.request import (
 )
 from recserve.engine import engine as engine_module
 from recserve.engine.engine import EngineConfig
+from recserve.engine.heads import Heads
 from recserve.engine.lane import RequestTooLarge
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
@@ -464,7 +465,7 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
     head = SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes)).eval()
-    engine = engine_module.Engine(model, None, EngineConfig(kv_bytes=2**24), head)
+    engine = engine_module.Engine(model, None, EngineConfig(kv_bytes=2**24), Heads(head))
     requests, expected = [], []
     for seed in range(3):
         root = draw_root(model, 6 + seed, seed)

@@ -6,6 +6,7 @@ import torch
 
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.heads import Heads
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
     SelfDraftHead,
@@ -36,7 +37,7 @@ def make_head(model, kind: str) -> SelfDraftHead:
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
 def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
     model, trie = make(codes, form, normalization)
-    engine = Engine(model, config=SMALL, self_draft=make_head(model, kind))
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, kind)))
     rng = np.random.default_rng(0)
     requests = [
         RecommendRequest(
@@ -59,7 +60,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
 def test_a_wide_draft_needs_one_round():
     """With every prefix drafted the first forward proves the answer."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL, self_draft=make_head(model, "drawn"))
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "drawn")))
     root = draw_root(model, 9, 0)
     drafted = engine.run(RecommendRequest(root, trie, 10, 60, "speculative"))
     plain = engine.run(RecommendRequest(root, trie, 10, 60))

@@ -33,7 +33,7 @@ class Draft:
 class Strategy(Protocol):
     """How a kind of request becomes an answer: a drafter and a verifier over a shared state.
 
-    A state covers several requests that step together. Implementations: engine/strategies.py.
+    A state covers several requests that step together. Implementations: engine/strategies/.
     """
 
     def tree_room(self, request: Any) -> int:

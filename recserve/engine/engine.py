@@ -29,12 +29,12 @@ from recserve.core.request import (
     Result,
 )
 from recserve.core.sequence import Sequence
+from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.strategies import LikelihoodStrategy, RankStrategy, recommend_strategies
 from recserve.kernels.paged_kv import KVPool
-from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
@@ -85,16 +85,16 @@ class Engine:
         recommender: Recommender | None = None,
         ranker: Ranker | None = None,
         config: EngineConfig | None = None,
-        self_draft: SelfDraftHead | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        """self_draft: the head that drafts for the strategy `speculative`."""
+        """heads: what the strategies other than `beam` need; None: there are no others."""
         self.config = config or EngineConfig()
         self._lanes: dict[str, Lane] = {}
         self._strategies: dict[str, Strategy] = {}
         self.strategies: tuple[str, ...] = ()
         if recommender is not None:
             self._lanes["recommender"] = self._lane(RecommenderTrunk(recommender.eval()))
-            self._strategies = recommend_strategies(recommender, self_draft)
+            self._strategies = recommend_strategies(recommender, heads or Heads())
             self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = LikelihoodStrategy(recommender)
         if ranker is not None:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from recserve.bundle import Bundle
-from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft
+from recserve.engine.heads import Heads
+from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
@@ -24,7 +25,7 @@ class Models:
 
     recommender: Recommender | None
     ranker: Ranker | None
-    self_draft: SelfDraftHead | None
+    heads: Heads
 
     def described(self, strategies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Parameters, and what each model offers, by name."""
@@ -46,15 +47,16 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
     """Load what was trained. Raises ValueError where a model is damaged or does not fit."""
     catalog = snapshot.catalog
     vectors = torch.from_numpy(catalog.vectors)
-    recommender = ranker = self_draft = None
+    recommender = ranker = None
+    heads = Heads()
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         if bundle.has(SELF_DRAFT):
-            self_draft = load_self_draft(bundle.directory(SELF_DRAFT), recommender)
+            heads = Heads(load_self_draft(bundle.directory(SELF_DRAFT), recommender))
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
-    return Models(recommender, ranker, self_draft)
+    return Models(recommender, ranker, heads)
 
 
 def default_store(bundle: Path) -> str:

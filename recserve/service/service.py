@@ -115,7 +115,7 @@ class Service:
         import_events(opened_store, opened)
         histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
         config = EngineConfig(max_queue=max_queue)
-        engine = Engine(models.recommender, models.ranker, config, models.self_draft)
+        engine = Engine(models.recommender, models.ranker, config, models.heads)
         engine.start()
         signer = Signer(signing_key or secrets.token_bytes(32))
         version = opened.manifest.model_version

@@ -20,6 +20,7 @@ from torch import Tensor
 from recserve.bundle import Bundle, BundleError
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.engine import Engine
+from recserve.engine.heads import Heads
 from recserve.features.encoding import root_tokens
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
@@ -91,7 +92,7 @@ class DrafterTrainee:
 
     def validate(self) -> dict[str, float]:
         """Share of answers proved in one round, and rounds on average."""
-        engine = Engine(self.target, self_draft=self.model)
+        engine = Engine(self.target, heads=Heads(self.model))
         width = self.recipe.validation_width
         config = self.target.config
         requests = []

@@ -1,0 +1,17 @@
+"""The networks beside a recommender that strategies draft or retrieve with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recserve.models.drafters.nezha import SelfDraftHead
+
+
+@dataclass(frozen=True)
+class Heads:
+    """None: not trained, and the strategies that need it are not offered.
+
+    self_draft: drafts for `speculative`.
+    """
+
+    self_draft: SelfDraftHead | None = None

@@ -1,0 +1,67 @@
+"""Full beam search: the tree grows by one level a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Beams
+from recserve.core.drafting import Draft
+from recserve.core.request import RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.draft import beam as beam_draft
+from recserve.draft.prefixes import PrefixDraft
+from recserve.models.recommender import Recommender
+from recserve.verify import beam as beam_verify
+from recserve.verify import rerank
+
+
+class BeamStrategy:
+    """Full beam search, one level a round."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.level_offsets = level_offsets_of(model)
+        self.skip_single = model.config.normalization == "children"
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """W nodes at each level but the last, twice that where the dense head has its say."""
+        nodes = beam_verify.beam_width(request) * (request.trie.num_levels - 1)
+        return 2 * nodes if request.dense_weight else nodes
+
+    def start(self, sequences: Seq[Sequence]) -> Beams:
+        """Level 1 comes with the root's last hidden state."""
+        beams = beam_verify.start(tuple(sequences), self.model)
+        return rerank.with_rivals(beams, self.model)
+
+    def finished(self, state: Beams) -> bool:
+        """True when the beams are leaves and every item that competes is scored."""
+        return state.finished and rerank.rival_keys(state, self.skip_single) is None
+
+    def propose(self, state: Beams) -> Draft:
+        """The prefixes that fork, and in the first round those of the dense head's best items."""
+        return self._draft(state, rerank.rival_keys(state, self.skip_single))
+
+    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+        """As many levels deeper as the scored prefixes prove."""
+        return beam_verify.verify(state, draft, slots, hidden, self.model)
+
+    def finish(self, state: Beams) -> list[Result]:
+        """Slates."""
+        return list(rerank.finish(state, self.model))
+
+    def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
+        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
+
+
+def level_offsets_of(model: Recommender) -> Tensor:
+    """[L] first token of each level, on the model's device."""
+    return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
+
+
+def request_of(sequence: Sequence) -> RecommendRequest:
+    """What a sequence of a recommend strategy was asked."""
+    assert isinstance(sequence.request, RecommendRequest)
+    return sequence.request

@@ -1,0 +1,97 @@
+"""Log-probability of given items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.beams import nothing_scored
+from recserve.core.drafting import Draft
+from recserve.core.request import LikelihoodRequest, Result, Scores
+from recserve.core.sequence import Sequence
+from recserve.draft.candidates import propose_paths
+from recserve.draft.prefixes import PrefixDraft
+from recserve.engine.strategies.beam import level_offsets_of
+from recserve.models.recommender import Recommender
+from recserve.verify.scores import path_scores, root_scores
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """Requests whose candidates are being scored.
+
+    trie_nodes [M, L], scores [M] so far, owners [M] the request of each candidate.
+    """
+
+    sequences: tuple[Sequence, ...]
+    trie_nodes: Tensor
+    scores: Tensor
+    owners: Tensor
+    draft: PrefixDraft | None
+
+
+class LikelihoodStrategy:
+    """Log-probability of given items: one tree of their merged semantic ids, one round."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.level_offsets = level_offsets_of(model)
+        self.skip_single = model.config.normalization == "children"
+
+    def tree_room(self, request: LikelihoodRequest) -> int:
+        """A node for each prefix of each candidate, and no more than the trie has."""
+        starts = request.trie.level_starts
+        sizes = [starts[n + 1] - starts[n] for n in range(1, request.trie.num_levels)]
+        return sum(min(size, len(request.rows)) for size in sizes)
+
+    def start(self, sequences: Seq[Sequence]) -> Likelihoods:
+        """The first code's log-probability comes with the root."""
+        requests = [_request(s) for s in sequences]
+        trie = requests[0].trie
+        rows = np.concatenate([r.rows for r in requests])
+        nodes = trie.nodes_of_items(torch.from_numpy(rows).to(trie.device, torch.int64))
+        counts = torch.tensor([len(r.rows) for r in requests], device=trie.device)
+        owners = torch.repeat_interleave(counts)
+        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        scores = root_scores(trie, nodes, owners, tails, self.model)
+        draft = propose_paths(
+            trie, nodes, owners, len(sequences), self.level_offsets, self.skip_single
+        )
+        return Likelihoods(tuple(sequences), nodes, scores, owners, draft)
+
+    def finished(self, state: Likelihoods) -> bool:
+        """True when no prefix waits for its score."""
+        return state.draft is None
+
+    def propose(self, state: Likelihoods) -> Draft:
+        """All prefixes at once."""
+        assert state.draft is not None
+        return state.draft
+
+    def verify(
+        self, state: Likelihoods, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+    ) -> Likelihoods:
+        """Adds the log-probabilities of all codes after the first."""
+        trie = _request(state.sequences[0]).trie
+        assert draft.query_keys is not None and draft.queries is not None
+        scored = nothing_scored(hidden).add(draft.query_keys, slots[draft.queries], hidden)
+        deeper = path_scores(trie, state.trie_nodes, state.owners, scored, self.model)
+        return replace(state, scores=state.scores + deeper, draft=None)
+
+    def finish(self, state: Likelihoods) -> list[Result]:
+        """Scores with the one task `likelihood`."""
+        sizes = [len(_request(s).rows) for s in state.sequences]
+        parts = torch.split(state.scores.float().cpu()[:, None], sizes)
+        return [
+            Scores(part.numpy(), ("likelihood",), s.timing)
+            for part, s in zip(parts, state.sequences, strict=True)
+        ]
+
+
+def _request(sequence: Sequence) -> LikelihoodRequest:
+    assert isinstance(sequence.request, LikelihoodRequest)
+    return sequence.request
