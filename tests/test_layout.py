@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "engine": STEP,
     "bundle": DATA,
     "building": DATA | {"bundle"},
+    "exporting": DATA | {"bundle"},
     "service": SERVICE,
     "training": TOP,
     "server": TOP,
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     "demo": TOP | {"building", "training", "server", "terminal"},
     "cli": TOP
     | {"building", "training", "server", "batch", "experiments"}
-    | {"demo", "doctor", "terminal"},
+    | {"demo", "doctor", "exporting", "terminal"},
     "__main__": {"cli"},
     "__init__": TOP | {"building"},
 }

@@ -15,6 +15,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
 from recserve.models.inputs import NodeInputs
+from recserve.models.llama_layout import trunk_weights
 from recserve.models.recommender import Recommender, RecommenderConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -22,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import rank  # noqa: E402
 import recommend  # noqa: E402
 from baselines.constraints import TrieProcessor, allowed_tokens  # noqa: E402
-from baselines.llama import empty_model, to_llama, trunk_weights  # noqa: E402
+from baselines.llama import empty_model, to_llama  # noqa: E402
 
 SMALL = EngineConfig(kv_bytes=8 * 2**20)
 FAMILIES = {

@@ -1,14 +1,10 @@
-"""Our weights inside Hugging Face's classes: the same function, computed by somebody else's code.
-
-Ours keeps query, key and value, and gate and up, as one matrix each; theirs keeps them apart.
-"""
+"""Our weights inside Hugging Face's classes: the same function, somebody else's code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,17 +15,9 @@ from transformers import (
 )
 
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import Decoder
+from recserve.models.llama_layout import llama_weights, shape_values
 from recserve.models.recommender import Recommender
 
-PARTS = {
-    "attention_norm": "input_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "down": "mlp.down_proj",
-}
 # Hugging Face's classes are Any from here on: their annotations do not cover what they do.
 Network = Any
 
@@ -41,19 +29,8 @@ def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
     """
     shape: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **shape_values(config),
         "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": None,
     }
     if config.qk_norm and config.attention_bias:
         raise ValueError("no model of the family has both qk_norm and attention_bias")
@@ -69,37 +46,13 @@ def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
     return model.eval()
 
 
-def trunk_weights(decoder: Decoder) -> dict[str, Tensor]:
-    """Weights of a trunk under Hugging Face's names, without the prefix `model.`."""
-    c = decoder.config
-    sizes = [c.num_heads * c.head_dim] + 2 * [c.num_kv_heads * c.head_dim]
-    weights: dict[str, Tensor] = {}
-    for name, weight in decoder.state_dict().items():
-        at, _, last = name.rpartition(".")
-        at, _, part = at.rpartition(".")
-        if part == "qkv":
-            for letter, piece in zip("qkv", weight.split(sizes), strict=True):
-                weights[f"{at}.self_attn.{letter}_proj.{last}"] = piece
-        elif part == "gate_up":
-            gate, up = weight.chunk(2)
-            weights |= {f"{at}.mlp.gate_proj.{last}": gate, f"{at}.mlp.up_proj.{last}": up}
-        else:
-            weights[f"{at}.{PARTS[part]}.{last}" if at else name] = weight
-    return weights
-
-
 @torch.no_grad()
 def to_llama(model: Recommender) -> Network:
     """A recommender of `codes` form as a causal language model over BOS and code tokens.
 
     Raises ValueError for a model that reads more than tokens.
     """
-    config = model.config
-    if config.input != "codes":
-        raise ValueError(f"input is {config.input!r}; only a 'codes' model is a plain Llama")
-    theirs = empty_model(config.decoder, config.num_code_tokens)
-    weights = {f"model.{name}": w for name, w in trunk_weights(model.decoder).items()}
-    weights["model.embed_tokens.weight"] = model.tokens.weight
-    weights["lm_head.weight"] = model.head.weight
+    weights = llama_weights(model) | {"lm_head.weight": model.head.weight}
+    theirs = empty_model(model.config.decoder, model.config.num_code_tokens)
     theirs.load_state_dict({name: w.clone() for name, w in weights.items()})
     return theirs.to(model.tokens.weight.dtype).eval()

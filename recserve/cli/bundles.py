@@ -1,4 +1,4 @@
-"""`recserve build`, `train`, `evaluate`, `bundle verify`: what makes and checks a bundle."""
+"""`recserve build`, `train`, `evaluate`, `bundle verify|export`: what makes and checks a bundle."""
 
 from __future__ import annotations
 
@@ -142,3 +142,16 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
     bundle.verify()
     versions = f"model {bundle.manifest.model_version}, catalogue {bundle.manifest.catalog_version}"
     typer.echo(f"{path}: {len(bundle.manifest.files)} files match, {versions}")
+
+
+def export(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    out: Annotated[Path, typer.Option(help="New folder for the model and the items' tokens.")],
+    format: Annotated[Literal["hf"], typer.Option(help="A Hugging Face Llama.")] = "hf",
+) -> None:
+    """Write the recommender (trained with --input codes) as a Hugging Face Llama."""
+    from recserve.bundle import Bundle
+    from recserve.exporting import export_llama
+
+    for file in export_llama(Bundle.open(path), out):
+        typer.echo(f"{file}: {file.stat().st_size:,} bytes")
