@@ -49,11 +49,13 @@ class Rivals:
     """The dense head's best items of B requests, which compete with the finished beams.
 
     rows [B, R] item rows, valid [B, R]. dense [B, I]: the head's log-probability of every item.
+    keys [n]: the prefixes whose scores the rivals' semantic ids need, as in Scored.
     """
 
     rows: Tensor
     valid: Tensor
     dense: Tensor
+    keys: Tensor
 
 
 @dataclass(frozen=True)

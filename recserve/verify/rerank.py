@@ -22,7 +22,7 @@ from recserve.verify.beam import beam_width
 from recserve.verify.scores import path_scores, root_scores
 
 
-def with_rivals(beams: Beams, model: Recommender) -> Beams:
+def with_rivals(beams: Beams, model: Recommender, skip_single: bool) -> Beams:
     """Beams that carry the dense head's best allowed items, where a request weighs the head."""
     requests = _requests(beams)
     if not any(r.dense_weight for r in requests):
@@ -41,18 +41,17 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     rank = torch.arange(width, device=dense.device)
     widths = torch.tensor([beam_width(r) for r in requests], device=dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
-    return replace(beams, rivals=Rivals(best.indices, valid, dense))
+    owners, nodes = valid.nonzero()[:, 0], beams.trie.nodes_of_items(best.indices[valid])
+    keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
+    return replace(beams, rivals=Rivals(best.indices, valid, dense, keys))
 
 
-def rival_keys(beams: Beams, skip_single: bool) -> Tensor | None:
-    """Keys of the rivals' prefixes that are not scored yet; None where nothing is missing."""
+def rival_keys(beams: Beams) -> Tensor | None:
+    """Keys of the rivals' prefixes; None where there are none, or all are scored."""
     if beams.rivals is None:
         return None
-    owners, rows = _flat(beams.rivals)
-    nodes = beams.trie.nodes_of_items(rows)
-    keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
-    missing = bool((beams.scored.find(keys) < 0).any())
-    return keys if missing else None
+    keys = beams.rivals.keys
+    return keys if bool((beams.scored.find(keys) < 0).any()) else None
 
 
 def finish(beams: Beams, model: Recommender) -> list[Slate]:

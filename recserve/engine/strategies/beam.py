@@ -34,15 +34,15 @@ class BeamStrategy:
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """Level 1 comes with the root's last hidden state."""
         beams = beam_verify.start(tuple(sequences), self.model)
-        return rerank.with_rivals(beams, self.model)
+        return rerank.with_rivals(beams, self.model, self.skip_single)
 
     def finished(self, state: Beams) -> bool:
         """True when the beams are leaves and every item that competes is scored."""
-        return state.finished and rerank.rival_keys(state, self.skip_single) is None
+        return state.finished and rerank.rival_keys(state) is None
 
     def propose(self, state: Beams) -> Draft:
         """The prefixes that fork, and in the first round those of the dense head's best items."""
-        return self._draft(state, rerank.rival_keys(state, self.skip_single))
+        return self._draft(state, rerank.rival_keys(state))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """As many levels deeper as the scored prefixes prove."""

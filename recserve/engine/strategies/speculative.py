@@ -36,7 +36,7 @@ class SpeculativeStrategy(BeamStrategy):
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
-        rivals = rerank.rival_keys(state, self.skip_single)
+        rivals = rerank.rival_keys(state)
         if state.finished or bool((state.rounds > 0).any()):
             return self._draft(state, rivals)
         widths = [self.spread * beam_verify.beam_width(request_of(s)) for s in state.sequences]
