@@ -11,6 +11,8 @@ Sources: Salmon et al. 2011 (Philox, Random123); Maddison et al. 2014, section 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,25 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARG
     seeds, positions [n] int64. stream: which of the independent uses. Returns [n, vocabulary]
     float32.
     """
+    return _of_all_tokens(gumbel_of_words, seeds, positions, vocabulary, stream)
+
+
+def exponential(
+    seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = RESIDUAL
+) -> Tensor:
+    """exp(-gumbel) of the same tokens: argmax(weights / exponential) draws in proportion to weights
+    that need no normaliser. seeds, positions [n] int64. Returns [n, vocabulary] float32.
+    """
+    return _of_all_tokens(exponential_of_words, seeds, positions, vocabulary, stream)
+
+
+def _of_all_tokens(
+    of_words: Callable[[Tensor], Tensor],
+    seeds: Tensor,
+    positions: Tensor,
+    vocabulary: int,
+    stream: int,
+) -> Tensor:
     rows, device = seeds.shape[0], seeds.device
     tiles = -(-vocabulary // TILE)
     out = torch.empty(rows, tiles, 4, LANES, dtype=torch.float32, device=device)
@@ -49,7 +70,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARG
         for left in range(0, tiles, step):
             part = slice(left, left + step)
             words = torch.stack(philox(key, (lanes[:, part], *tail)), dim=2)
-            out[own, part] = gumbel_of_words(words)
+            out[own, part] = of_words(words)
     return out.view(rows, -1)[:, :vocabulary]
 
 
@@ -101,12 +122,15 @@ def philox(
 
 def gumbel_of_words(words: Tensor) -> Tensor:
     """-log(-log(1 - p)) of p = (word + 1/2) / 2**32. words: int64; same shape back, float32."""
+    return _log(*_split(exponential_of_words(words))).neg_()
+
+
+def exponential_of_words(words: Tensor) -> Tensor:
+    """-log(1 - p); 1 - p is 2**-26 at least. words: int64; same shape back, float32."""
     p = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
-    rest = (1 - p).clamp_(min=2.0**-26)
-    exponent, mantissa = _split(rest)
+    exponent, mantissa = _split((1 - p).clamp_(min=2.0**-26))
     # Small p decide who wins: there log(1 - p) is taken of p itself, which 1 - p would round.
-    exponential = _log(exponent, torch.where(p < 0.25, -p, mantissa)).neg_()
-    return _log(*_split(exponential)).neg_()
+    return _log(exponent, torch.where(p < 0.25, -p, mantissa)).neg_()
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
