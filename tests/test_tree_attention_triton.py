@@ -7,29 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton_interpreter  # noqa: F401
+from test_tree_attention import SHAPES, draw_batch
 
-pytest.importorskip("triton", reason="NO triton on this machine: its kernels were not tested")
+from recserve.kernels import reference, tree_attention
+from recserve.kernels.reference import SOFTMAX, Activation
 
-from test_tree_attention import SHAPES, draw_batch  # noqa: E402
-
-from recserve.kernels import reference, tree_attention  # noqa: E402
-from recserve.kernels.reference import SOFTMAX, Activation  # noqa: E402
-
-
-def allow_newer_numpy():
-    """Triton 3.6's interpreter turns one-element arrays into ints, which NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-
-
-allow_newer_numpy()
 ROOT = Path(__file__).resolve().parents[1]
 
 

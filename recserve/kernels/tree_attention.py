@@ -41,7 +41,7 @@ def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
     """One key block into the running result. scores, seen [rows, keys]; v [keys, dim]."""
     if SILU:
         weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
-        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
     else:
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -50,7 +50,7 @@ def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(peak - safe)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         peak = new_peak
     return acc, peak, total
 
@@ -100,7 +100,7 @@ def _attend(
             slots = tl.load(root_slots + root_first + column, mask=valid, other=0)
             k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
             v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
             seen = valid[None, :] & (column[None, :] < limit[:, None])
             acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
 
@@ -123,7 +123,7 @@ def _attend(
                     slots = tl.load(node_slots + column, mask=valid, other=0)
                     k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
                     v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
                     seen = (column[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
                     seen = (seen | (column[None, :] < both_ways)) & valid[None, :]
                     acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)

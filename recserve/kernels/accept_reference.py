@@ -1,0 +1,133 @@
+"""What of a scored tree is accepted: walks from each tree's root node, and the plain torch twins.
+
+Node 0 of a tree is the last committed token; a walk goes from it to the child that carries the
+token drawn at the node, as far as there is one; the token drawn where it stops is the bonus. With
+noise keyed by (seed, position) these are the tokens of undrafted decoding, at any temperature.
+Sources: Leviathan et al. 2023, section 2.3; SpecInfer, arXiv 2305.09781, section 4.3 (several
+children drawn from one distribution).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.noise import RESIDUAL, exponential, gumbel, uniform
+from recserve.kernels.tree import CANDIDATE, TokenTree
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What keys the noise of B trees: seeds [B] and the root lengths [B], both int64.
+
+    A node's token has position root length + depth; the token drawn at it one more.
+    """
+
+    seeds: Tensor
+    root_lengths: Tensor
+
+    def positions(self, tree: TokenTree) -> Tensor:
+        """[T] position of the token that is drawn at each node."""
+        return self.root_lengths[tree.tree_ids()] + tree.depths + 1
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Accepted paths of B trees; shapes do not depend on what was accepted.
+
+    nodes [B, D + 1]: packed indices of the root node and the accepted nodes, -1 behind the last.
+    lengths [B]: accepted nodes, root node and bonus excluded. bonus [B]: token drawn at the last.
+    """
+
+    nodes: Tensor
+    lengths: Tensor
+    bonus: Tensor
+
+
+def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) -> Tensor:
+    """[T] the token drawn at every node: argmax(logits / temperature + gumbel), lowest on ties.
+
+    logits [T, V], any float dtype. temperatures [B] float32; 0 is the argmax of the logits.
+    """
+    trees = tree.tree_ids()
+    warmth = temperatures[trees, None]
+    noise = gumbel(keys.seeds[trees], keys.positions(tree), logits.shape[1])
+    logits = logits.float()
+    drawn = logits / torch.where(warmth > 0, warmth, 1.0) + noise
+    return torch.where(warmth > 0, drawn, logits).argmax(-1)
+
+
+def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
+    """Longest path on which every node carries the token drawn at its parent.
+
+    chosen [T]. Of children with the same token the first is followed; auxiliary nodes never are.
+    Every tree has one root node and at most max_depth levels below it.
+    """
+    nodes = torch.arange(tree.num_nodes, device=chosen.device)
+    open_to = tree.parents
+    if tree.kinds is not None:
+        open_to = torch.where(tree.kinds == CANDIDATE, tree.parents, -1)
+    node = tree.offsets[:-1]
+    alive = torch.ones_like(node, dtype=torch.bool)
+    path = [node]
+    for _ in range(max_depth):
+        match = (open_to == node[:, None]) & (tree.tokens == chosen[node, None])
+        found = torch.where(match, nodes, tree.num_nodes).amin(-1)
+        alive = alive & (found < tree.num_nodes)
+        node = torch.where(alive, found, node)
+        path.append(torch.where(alive, node, -1))
+    accepted = torch.stack(path, dim=1)
+    return Walk(accepted, (accepted[:, 1:] >= 0).sum(1), chosen[node])
+
+
+def accept(
+    logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
+) -> Walk:
+    """Sample and walk; greedy where the temperature is 0. Exact for every draft that was chosen,
+    not drawn. Arguments of `choose` and `follow`.
+    """
+    return follow(choose(logits, tree, keys, temperatures), tree, max_depth)
+
+
+def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+    """Rejection sampling for children that were drawn independently from q: a chain, or several.
+
+    p [T, V]: target probabilities at each node. q [T, V]: the distribution that the children of the
+    node were drawn from (not read at leaves). Both float32, rows sum to 1. At a node the children
+    are tried in order: accepted with probability min(1, p(x) / q(x)), else p becomes the normalised
+    max(p - q, 0); with no child left the bonus is drawn from p.
+    """
+    seeds, parents, ends = keys.seeds.tolist(), tree.parents.tolist(), tree.ends.tolist()
+    positions, tokens = keys.positions(tree), tree.tokens.tolist()
+    kinds = [CANDIDATE] * tree.num_nodes if tree.kinds is None else tree.kinds.tolist()
+    paths, bonus = [], []
+    for b, node in enumerate(tree.offsets[:-1].tolist()):
+        path, refused = [node], False
+        seed = torch.tensor(seeds[b : b + 1])
+        while not refused:
+            residual, accepted, tried, child = p[node].cpu(), -1, 0, node + 1
+            place = positions[node : node + 1].cpu()
+            while child < ends[node] and accepted < 0:
+                if kinds[child] == CANDIDATE:
+                    x = tokens[child]
+                    coin = uniform(seed, place, tried + 1)[0, tried]
+                    if coin * q[node, x].cpu() < residual[x]:
+                        accepted = child
+                    else:
+                        rest = (residual - q[node].cpu()).clamp(min=0)
+                        # p and q equal but for rounding: a refusal says nothing about p.
+                        residual = rest / rest.sum() if rest.sum() > 0 else p[node].cpu()
+                    tried += 1
+                child = ends[child]
+            refused = accepted < 0
+            if not refused:
+                node = accepted
+                path.append(node)
+        noise = exponential(seed, place, p.shape[1], RESIDUAL)[0]
+        paths.append(path + [-1] * (max_depth + 1 - len(path)))
+        bonus.append(int((residual / noise).argmax()))
+    assert all(parents[path[0]] < 0 for path in paths), "a tree does not begin with its root node"
+    nodes = torch.tensor(paths, device=p.device)
+    return Walk(nodes, (nodes[:, 1:] >= 0).sum(1), torch.tensor(bonus, device=p.device))

@@ -1,0 +1,156 @@
+"""Acceptance: the twins against plain loops, the distributions, and Triton against the twins."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recserve.kernels import accept_reference as twin
+from recserve.kernels import noise
+from recserve.kernels.accept_reference import Keys
+from recserve.kernels.tree import AUXILIARY, from_parents, merge
+
+
+def draw_tree(n, vocabulary, generator):
+    """One root node; the rest drawn below, the path kept more often than not."""
+    path, parents = [0], [-1]
+    for i in range(1, n):
+        keep = max(int(torch.randint(1, len(path) + 1, (), generator=generator)), len(path) - 1)
+        path = path[:keep]
+        parents.append(path[-1])
+        path.append(i)
+    tokens = torch.randint(0, vocabulary, (n,), generator=generator)
+    return from_parents(tokens, torch.tensor(parents))
+
+
+def draw(sizes, vocabulary, seed=0, kinds=False):
+    g = torch.Generator().manual_seed(seed)
+    tree = merge([draw_tree(n, vocabulary, g) for n in sizes])
+    if kinds:
+        drawn = (torch.rand(tree.num_nodes, generator=g) < 0.3).long()
+        drawn[tree.offsets[:-1]] = 0
+        tree = replace(tree, kinds=drawn * AUXILIARY)
+    logits = torch.randn(tree.num_nodes, vocabulary, generator=g)
+    # Make the target like the draft, so that walks get long.
+    rows = tree.parents.clamp(min=0)
+    logits[rows, tree.tokens] += 3.0
+    trees = len(sizes)
+    keys = Keys(
+        torch.randint(-(2**62), 2**62, (trees,), generator=g),
+        torch.randint(0, 1000, (trees,), generator=g),
+    )
+    temperatures = torch.rand(trees, generator=g)
+    temperatures[::3] = 0
+    return tree, logits, keys, temperatures
+
+
+def plain_walk(tree, logits, keys, temperatures):
+    """Node by node, child by child."""
+    nodes, bonus = [], []
+    for b, node in enumerate(tree.offsets[:-1].tolist()):
+        path = []
+        while True:
+            path.append(node)
+            row = logits[node].float()
+            if temperatures[b] > 0:
+                position = keys.root_lengths[b : b + 1] + tree.depths[node] + 1
+                row = (
+                    row / temperatures[b]
+                    + noise.gumbel(keys.seeds[b : b + 1], position, row.shape[0])[0]
+                )
+            token = int(row.argmax())
+            children = [
+                c
+                for c in range(tree.num_nodes)
+                if tree.parents[c] == node
+                and tree.tokens[c] == token
+                and (tree.kinds is None or tree.kinds[c] == 0)
+            ]
+            if not children:
+                break
+            node = children[0]
+        nodes.append(path)
+        bonus.append(token)
+    return nodes, bonus
+
+
+CASES = [((1,), 5), ((9, 1, 30), 7), ((40,), 3), ((13, 20), 1100)]
+
+
+@pytest.mark.parametrize("kinds", [False, True], ids=["all-candidates", "some-auxiliary"])
+@pytest.mark.parametrize("sizes,vocabulary", CASES)
+def test_walk_is_the_plain_walk(sizes, vocabulary, kinds):
+    accepted = 0
+    for seed in range(5):
+        drawn = draw(sizes, vocabulary, seed, kinds)
+        nodes, bonus = plain_walk(*drawn)
+        depth = int(drawn[0].depths.max())
+        tree, logits, keys, temperatures = drawn
+        got = twin.accept(logits, tree, keys, temperatures, depth)
+        assert got.bonus.tolist() == bonus
+        assert got.lengths.tolist() == [len(path) - 1 for path in nodes]
+        assert [row[row >= 0].tolist() for row in got.nodes] == nodes
+        assert got.nodes.shape == (len(sizes), depth + 1)
+        accepted += int(got.lengths.sum())
+    assert accepted > 0 or sizes == (1,)
+
+
+def test_a_token_does_not_depend_on_the_draft():
+    """Whatever hangs below it, a tree's path and bonus spell the undrafted continuation."""
+    g = torch.Generator().manual_seed(0)
+    transition = torch.randn(6, 6, generator=g)  # logits of the next token after each token
+    spelled = set()
+    for seed in range(40):
+        tree = draw_tree(25, 6, torch.Generator().manual_seed(seed))
+        tree.tokens[0] = 2
+        keys = Keys(torch.tensor([7]), torch.tensor([100]))
+        walk = twin.accept(transition[tree.tokens], tree, keys, torch.tensor([0.8]), 24)
+        path = walk.nodes[0]
+        spelled.add((*tree.tokens[path[path >= 0][1:]].tolist(), int(walk.bonus)))
+    longest = max(spelled, key=len)
+    assert len(longest) > 2 and len(spelled) > 1
+    assert all(longest[: len(text)] == text for text in spelled)
+
+
+def test_rejection_gives_the_target_distribution():
+    """First token of 1,500 walks over drawn drafts against p; chi-square, 5 tokens, alpha = 1e-6
+    (quantile 33.4), for one child and for three.
+    """
+    g = torch.Generator().manual_seed(1)
+    p, q = torch.rand(2, 5, generator=g).softmax(-1) ** 2
+    p, q = p / p.sum(), q / q.sum()
+    for children in (1, 3):
+        counts, kept, trials = torch.zeros(5, dtype=torch.float64), 0, 1500
+        tokens = torch.multinomial(q.expand(trials, 5), children, replacement=True, generator=g)
+        for start in range(0, trials, 500):
+            parents = torch.tensor([-1] + [0] * children)
+            trees = merge(
+                [
+                    from_parents(torch.cat([torch.zeros(1, dtype=torch.int64), row]), parents)
+                    for row in tokens[start : start + 500]
+                ]
+            )
+            seeds = torch.arange(start, start + 500)
+            keys = Keys(seeds, torch.full_like(seeds, 3))
+            rows = trees.num_nodes
+            walk = twin.accept_drawn(p.expand(rows, 5), q.expand(rows, 5), trees, keys, 1)
+            first = torch.where(walk.lengths > 0, trees.tokens[walk.nodes[:, 1]], walk.bonus)
+            counts += torch.bincount(first, minlength=5)
+            kept += int(walk.lengths.sum())
+        expected = p.double() * trials
+        assert float(((counts - expected) ** 2 / expected).sum()) < 33.4
+        # One child is accepted with probability 1 - total variation; more with more.
+        assert kept / trials > float(torch.minimum(p, q).sum()) - 0.04
+
+
+def test_a_refused_child_is_drawn_from_the_residual():
+    """p is certain of 1, the draft says 0 then 2: nothing accepted, bonus 1."""
+    tree = from_parents(torch.tensor([9, 0, 2]), torch.tensor([-1, 0, 1]))
+    p = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
+    q = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    walk = twin.accept_drawn(p, q, tree, Keys(torch.tensor([5]), torch.tensor([0])), 2)
+    assert walk.nodes.tolist() == [[0, -1, -1]]
+    assert walk.lengths.tolist() == [0] and walk.bonus.tolist() == [1]
+    # Certain agreement: everything accepted, the bonus from the leaf.
+    walk = twin.accept_drawn(q, q, tree, Keys(torch.tensor([5]), torch.tensor([0])), 2)
+    assert walk.nodes.tolist() == [[0, 1, 2]] and walk.bonus.tolist() == [2]
