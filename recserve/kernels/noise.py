@@ -1,0 +1,127 @@
+"""Noise keyed by (seed, position, token): the same numbers in any batch, order, draft and machine.
+
+    words = Philox-4x32-10(key = seed, counter = (block, position, stream)): 32 bits per token
+    p = (word + 1/2) / 2**32,   gumbel = -log(-log(1 - p)),   argmax(logits + gumbel) ~ softmax
+
+The tokens of a block lie LANES apart, so that TILE consecutive tokens are LANES blocks and nothing
+is interleaved. The logarithm is made of operations that IEEE 754 rounds exactly, so that the Triton
+twin (noise_kernel.py) and every machine give the same bits; library logarithms differ in the last.
+Sources: Salmon et al. 2011 (Philox, Random123); Maddison et al. 2014, section 2 (Gumbel-max).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LANES = 256
+TILE = 4 * LANES
+CHUNK = 2**17  # words whose intermediate results stay in a core's cache
+
+# Independent uses of the same (seed, position).
+TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+LOW = 0xFFFFFFFF
+LN2 = 0.693147182464599609375
+# log(m) = 2 s + s z (2/3 + z (2/5 + ...)) with s = (m - 1) / (m + 1), z = s * s; float32 values.
+SERIES = (0.6666666865348816, 0.4000000059604645, 0.2857142984867096, 0.2222222238779068)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARGET) -> Tensor:
+    """Gumbel noise of the tokens 0 : vocabulary.
+
+    seeds, positions [n] int64. stream: which of the independent uses. Returns [n, vocabulary]
+    float32.
+    """
+    rows, device = seeds.shape[0], seeds.device
+    tiles = -(-vocabulary // TILE)
+    out = torch.empty(rows, tiles, 4, LANES, dtype=torch.float32, device=device)
+    # On a GPU there is no cache to stay in, and few launches are what is cheap.
+    chunk = CHUNK if device.type == "cpu" else out.numel()
+    step, height = max(chunk // TILE, 1), max(chunk // (tiles * TILE), 1)
+    lanes = torch.arange(tiles * LANES, device=device).view(1, tiles, LANES)
+    for top in range(0, rows, height):
+        own = slice(top, top + height)
+        key, tail = _keyed(seeds[own, None, None], positions[own, None, None], stream)
+        for left in range(0, tiles, step):
+            part = slice(left, left + step)
+            words = torch.stack(philox(key, (lanes[:, part], *tail)), dim=2)
+            out[own, part] = gumbel_of_words(words)
+    return out.view(rows, -1)[:, :vocabulary]
+
+
+def gumbel_of_tokens(
+    seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET
+) -> Tensor:
+    """The same noise at chosen tokens: `gumbel(...)[i, tokens[i]]` without the rest.
+
+    seeds, positions [n], tokens [n, k], all int64. Returns [n, k] float32.
+    """
+    key, tail = _keyed(seeds[:, None], positions[:, None], stream)
+    blocks = tokens // TILE * LANES + tokens % LANES
+    words = torch.stack(philox(key, (blocks, *tail)), dim=-1)
+    chosen = tokens // LANES % 4
+    return gumbel_of_words(words.gather(-1, chosen[..., None])[..., 0])
+
+
+def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) -> Tensor:
+    """[n, draws] float32 in [0, 1), 24 bits each. seeds, positions [n] int64."""
+    key, tail = _keyed(seeds[:, None], positions[:, None], stream)
+    blocks = torch.arange(-(-draws // 4), device=seeds.device)[None]
+    words = torch.stack(philox(key, (blocks, *tail)), dim=-1).flatten(1)[:, :draws]
+    return (words >> 8).float() * 2.0**-24
+
+
+def _keyed(
+    seeds: Tensor, positions: Tensor, stream: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Key, and the counter but its first word."""
+    key = (seeds & LOW, (seeds >> 32) & LOW)
+    return key, (positions & LOW, (positions >> 32) & LOW, torch.full_like(positions, stream))
+
+
+def philox(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of noise per counter. All words are int64 in 0 : 2**32; shapes broadcast."""
+    (key0, key1), (a, b, c, d) = key, counter
+    for _ in range(ROUNDS):
+        # A product wraps at 64 bits and keeps them; what stands above 32 bits is masked away when
+        # it has served: b and d are only ever combined bit by bit.
+        right, left = c * MULTIPLIERS[1], a * MULTIPLIERS[0]
+        a = ((right >> 32) ^ (b ^ key0)).bitwise_and_(LOW)
+        c = ((left >> 32) ^ (d ^ key1)).bitwise_and_(LOW)
+        b, d = right, left
+        key0, key1 = key0 + INCREMENTS[0], key1 + INCREMENTS[1]
+    return a, b & LOW, c, d & LOW
+
+
+def gumbel_of_words(words: Tensor) -> Tensor:
+    """-log(-log(1 - p)) of p = (word + 1/2) / 2**32. words: int64; same shape back, float32."""
+    p = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    rest = (1 - p).clamp_(min=2.0**-26)
+    exponent, mantissa = _split(rest)
+    # Small p decide who wins: there log(1 - p) is taken of p itself, which 1 - p would round.
+    exponential = _log(exponent, torch.where(p < 0.25, -p, mantissa)).neg_()
+    return _log(*_split(exponential)).neg_()
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponent e and f of x = 2**e (1 + f), f in -1/4 : 1/2; float32."""
+    bits = x.view(torch.int32)
+    exponent = (bits - 0x3F400000) >> 23
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    return exponent.to(torch.float32), mantissa.sub_(1)
+
+
+def _log(exponent: Tensor, f: Tensor) -> Tensor:
+    """log(2**exponent (1 + f)), every operation rounded by itself."""
+    s = f / (f + 2)
+    z = s * s
+    tail = z * SERIES[3]
+    for term in (SERIES[2], SERIES[1], SERIES[0]):
+        tail.add_(term).mul_(z)
+    return tail.add_(2).mul_(s).add_(exponent.mul_(LN2))
