@@ -136,9 +136,10 @@ class Drafter(Protocol):
     State per sequence is the drafter's own, keyed by `context.id`; the first `propose` with an id
     starts it from `context.tokens`. Nothing that a drafter does changes the text under an exact
     verifier, so drafts may be as wrong as they like but must keep their budget.
-    A drafter that draws with noise uses `sampling.stream_seeds(seeds, DRAFT, lengths)`; under the
-    `sample` verifier it does better to use the target's own noise, `gumbel(seeds, positions, V)`:
-    what it then draws from a similar distribution is what the target is about to draw.
+    A drafter that draws for a rule other than `sample` keys its noise with
+    `kernels.noise.gumbel(seeds, sampling.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
+    does better to draw with the target's own noise, `gumbel(seeds, positions, V)`: what it then
+    draws from a similar distribution is what the target is about to draw.
     """
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
