@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
+from recserve.models.rope import Rope, rope_frequencies
 
 
 class RMSNorm(nn.Module):
@@ -26,25 +27,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Rope:
-    """Cosines and sines of rotary positions, computed once per forward and shared by all layers.
-
-    Pairs are (d, d + D/2), the convention of Hugging Face's Llama. Source: arXiv 2104.09864.
-    """
-
-    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
-        angles = positions[..., None].float() * frequencies
-        self.cos = angles.cos()[..., None, :].to(dtype)
-        self.sin = angles.sin()[..., None, :].to(dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., T, H, D] -> the same shape, turned by its position."""
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat(
-            [low * self.cos - high * self.sin, high * self.cos + low * self.sin], dim=-1
-        )
-
-
 class DecoderLayer(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm and a residual."""
 
@@ -58,7 +40,7 @@ class DecoderLayer(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(dim, config.norm_eps)
             self.k_norm = RMSNorm(dim, config.norm_eps)
-        self.output = nn.Linear(config.num_heads * dim, size, bias=False)
+        self.output = nn.Linear(config.num_heads * dim, size, bias=config.output_bias)
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, size, bias=False)
@@ -93,9 +75,8 @@ class Decoder(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
-        self._frequencies = config.rope_theta**-exponents
+        self._frequencies = rope_frequencies(config)
 
     def forward(
         self, x: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None

@@ -1,0 +1,208 @@
+"""The page that text drafters, acceptance rules and the engine agree on.
+
+The committed tokens of a sequence are prompt and output. Keys and values exist for all of them but
+the last, which is node 0 of every step's tree; the draft hangs below it:
+
+    committed ... a b c      tree:  c -+- d --- e
+                                       `- f          draft: tokens [d, e, f], parents [-1, 0, -1]
+
+One forward scores all nodes; the logits at a node of depth d predict absolute position
+`committed length + d`. A verifier keeps a path from node 0 and one more token drawn from the
+target, the bonus token; so a step commits at least one token whatever the draft was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from recserve.core.text_request import SamplingParams, Speculation
+from recserve.kernels.tree import TokenTree
+
+Drawing = Literal["chosen", "independent", "distinct"]
+
+
+@dataclass(eq=False)
+class TextContext:
+    """What a drafter sees of a running sequence. The engine keeps it; drafters only read.
+
+    id: unique in the engine's life. tokens: committed, prompt first. hidden [E]: the target's final
+    hidden state at `tokens[-2]`, the one whose logits gave `tokens[-1]`; None where it is not known
+    (a prompt of one token).
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    speculation: Speculation
+    hidden: Tensor | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens written so far."""
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Most that a draft may cost: nodes in all (auxiliary ones too), and levels below node 0."""
+
+    num_nodes: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class TextDraft:
+    """Proposed tokens of one sequence, below its last committed token; n may be 0.
+
+    tokens [n] int64, parents [n] int64 in depth-first preorder: index of the parent in this draft,
+    -1 for a child of the last committed token. depth: the most nodes on a path, a host number so
+    that packing needs no synchronisation.
+    drawing: `chosen`: a function of what is committed (top-k, lookup), siblings should differ;
+    `independent`: every node drawn from its row of probs, siblings each by themselves; `distinct`:
+    siblings drawn one after another without replacement, in node order.
+    probs [n, V] float: the distribution each node's token was drawn from, given its parent; for
+    `distinct` the same full row for all siblings. None for `chosen`.
+    kinds [n]: kernels.tree.CANDIDATE or AUXILIARY; None: all CANDIDATE. proposers [n] int64: bit i
+    is set where the drafter's i-th source proposed the node; None: it has one source.
+    Raises ValueError where the columns do not fit each other.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth: int
+    drawing: Drawing = "chosen"
+    probs: Tensor | None = None
+    kinds: Tensor | None = None
+    proposers: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        n = self.tokens.shape[0]
+        for name in ("parents", "probs", "kinds", "proposers"):
+            column = getattr(self, name)
+            if column is not None and column.shape[0] != n:
+                raise ValueError(f"draft has {n} tokens but {column.shape[0]} {name}")
+        if (self.probs is None) != (self.drawing == "chosen"):
+            given = "none" if self.probs is None else "some"
+            raise ValueError(
+                f"drawing is {self.drawing!r} and there are {given} probs; drawn drafts carry the "
+                "distribution of each node, chosen ones have none"
+            )
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
+    """A draft without forks. tokens [n]; probs [n, V] where they were drawn."""
+    n = tokens.shape[0]
+    parents = torch.arange(-1, n - 1, device=tokens.device)
+    return TextDraft(tokens, parents, n, "chosen" if probs is None else "independent", probs)
+
+
+def empty_draft(device: torch.device | str = "cpu") -> TextDraft:
+    """The draft that makes a step plain decoding."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return TextDraft(nothing, nothing, 0)
+
+
+@dataclass(frozen=True)
+class TextOutcome:
+    """What a step did to one sequence, for its drafter.
+
+    context: after the commit. draft: what was scored: the proposal, or an empty draft where there
+    was no room for it. accepted: nodes of the draft that were kept, as indices into it, in order.
+    tokens: what was committed, the bonus token last. hidden [1 + n, E], logits [1 + n, V]: the
+    target at node 0 and at every draft node; logits are raw.
+    """
+
+    context: TextContext
+    draft: TextDraft
+    accepted: tuple[int, ...]
+    tokens: tuple[int, ...]
+    hidden: Tensor
+    logits: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes tokens for running sequences. One object serves all sequences that name it.
+
+    State per sequence is the drafter's own, keyed by `context.id`; the first `propose` with an id
+    starts it from `context.tokens`. Nothing that a drafter does changes the text under an exact
+    verifier, so drafts may be as wrong as they like but must keep their budget.
+    A drafter that draws for a rule other than `sample` keys its noise with
+    `kernels.noise.gumbel(seeds, sampling.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
+    does better to draw with the target's own noise, `gumbel(seeds, positions, V)`: what it then
+    draws from a similar distribution is what the target is about to draw.
+    """
+
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """One draft per context, in order, each within its budget. Called once a step."""
+        ...
+
+    def commit(self, outcomes: Seq[TextOutcome]) -> None:
+        """What became of the drafts of the last `propose`; sequences that go on only."""
+        ...
+
+    def forget(self, context_id: int) -> None:
+        """The sequence ended, or was set aside; if it comes back, it starts from its tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredTrees:
+    """Drafts of B sequences with what the target says of them: what a verifier decides on.
+
+    tree: B trees; the first node of each is the last committed token, the only one of depth 0.
+    depth: most levels below node 0, a host number.
+    target: packed nodes [m] -> [m, V] logits with every sampling parameter applied, whose softmax
+    is the distribution p of the token after the node; -inf where p is 0, and everywhere but at one
+    token at temperature 0.
+    probs [T, V]: q, the distribution each drawn node's token came from; rows of node 0 mean
+    nothing. None where all drafts are chosen.
+    seeds [B], lengths [B] int64: noise is keyed by the seed; a node of depth d predicts position
+    `lengths + d`. drawings: how the nodes of each tree came about. greedy: every sequence has
+    temperature 0.
+    """
+
+    tree: TokenTree
+    depth: int
+    target: Callable[[Tensor], Tensor]
+    seeds: Tensor
+    lengths: Tensor
+    drawings: tuple[Drawing, ...]
+    probs: Tensor | None = None
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What of B scored trees is kept.
+
+    nodes [B, D + 1]: packed nodes of the kept path, node 0 of the tree first, -1 after its end.
+    lengths [B]: drafted tokens kept, node 0 and bonus excluded. bonus [B]: token after the path.
+    """
+
+    nodes: Tensor
+    lengths: Tensor
+    bonus: Tensor
+
+
+class Verifier(Protocol):
+    """An acceptance rule. exact: the text has the target's distribution, whatever was drafted."""
+
+    exact: bool
+
+    def check(self, draft: TextDraft) -> None:
+        """Raises ValueError for a draft on which the rule would be biased."""
+        ...
+
+    def verify(self, scored: ScoredTrees) -> Accepted:
+        """The path that is kept of every tree, and the token after it."""
+        ...

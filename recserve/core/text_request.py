@@ -1,0 +1,180 @@
+"""What a caller asks of a language model, in token numbers, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from recserve.core.request import Timing
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn from the target's logits, in this order of application.
+
+    logit_bias: added to the logits of the named tokens. min_tokens: no stop token is written
+    before so many. bad_words: token sequences whose last token may not follow the others.
+    repetition_penalty: divides (multiplies where negative) the logits of every token in prompt or
+    output. presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens
+    in the output. temperature: divides the logits; 0 is the largest logit, ties to the lowest
+    token. top_k: 0 keeps all. top_p: the fewest likeliest tokens that hold this mass. min_p: at
+    least this share of the likeliest token's probability. Tokens equal to the last kept one are
+    kept too. seed: the noise is keyed by it and by the absolute position of the drawn token.
+    max_tokens: most tokens written. stop_token_ids: end the text and are not part of it; an
+    end-of-text token is one of them only if it is named. logprobs: how many of the likeliest
+    tokens to report beside each written one, of the raw logits; None reports nothing.
+    Raises ValueError for a value out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, None)
+        _within("top_p", self.top_p, 0.0, 1.0)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _within("max_tokens", self.max_tokens, 1, None)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("logprobs", self.logprobs or 0, 0, None)
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        for value in self.logit_bias.values():
+            _within("logit_bias", value, -1e9, 1e9)
+        if any(not word for word in self.bad_words):
+            raise ValueError("bad_words holds an empty sequence; each needs at least one token")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no noise is involved."""
+        return self.temperature == 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the logits depend on how often tokens occurred."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a request's text is drafted and accepted.
+
+    drafter, verifier: names the engine knows. num_tokens: most draft nodes a step, None: what the
+    drafter does by itself. tree: rank paths of a static tree, as Medusa's choices, for drafters
+    that take one: (0,) is the likeliest child of the last committed token, (0, 1) the second
+    likeliest child of that.
+    """
+
+    drafter: str = "none"
+    verifier: str = "sample"
+    num_tokens: int | None = None
+    tree: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one written token, of the raw logits.
+
+    chosen: of the written token. top_tokens, top_values: the likeliest ones, best first.
+    """
+
+    chosen: float
+    top_tokens: tuple[int, ...]
+    top_values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TextCommit:
+    """What one step added to a text.
+
+    tokens: in order, at least one unless the text ended at a stop token. logprobs: one for each,
+    empty unless asked for. finish_reason: set with the last commit.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """Continue a prompt.
+
+    prompt [n] int64: at least one token. priority: smaller is sooner. deadline_s:
+    time.monotonic() value after which the answer is useless. on_commit: called on the engine's
+    thread after every step; returning True ends the text there (a stop string was found).
+    """
+
+    prompt: np.ndarray
+    params: SamplingParams = field(default_factory=SamplingParams)
+    speculation: Speculation = field(default_factory=Speculation)
+    priority: int = 0
+    deadline_s: float | None = None
+    on_commit: Callable[[TextCommit], bool] | None = None
+
+
+@dataclass
+class SpeculationCounts:
+    """What drafting did for one text; the lengths leave the bonus token out.
+
+    per_position[d]: accepted tokens at depth d + 1 of their draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    per_position: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One more draft of `drafted` candidate nodes, of which a path of `accepted` was kept."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.per_position += [0] * (accepted - len(self.per_position))
+        for depth in range(accepted):
+            self.per_position[depth] += 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Answer to a TextRequest.
+
+    tokens [m] int64: what was written, without the stop token. stop_token: the one that ended it,
+    None if something else did. finish_reason: `length` for max_tokens and for the context limit.
+    """
+
+    tokens: np.ndarray
+    finish_reason: FinishReason
+    stop_token: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    timing: Timing = field(default_factory=Timing)
+
+
+def _within(name: str, value: float, low: float, high: float | None) -> None:
+    if not low <= value or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} is {value}; it must be {bound}")

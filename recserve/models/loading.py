@@ -1,0 +1,177 @@
+"""Language models from Hugging Face folders: config.json, and safetensors in one file or sharded.
+
+Families: Llama, Qwen2, Qwen3. Whatever a configuration asks for that this code does not compute is
+refused by name; nothing is ignored that would change the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from recserve.models.config import DecoderConfig, RopeScaling
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class UnsupportedModel(ValueError):
+    """A model folder asks for something that is not computed here, or lacks something."""
+
+
+def load_language_model(
+    folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> LanguageModel:
+    """The model of a folder, ready to serve. dtype: None keeps the configuration's.
+
+    Raises UnsupportedModel naming the field or tensor, what was expected and what came.
+    """
+    fields = _read_json(folder / "config.json")
+    config = read_config(fields)
+    if dtype is None:
+        name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+        if name not in DTYPES:
+            raise UnsupportedModel(f"dtype is {name!r}; choose one of {sorted(DTYPES)}")
+        dtype = DTYPES[name]
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    files = _tensor_files(folder)
+
+    def read(name: str) -> Tensor:
+        if name not in files:
+            raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
+        with safe_open(files[name], framework="pt", device=str(device)) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor.to(dtype)
+
+    weights = {}
+    for name, empty in model.state_dict().items():
+        weight = _assemble(name, read)
+        if weight.shape != empty.shape:
+            raise UnsupportedModel(
+                f"{name} is {tuple(weight.shape)} in {folder.name}; config.json makes it "
+                f"{tuple(empty.shape)}"
+            )
+        weights[name] = weight
+    model.load_state_dict(weights, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
+    """A configuration from the fields of a config.json."""
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"model_type is {family!r}; choose one of {list(FAMILIES)}")
+    for name, neutral in (
+        ("hidden_act", "silu"),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("pretraining_tp", 1),
+        ("quantization_config", None),
+    ):
+        if fields.get(name, neutral) != neutral:
+            raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
+    heads, size = _whole(fields, "num_attention_heads"), _whole(fields, "hidden_size")
+    theta, scaling = _rope(fields)
+    biased = bool(fields.get("attention_bias", False))
+    decoder = DecoderConfig(
+        hidden_size=size,
+        num_layers=_whole(fields, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=int(fields.get("num_key_value_heads") or heads),
+        head_dim=int(fields.get("head_dim") or size // heads),
+        intermediate_size=_whole(fields, "intermediate_size"),
+        max_positions=_whole(fields, "max_position_embeddings"),
+        rope_theta=theta,
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        qk_norm=family == "qwen3",
+        attention_bias=family == "qwen2" or biased,
+        output_bias=family != "qwen2" and biased,
+        rope_scaling=scaling,
+    )
+    ends = fields.get("eos_token_id")
+    return LanguageModelConfig(
+        decoder,
+        _whole(fields, "vocab_size"),
+        bool(fields.get("tie_word_embeddings", False)),
+        fields.get("bos_token_id"),
+        tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),),
+    )
+
+
+def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from the older fields or from `rope_parameters`."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UnsupportedModel(f"rope type is {kind!r}; only 'default' and 'llama3' are computed")
+    return theta, RopeScaling(
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _whole(fields: dict[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"config.json: {name} is {value!r}; a positive integer is needed")
+    return value
+
+
+PARTS = {
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "output": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+OUTSIDE = {
+    "tokens.weight": "model.embed_tokens.weight",
+    "decoder.norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Our tensor `name` from theirs: projections that read the same input are one matrix here."""
+    if name in OUTSIDE:
+        return read(OUTSIDE[name])
+    _, _, layer, part, last = name.split(".")
+    pieces = [read(f"model.layers.{layer}.{theirs}.{last}") for theirs in PARTS[part]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """File of every tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise UnsupportedModel(
+            f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "
+            "safetensors only"
+        )
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _read_json(path: Path) -> Any:
+    if not path.exists():
+        raise UnsupportedModel(f"{path.parent.name} has no {path.name}")
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,138 @@
+"""Language models from folders: logits equal to transformers, and refusals that say why."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from recserve.models.attention import DenseAttention
+from recserve.models.loading import UnsupportedModel, load_language_model, read_config
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "head_dim": 16}),
+    "llama-3.1": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+    "qwen3-biases": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "attention_bias": True}),
+}
+
+
+def drawn(folder, family: str, seed: int = 0, shard: str = "5GB"):
+    """A model of random weights, saved by transformers; biases and norms are far from neutral."""
+    model_class, config_class, extra = FAMILIES[family]
+    torch.manual_seed(seed)
+    theirs = model_class(config_class(**COMMON | extra)).eval()
+    for weight in theirs.parameters():
+        spread = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.3
+        weight.data.add_(torch.randn(weight.shape) * spread)
+    theirs.save_pretrained(folder, max_shard_size=shard)
+    return theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_equal_transformers(family, tmp_path):
+    for seed in range(2):
+        theirs = drawn(tmp_path, family, seed)
+        ours = load_language_model(tmp_path)
+        tokens = torch.randint(0, 61, (2, 40))
+        for start in (0, 3000):
+            positions = torch.arange(start, start + 40).expand(2, -1)
+            expected = theirs(tokens, position_ids=positions).logits
+            logits = ours.logits(ours(tokens, positions, DenseAttention()))
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_shards_are_the_same_model(tmp_path):
+    drawn(tmp_path / "one", "qwen2")
+    drawn(tmp_path / "many", "qwen2", shard="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    one, many = load_language_model(tmp_path / "one"), load_language_model(tmp_path / "many")
+    for ours, theirs in zip(one.parameters(), many.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@torch.inference_mode()
+def test_dtype_is_the_configuration_s_unless_asked(tmp_path):
+    drawn(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"dtype": "bfloat16"}))
+    assert load_language_model(tmp_path).tokens.weight.dtype == torch.bfloat16
+    assert load_language_model(tmp_path, torch.float32).tokens.weight.dtype == torch.float32
+
+
+def test_older_rope_fields_mean_the_same(tmp_path):
+    drawn(tmp_path, "llama-3.1")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    older = fields | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert read_config(older) == read_config(fields | {"rope_parameters": LLAMA3})
+    assert read_config(older).decoder.rope_scaling is not None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type is 'yarn'"),
+        ({"intermediate_size": 96}, "gate_up.weight is .* config.json makes it"),
+        ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change, message, tmp_path):
+    drawn(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_language_model(tmp_path)
+
+
+def test_missing_files_and_tensors_are_named(tmp_path):
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
+        load_language_model(tmp_path)
+    drawn(tmp_path, "qwen3")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.self_attn\.k_norm"):
+        load_language_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="safetensors only"):
+        load_language_model(tmp_path)
