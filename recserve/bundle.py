@@ -28,6 +28,7 @@ FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"
 CATALOG, VECTORS, EVENTS = "catalog.parquet", "vectors.safetensors", "events.parquet"
 QUANTIZER, TEXT = "quantizer", "text"
+ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
 MODELS = ("recommender", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha",)
 CATALOG_FILES = (CATALOG, VECTORS)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
@@ -32,19 +33,21 @@ class RecommendRequest:
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
     allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense head's
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
-    beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
-    the answer is useless.
+    beam_width items compete with the finished beams; `parallel` has no use for it. graph: of
+    similar items, for `parallel`; None: it scores all items. deadline_s: time.monotonic() value
+    after which the answer is useless.
     """
 
     root: Root
     trie: Trie
     k: int
     beam_width: int
-    strategy: Literal["beam", "speculative"] = "beam"
+    strategy: Literal["beam", "speculative", "parallel"] = "beam"
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
     dense_weight: float = 0.0
     deadline_s: float | None = None
+    graph: ItemGraph | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk
 from recserve.engine.runner import Runner
-from recserve.engine.strategies import LikelihoodStrategy, RankStrategy, recommend_strategies
+from recserve.engine.strategies import RankStrategy, likelihood_strategy, recommend_strategies
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
@@ -96,7 +96,7 @@ class Engine:
             self._lanes["recommender"] = self._lane(RecommenderTrunk(recommender.eval()))
             self._strategies = recommend_strategies(recommender, heads or Heads())
             self.strategies = tuple(sorted(self._strategies))
-            self._strategies["likelihood"] = LikelihoodStrategy(recommender)
+            self._strategies["likelihood"] = likelihood_strategy(recommender)
         if ranker is not None:
             self._lanes["ranker"] = self._lane(RankerTrunk(ranker.eval()))
             self._strategies["ranker"] = RankStrategy(ranker)

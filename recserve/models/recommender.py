@@ -4,7 +4,7 @@ Two input forms share one token space (docs/architecture.md). `codes`: a history
 tokens, and the model is a plain Llama. `items`: a history item is one position, the sum of its
 level embeddings, its projected frozen vector and its id embedding, so that roots are L times
 shorter; codes stay the tokens of what is generated. Sources: TIGER (arXiv 2305.05065) for the
-generation, Medusa (arXiv 2401.10774) for the residual level heads, which start as the identity.
+generation. Level heads, which predict all levels at once, are in models/level_heads.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
+from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 
 BOS = 0
 
@@ -35,8 +36,10 @@ class RecommenderConfig:
     embedding (items of the catalogue it was trained on; later items have none). vector_dim: F of
     the frozen item vectors, 0 for none. normalization: what the softmax of a level runs over. tied:
     head = token embedding. dense_head: scores of all items from the root's last hidden state.
-    level_heads: all levels predicted from that state. max_history_items: the longest history it was
-    trained on. Raises ValueError naming the field where a value does not fit.
+    level_heads: all levels predicted from that state. level_temperature: their logits are cosines
+    over it; 0: dot products. autoregressive: false for a model that has learned nothing but its
+    level heads and cannot write one code after another. max_history_items: the longest history it
+    was trained on. Raises ValueError naming the field where a value does not fit.
     """
 
     decoder: DecoderConfig
@@ -49,6 +52,8 @@ class RecommenderConfig:
     tied: bool = False
     dense_head: bool = False
     level_heads: bool = False
+    level_temperature: float = 0.0
+    autoregressive: bool = True
     max_history_items: int = 50
 
     def __post_init__(self) -> None:
@@ -66,6 +71,10 @@ class RecommenderConfig:
             raise ValueError(
                 "input 'codes' takes no item vectors, id embedding or dense head; use 'items'"
             )
+        if not 0 <= self.level_temperature <= 10:
+            raise ValueError(f"level_temperature is {self.level_temperature}; expected 0..10")
+        if not self.autoregressive and not self.level_heads:
+            raise ValueError("a model that is not autoregressive needs level_heads to predict with")
         if self.id_embedding and self.num_items < 1:
             raise ValueError(f"id_embedding needs num_items >= 1, got {self.num_items}")
 
@@ -102,18 +111,6 @@ class RecommenderConfig:
         except KeyError as error:
             raise ValueError(f"recommender config lacks the key {error}") from None
         return RecommenderConfig(**{**values, "decoder": decoder, "codebook_sizes": sizes})
-
-
-class LevelHead(nn.Module):
-    """x + silu(W x), W starting at zero: what a level reads of the root's hidden state."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, E] -> [n, E]."""
-        return x + F.silu(self.linear(x))
 
 
 class Recommender(nn.Module):
@@ -209,9 +206,12 @@ class Recommender(nn.Module):
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Raw logits of one level's codes. hidden: [n, E] -> [n, C_level]."""
+        return F.linear(hidden, self.level_codes(level))
+
+    def level_codes(self, level: int) -> Tensor:
+        """[C_level, E] what a hidden state is compared with at a level."""
         start = self.config.level_offsets[level]
-        rows = self.head.weight[start : start + self.config.codebook_sizes[level]]
-        return F.linear(hidden, rows)
+        return self.head.weight[start : start + self.config.codebook_sizes[level]]
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Raw logits of BOS and all codes. hidden: [n, E] -> [n, V]."""
@@ -225,7 +225,22 @@ class Recommender(nn.Module):
         """
         if not self.config.level_heads:
             raise ValueError("this recommender was trained without level heads")
-        return self.level_logits(self.level_heads[level](hidden), level)
+        state = self.level_heads[level](hidden)
+        if not self.config.level_temperature:
+            return self.level_logits(state, level)
+        codes = F.normalize(self.level_codes(level), dim=-1)
+        return F.linear(F.normalize(state, dim=-1), codes) / self.config.level_temperature
+
+    @torch.no_grad()
+    def level_tables(self) -> LevelTables:
+        """The level heads stacked as they are now, for `parallel_logits` of all levels at once.
+
+        Raises ValueError if the model has no level heads.
+        """
+        if not self.config.level_heads:
+            raise ValueError("this recommender was trained without level heads")
+        codebooks = [self.level_codes(level) for level in range(self.config.num_levels)]
+        return stack_heads(list(self.level_heads), codebooks, self.config.level_temperature)
 
     def dense_query_rows(self, hidden: Tensor) -> Tensor:
         """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from recserve.bundle import Bundle
+from recserve.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.heads import Heads
+from recserve.features.item_graph import ItemLinks
+from recserve.kernels.item_graph import ItemGraph
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
@@ -57,6 +59,20 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
     return Models(recommender, ranker, heads)
+
+
+def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:
+    """The graph that was saved with the recommender, if one was. Raises ValueError if damaged."""
+    name = f"recommender/{ITEM_GRAPH}"
+    if name not in bundle.manifest.files:
+        return None
+    return graph_of_links(ItemLinks.load(bundle.path(name)), device)
+
+
+def graph_of_links(links: ItemLinks, device: torch.device) -> ItemGraph:
+    """The same graph on the device that searches it."""
+    near, entries = torch.from_numpy(links.neighbours), torch.from_numpy(links.entries)
+    return ItemGraph(near, entries).to(device)
 
 
 def default_store(bundle: Path) -> str:

@@ -22,7 +22,7 @@ from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch, Work
 
-AUTO = "beam"
+AUTO = ("beam", "parallel")
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 
@@ -30,7 +30,7 @@ POPULAR = "popular"
 def resolve_strategy(name: str, there: Sequence[str]) -> str:
     """The strategy that a word stands for. Raises InvalidRequest, listing what there is."""
     if name == "auto":
-        return AUTO
+        return next(strategy for strategy in AUTO if strategy in there)
     if name not in there:
         listed = ", ".join(("auto", *there))
         raise InvalidRequest("strategy", f"there are {listed}, got {name!r}")
@@ -58,7 +58,7 @@ class Recommendations:
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
             raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
-        dense_weight = self._dense_weight(body.dense_weight)
+        dense_weight = self._dense_weight(body.dense_weight, strategy)
         allowed = _allowed(snapshot, body)
         history = self.runtime.histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
@@ -82,6 +82,7 @@ class Recommendations:
             allowed,
             dense_weight,
             deadline_s,
+            snapshot.graph,
         )
         watch.features_done()
         future = self.runtime.engine.submit(request)
@@ -92,7 +93,11 @@ class Recommendations:
 
         return Work(future, finish)
 
-    def _dense_weight(self, asked: float | None) -> float:
+    def _dense_weight(self, asked: float | None, strategy: str) -> float:
+        if asked and strategy == "parallel":
+            raise InvalidRequest(
+                "dense_weight", f"strategy 'parallel' has no use for it; expected 0, got {asked}"
+            )
         if asked and not self.roots.config.dense_head:
             raise InvalidRequest(
                 "dense_weight", f"this recommender has no dense head; expected 0, got {asked}"

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from recserve.service.loading import (
     Device,
     Models,
     default_store,
+    load_item_graph,
     load_models,
     resolve_device,
 )
@@ -109,6 +111,7 @@ class Service:
         opened = Bundle.open(bundle)
         place = resolve_device(device)
         snapshot = Snapshot.of(opened.catalog(), place)
+        snapshot = replace(snapshot, graph=load_item_graph(opened, place))
         models = load_models(opened, snapshot, place)
         url = default_store(Path(bundle)) if store is None else store
         opened_store = open_store(url)

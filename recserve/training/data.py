@@ -10,7 +10,8 @@ code 0.
                `- b -+- c0 -- c1        (c itself is only a target)
 
 A branch stops at the last code that the trie leaves open, since later codes cost nothing. In
-`codes` form the codes are the trunk, and the tree is a chain.
+`codes` form the codes are the trunk, and the tree is a chain. A model of level heads alone has
+a trunk without branches.
 """
 
 from __future__ import annotations
@@ -188,7 +189,9 @@ def windows(offsets: Ints, size: int) -> Ints:
 
 def _open_levels(trie: Trie, config: RecommenderConfig) -> NDArray[np.bool_]:
     """[I, L] whether a level of an item costs anything: with `children`, where the prefix has
-    several."""
+    several; nowhere for a model that does not write one code after another."""
+    if not config.autoregressive:
+        return np.zeros((trie.num_items, config.num_levels), dtype=np.bool_)
     if config.normalization == "vocabulary":
         return np.ones((trie.num_items, config.num_levels), dtype=np.bool_)
     nodes = trie.nodes_of_items(torch.arange(trie.num_items, device=trie.device)).long()

@@ -18,13 +18,15 @@ from recserve.bundle import Bundle, BundleError
 from recserve.kernels.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
+from recserve.service.loading import graph_of_links, load_item_graph
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
+from recserve.training.item_graph import links_of
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = ("auto", "beam", "dense", "sasrec")
+STRATEGIES = ("auto", "beam", "parallel", "exhaustive", "dense", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,12 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam` (and `auto`) is the engine's beam search, `dense` the dense head alone,
-    `sasrec` the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn
-    with a fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off,
-    BundleError if the model was not trained.
+    strategy: `beam` is the engine's beam search, `parallel` its level heads along the item graph
+    (made here where the bundle has none), `exhaustive` those heads on all items, `auto` beam search
+    or, where the model has learned none, `exhaustive`; `dense` is the dense head alone, `sasrec`
+    the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn with a
+    fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off, BundleError if
+    the model was not trained.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
@@ -126,16 +130,24 @@ def evaluate_bundle(
             def slates(which: Ints, filtered: bool) -> Ints:
                 return dense_slates(model, codes, cases, which, most, filtered)
         else:
-            default = bundle.manifest.recommender.get("dense_weight", 0.0)
-            weight = float(default if dense_weight is None else dense_weight)
+            if strategy == "auto":
+                strategy = "beam" if model.config.autoregressive else "exhaustive"
+            graph = None
+            if strategy == "beam":
+                default = bundle.manifest.recommender.get("dense_weight", 0.0)
+                weight = float(default if dense_weight is None else dense_weight)
+            elif strategy == "parallel":
+                graph = load_item_graph(bundle, torch.device(device))
+                if graph is None:
+                    graph = graph_of_links(links_of(model, codes), torch.device(device))
+            asked = "beam" if strategy == "beam" else "parallel"
             trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
             answers = Slates(model, trie.to(device), codes)
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = SlateOptions(width, filtered, weight)
+                options = SlateOptions(width, filtered, weight, asked, graph)
                 return answers(cases, which, most, options)
 
     columns = slate_columns(cases, slates, k)
-    shown = "beam" if strategy == "auto" else strategy
     seconds = time.monotonic() - began
-    return Evaluation(name, shown, split, len(cases), width, weight, columns, seconds)
+    return Evaluation(name, strategy, split, len(cases), width, weight, columns, seconds)

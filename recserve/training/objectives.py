@@ -1,7 +1,9 @@
 """What a recommender is trained for: its levels, its dense head and its level heads.
 
 Every loss is the mean over predicted items; that of the levels sums over an item's levels, so it is
-the negative log-probability of the item that the server reports as a score.
+the negative log-probability of the item that the server reports as a score. A model that is not
+autoregressive has no such loss: its level heads are its trunk's own, and their loss is the mean
+over the levels (RPG, KDD 2025, section 3.2).
 """
 
 from __future__ import annotations
@@ -58,14 +60,18 @@ def tree_losses(
         tokens = torch.where(hide & (tokens >= model.config.num_code_tokens), BOS, tokens)
     hidden = model(tokens, batch.positions, DenseAttention(batch.mask())).flatten(0, 1)
     items = batch.trunk_rows.shape[0]
-    levels = level_loss(model, trie, paths, batch, hidden, objective) / items
-    total, parts = levels, {"levels": levels.detach()}
     trunk = hidden[batch.trunk_nodes]
+    if model.config.autoregressive:
+        total = level_loss(model, trie, paths, batch, hidden, objective) / items
+        parts = {"levels": total.detach()}
+    else:
+        total = heads_loss(model, batch, trunk) / (items * model.config.num_levels)
+        parts = {"heads": total.detach()}
     if objective.dense_weight:
         dense = dense_loss(model, batch, trunk, objective) / items
         total = total + objective.dense_weight * dense
         parts["dense"] = dense.detach()
-    if objective.heads_weight:
+    if model.config.autoregressive and objective.heads_weight:
         heads = heads_loss(model, batch, trunk.detach()) / items
         total = total + objective.heads_weight * heads
         parts["heads"] = heads.detach()
@@ -158,8 +164,7 @@ def sampled_softmax_loss(
 
 
 def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:
-    """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E],
-    detached."""
+    """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E]."""
     total = trunk.new_zeros((), dtype=torch.float32)
     offsets = model.config.level_offsets
     for level, offset in enumerate(offsets):

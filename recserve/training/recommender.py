@@ -21,6 +21,7 @@ from recserve.models.recommender import Recommender, RecommenderConfig, save_rec
 from recserve.training.cases import leave_one_out_cases
 from recserve.training.data import HistoryTrees
 from recserve.training.evaluate import slate_columns
+from recserve.training.item_graph import save_graph
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.objectives import Objective, node_paths, tree_losses
 from recserve.training.options import TrainOptions, TrainReport
@@ -34,7 +35,7 @@ class RecommenderRecipe:
     max_nodes: padded nodes of a batch, fewer where an epoch would have under 32 of them.
     rerank_weight: of the dense head when finished beams are ranked, kept in the bundle as the
     server's default. validation_users, validation_width: validation between epochs is on that many
-    users with that beam.
+    users with that beam. autoregressive, level_temperature: as in RecommenderConfig.
     """
 
     input: str = "items"
@@ -55,6 +56,8 @@ class RecommenderRecipe:
     rerank_weight: float = 2.0
     validation_users: int = 2000
     validation_width: int = 20
+    autoregressive: bool = True
+    level_temperature: float = 0.0
 
     def config(self, catalog: Catalog) -> RecommenderConfig:
         """The model's configuration on a catalogue."""
@@ -82,6 +85,8 @@ class RecommenderRecipe:
             tied=self.tied,
             dense_head=items and self.objective.dense_weight > 0,
             level_heads=self.objective.heads_weight > 0,
+            level_temperature=self.level_temperature,
+            autoregressive=self.autoregressive,
             max_history_items=self.max_history_items,
         )
 
@@ -102,6 +107,14 @@ CODES = RecommenderRecipe(
     objective=Objective(label_smoothing=0.05, mask_seen=False, heads_weight=0.1),
     schedule=Schedule(epochs=10, learning_rate=2e-3, patience=3),
     rerank_weight=0.0,
+)
+PARALLEL = RecommenderRecipe(
+    tied=True,
+    objective=Objective(mask_seen=False, heads_weight=1.0),
+    schedule=Schedule(epochs=30, learning_rate=3e-3, patience=5),
+    rerank_weight=0.0,
+    autoregressive=False,
+    level_temperature=0.03,
 )
 MIN_BATCHES = 32
 RECIPES = {"items": ITEMS, "codes": CODES}
@@ -151,7 +164,10 @@ class RecommenderTrainee:
     def validate(self) -> dict[str, float]:
         """NDCG and recall at 10 of the slates that the server would give."""
         options = SlateOptions(
-            self.recipe.validation_width, self.column == "filtered", self.recipe.rerank_weight
+            self.recipe.validation_width,
+            self.column == "filtered",
+            self.recipe.rerank_weight,
+            "beam" if self.recipe.autoregressive else "parallel",
         )
         answers = Slates(self.model, self.trie, self.codes)
 
@@ -170,22 +186,30 @@ def train_recommender(
 ) -> TrainReport:
     """Train, keep the best epoch on validation and record it in the bundle.
 
-    recipe: None takes that of options.input. Raises ValueError if the bundle's events hold nothing
-    out to validate on, or for a checkpoint of another run.
+    recipe: None takes that of the bundle's ids and options.input. A large catalogue of a model with
+    level heads gets its item graph too. Raises ValueError if the bundle's events hold nothing out
+    to validate on, or for a checkpoint of another run.
     """
-    recipe = recipe_for(options, recipe)
+    recipe = recipe_for(bundle, options, recipe)
     device = options.torch_device()
     events = bundle.events()
     trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
     directory = bundle.directory("recommender", create=True)
     report = fit(trainee, recipe.schedule, options, directory, console)
     save_recommender(trainee.model, directory)
+    save_graph(trainee.model, trainee.codes, directory)
     bundle.commit("recommender", section(recipe, options, report))
     return report
 
 
-def recipe_for(options: TrainOptions, recipe: RecommenderRecipe | None = None) -> RecommenderRecipe:
-    """The recipe with what the options say otherwise."""
+def recipe_for(
+    bundle: Bundle, options: TrainOptions, recipe: RecommenderRecipe | None = None
+) -> RecommenderRecipe:
+    """The recipe with what the options say otherwise. Product ids have no order to write them in,
+    so a model of them that reads items predicts all levels at once.
+    """
+    if recipe is None and bundle.manifest.build.get("quantizer") == "product":
+        recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
     schedule = recipe.schedule
     if options.epochs is not None:

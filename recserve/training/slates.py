@@ -13,6 +13,7 @@ from torch import Tensor
 from recserve.core.request import RecommendRequest, Request, Root, Slate
 from recserve.engine.engine import Engine
 from recserve.features.encoding import root_tokens, window_start
+from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
@@ -26,12 +27,15 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True)
 class SlateOptions:
     """How slates are made. width: of the beam. filtered: without the items of the history.
-    dense_weight: of the dense head's log-probability when finished beams are ranked.
+    dense_weight: of the dense head's log-probability when finished beams are ranked. strategy: of
+    the engine. graph: of similar items, for `parallel`; None scores all of them.
     """
 
     width: int = 50
     filtered: bool = True
     dense_weight: float = 0.0
+    strategy: str = "beam"
+    graph: ItemGraph | None = None
 
 
 class Slates:
@@ -67,8 +71,10 @@ class Slates:
             self.trie,
             k,
             options.width,
+            options.strategy,  # type: ignore[arg-type]
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
+            graph=options.graph,
         )
 
 

@@ -5,17 +5,31 @@ from __future__ import annotations
 from recserve.core.drafting import Strategy
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.beam import BeamStrategy
+from recserve.engine.strategies.level_likelihood import LevelLikelihoodStrategy
 from recserve.engine.strategies.likelihood import LikelihoodStrategy
+from recserve.engine.strategies.parallel import ParallelStrategy
 from recserve.engine.strategies.rank import RankStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.models.recommender import Recommender
 
-__all__ = ["LikelihoodStrategy", "RankStrategy", "recommend_strategies"]
+__all__ = ["RankStrategy", "likelihood_strategy", "recommend_strategies"]
 
 
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy]:
     """A recommender's strategies by name; those whose head was not trained are not there."""
-    strategies: dict[str, Strategy] = {"beam": BeamStrategy(model)}
+    strategies: dict[str, Strategy] = {}
+    if model.config.level_heads:
+        strategies["parallel"] = ParallelStrategy(model)
+    if not model.config.autoregressive:
+        return strategies
+    strategies["beam"] = BeamStrategy(model)
     if heads.self_draft is not None:
         strategies["speculative"] = SpeculativeStrategy(model, heads.self_draft)
     return strategies
+
+
+def likelihood_strategy(model: Recommender) -> Strategy:
+    """How a recommender scores given items: code after code, or all levels at once."""
+    if model.config.autoregressive:
+        return LikelihoodStrategy(model)
+    return LevelLikelihoodStrategy(model)

@@ -1,0 +1,97 @@
+"""Items whose levels fit a user's state best: all of them scored, or those on the way through the
+graph of similar items.
+
+The graph is walked from entries spread over the catalogue and from the user's latest items, where
+the request allows most of the catalogue. Otherwise all items are scored, and so they are where the
+walk found fewer than k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from recserve.core.request import RecommendRequest
+from recserve.kernels.item_graph import search
+from recserve.kernels.item_scores import NOTHING, best_of_all
+
+STEPS = 4
+LATEST = 8
+
+
+def best_items(
+    requests: Seq[RecommendRequest], log_probs: Tensor, item_tokens: Tensor, first_item: int | None
+) -> Tensor:
+    """Rank keys of the best usable items of requests over one trie.
+
+    log_probs: [B, V] of each token at its own level. item_tokens: [I, L] of the trie's items.
+    first_item: token of item row 0 where roots hold items, None where they hold codes.
+    Returns [B, the largest k], NOTHING where a request has no more usable items.
+    """
+    items, most = item_tokens.shape[0], max(request.k for request in requests)
+    usable = usable_items(requests, items, item_tokens.device)
+    best = torch.full((len(requests), most), NOTHING, device=item_tokens.device)
+    for part in _walking_together(requests, items):
+        first = requests[part[0]]
+        assert first.graph is not None
+        seeds = latest_items([requests[b] for b in part], items, first_item)
+        found = search(
+            first.graph,
+            log_probs[part],
+            item_tokens,
+            seeds,
+            None if usable is None else usable[part],
+            most,
+            _width(first),
+            STEPS,
+        )
+        best[part] = found.best
+    counts = (best != NOTHING).sum(1).tolist()
+    rest = [b for b, request in enumerate(requests) if counts[b] < min(request.k, items)]
+    if rest:
+        left = None if usable is None else usable[rest]
+        best[rest] = best_of_all(log_probs[rest], item_tokens, left, most)
+    return best
+
+
+def usable_items(
+    requests: Seq[RecommendRequest], items: int, device: torch.device
+) -> Tensor | None:
+    """[B, I] bool: what each request allows; None where all allow everything."""
+    if all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests):
+        return None
+    usable = torch.ones(len(requests), items, dtype=torch.bool, device=device)
+    for b, request in enumerate(requests):
+        if request.allowed is not None:
+            usable[b] = torch.from_numpy(request.allowed).to(device)
+        if request.excluded is not None:
+            usable[b, torch.from_numpy(request.excluded).to(device, torch.int64)] = False
+    return usable
+
+
+def latest_items(requests: Seq[RecommendRequest], items: int, first_item: int | None) -> Tensor:
+    """[B, s] rows of the last items of each history, -1 where there are fewer or none are known."""
+    if first_item is None:
+        return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
+    tokens = [request.root.inputs.tokens[-LATEST:] - first_item for request in requests]
+    rows = pad_sequence(tokens, batch_first=True, padding_value=-1)
+    return torch.where((rows >= 0) & (rows < items), rows, -1)
+
+
+def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[int]]:
+    """Numbers of the requests that walk the same graph with the same width."""
+    parts: dict[tuple[int, int], list[int]] = {}
+    for b, request in enumerate(requests):
+        open_ = request.allowed is None or 2 * np.count_nonzero(request.allowed) >= items
+        if request.graph is not None and open_:
+            parts.setdefault((id(request.graph), _width(request)), []).append(b)
+    return list(parts.values())
+
+
+def _width(request: RecommendRequest) -> int:
+    """Items followed in a step: as many as a beam search would keep."""
+    return max(request.beam_width, request.k)

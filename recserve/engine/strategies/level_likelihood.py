@@ -1,0 +1,75 @@
+"""Log-probability of given items under the level heads, for a model that has nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.drafting import Draft
+from recserve.core.request import LikelihoodRequest, Result, Scores
+from recserve.core.sequence import Sequence
+from recserve.kernels.item_scores import score_rows
+from recserve.models.recommender import Recommender
+
+
+@dataclass(frozen=True)
+class LevelLikelihoods:
+    """Requests whose candidates are scored. scores [M], requests one after another."""
+
+    sequences: tuple[Sequence, ...]
+    scores: Tensor
+
+
+class LevelLikelihoodStrategy:
+    """Log-probability of given items, the mean over their levels as in `parallel`; no tree."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.tables = model.level_tables()
+
+    def tree_room(self, request: LikelihoodRequest) -> int:
+        """None: there is no tree."""
+        return 0
+
+    def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
+        """The whole answer."""
+        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        requests = [_request(s) for s in sequences]
+        rows = torch.from_numpy(np.concatenate([r.rows for r in requests]).astype(np.int64))
+        counts = torch.tensor([len(r.rows) for r in requests])
+        owners = torch.repeat_interleave(counts).to(tails.device)
+        log_probs, item_tokens = self.tables.log_probs(tails), self.model.item_tokens
+        scores = score_rows(log_probs, item_tokens, owners, rows.to(tails.device))
+        return LevelLikelihoods(tuple(sequences), scores)
+
+    def finished(self, state: LevelLikelihoods) -> bool:
+        """True: nothing is left to score."""
+        return True
+
+    def propose(self, state: LevelLikelihoods) -> Draft:
+        """Never asked for, since `start` finishes."""
+        raise AssertionError("level heads need no tree")
+
+    def verify(
+        self, state: LevelLikelihoods, draft: Draft, slots: Tensor, hidden: Tensor
+    ) -> LevelLikelihoods:
+        """Never asked for, since `start` finishes."""
+        raise AssertionError("level heads need no tree")
+
+    def finish(self, state: LevelLikelihoods) -> list[Result]:
+        """Scores with the one task `likelihood`."""
+        sizes = [len(_request(s).rows) for s in state.sequences]
+        parts = torch.split(state.scores.cpu()[:, None], sizes)
+        return [
+            Scores(part.numpy(), ("likelihood",), s.timing)
+            for part, s in zip(parts, state.sequences, strict=True)
+        ]
+
+
+def _request(sequence: Sequence) -> LikelihoodRequest:
+    assert isinstance(sequence.request, LikelihoodRequest)
+    return sequence.request

@@ -1,0 +1,75 @@
+"""Level heads: every level of the next item's semantic id from one hidden state, in one step.
+
+A head is a residual block that starts as the identity (Medusa, arXiv 2401.10774, section 2.2); what
+it makes of the state is compared with the codes of its level, by dot product or by cosine over a
+temperature (RPG, KDD 2025, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ABSENT = float("-inf")
+
+
+class LevelHead(nn.Module):
+    """x + silu(W x), W starting at zero: what a level reads of the root's hidden state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, E] -> [n, E]."""
+        return x + F.silu(self.linear(x))
+
+
+@dataclass(frozen=True)
+class LevelTables:
+    """All level heads of a model stacked, so that a step is two products whatever L is.
+
+    weight [L * E, E], bias [L * E]: of the heads. codebooks [L, C, E]: embeddings of the codes, of
+    length 1 where temperature is above 0, zero past a level's own codes. absent [L, C]: true there.
+    present [V - 1]: places of the codes in [L, C], flattened, in the order of their tokens.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    codebooks: Tensor
+    absent: Tensor
+    present: Tensor
+    temperature: float
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Log-probability of every code token among the codes of its level.
+
+        hidden: [n, E] -> [n, V] float32; column 0, the token that begins a sequence, is 0.
+        """
+        levels, _, size = self.codebooks.shape
+        read = F.silu(F.linear(hidden, self.weight, self.bias))
+        states = hidden[:, None] + read.view(-1, levels, size)
+        if self.temperature:
+            states = F.normalize(states, dim=-1) / self.temperature
+        logits = torch.bmm(states.transpose(0, 1), self.codebooks.mT).float()
+        log_p = logits.masked_fill_(self.absent[:, None], ABSENT).log_softmax(-1)
+        return F.pad(log_p.transpose(0, 1).flatten(1).index_select(1, self.present), (1, 0))
+
+
+def stack_heads(heads: list[LevelHead], codebooks: list[Tensor], temperature: float) -> LevelTables:
+    """Stack the heads of a model. codebooks: per level [C_l, E]. Call it without gradients."""
+    widest = max(book.shape[0] for book in codebooks)
+    padded = torch.stack([F.pad(b, (0, 0, 0, widest - b.shape[0])) for b in codebooks])
+    sizes = torch.tensor([book.shape[0] for book in codebooks], device=padded.device)
+    absent = torch.arange(widest, device=padded.device) >= sizes[:, None]
+    return LevelTables(
+        torch.cat([head.linear.weight for head in heads]),
+        torch.cat([head.linear.bias for head in heads]),
+        F.normalize(padded, dim=-1) if temperature else padded,
+        absent,
+        (~absent.flatten()).nonzero().flatten(),
+        temperature,
+    )
