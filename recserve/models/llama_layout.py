@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
+from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import BOS, Recommender
 
 PARTS = {
@@ -59,6 +61,15 @@ def llama_weights(model: Recommender) -> dict[str, Tensor]:
     return weights
 
 
+def language_model_weights(model: LanguageModel) -> dict[str, Tensor]:
+    """Weights of a language model as LlamaForCausalLM names them."""
+    weights = {f"model.{name}": weight for name, weight in trunk_weights(model.decoder).items()}
+    weights["model.embed_tokens.weight"] = model.tokens.weight
+    if model.head is not None:
+        weights["lm_head.weight"] = model.head.weight
+    return weights
+
+
 def shape_values(config: DecoderConfig) -> dict[str, Any]:
     """A trunk's shape under the keys of Hugging Face's config.json."""
     return {
@@ -77,24 +88,44 @@ def shape_values(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def language_model_values(model: LanguageModel) -> dict[str, Any]:
+    """`config.json` of a language model that is a plain Llama."""
+    c = model.config
+    ends = list(c.eos_tokens)
+    return {
+        **_llama_values(c.decoder, c.vocab_size, c.tied, model.tokens.weight.dtype),
+        "bos_token_id": c.bos_token,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+
+
 def llama_config(model: Recommender) -> dict[str, Any]:
     """`config.json` of the same model as a LlamaForCausalLM, `max_history_items` added.
 
     Raises ValueError for a trunk that Llama does not have (QK-norm, biases of query, key, value).
     """
     c = model.config
-    if c.decoder.qk_norm or c.decoder.attention_bias:
-        raise ValueError("this trunk has qk_norm or attention_bias; a Llama has neither")
+    values = _llama_values(c.decoder, c.num_code_tokens, c.tied, model.tokens.weight.dtype)
+    return values | {"max_history_items": c.max_history_items}
+
+
+def _llama_values(
+    config: DecoderConfig, vocab_size: int, tied: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    if config.qk_norm or config.attention_bias or config.output_bias or config.rope_scaling:
+        raise ValueError(
+            "this trunk has qk_norm, biases or scaled positions; the plain Llama written here has "
+            "none of them"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": c.num_code_tokens,
-        **shape_values(c.decoder),
-        "rope_theta": c.decoder.rope_theta,
+        "vocab_size": vocab_size,
+        **shape_values(config),
+        "rope_theta": config.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": c.tied,
-        "torch_dtype": str(model.tokens.weight.dtype).removeprefix("torch."),
-        "max_history_items": c.max_history_items,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
