@@ -1,9 +1,9 @@
-"""The item graph: for every item those whose codes mean nearly the same, found without comparing all.
+"""The item graph: for every item those whose codes mean nearly the same, without comparing all.
 
-Similarity is the mean over levels of the cosine of the code embeddings (RPG, KDD 2025, section 3.3),
-which is the inner product of the items' code embeddings, laid end to end. Those vectors are too
-wide to keep for every item, so each level is turned onto its main axes and cut; what an index finds
-among the short vectors is then put in order by the exact similarity.
+Similarity is the mean over levels of the cosine of the code embeddings (RPG, KDD 2025, section
+3.3), which is the inner product of the items' code embeddings, laid end to end. Those vectors are
+too wide to keep for every item, so each level is turned onto its main axes and cut; what an index
+finds among the short vectors is then put in order by the exact similarity.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def link_items(
     """Link every item to its most similar ones.
 
     codes: [I, L] int. codebooks: per level [C_l, E] float32, embeddings of the codes, any length.
-    edges: per item, fewer where there are fewer items. Exact up to 32,768 items; beyond, an inverted
-    file is asked, and memory grows as I. Raises ValueError if the parts do not fit each other.
+    edges: per item, fewer where there are fewer items. All short vectors are compared up to 32,768
+    items; beyond, an inverted file is asked. Memory grows as I. Raises ValueError if the parts do
+    not fit each other.
     """
     items, levels = codes.shape
     if len(codebooks) != levels or not items:

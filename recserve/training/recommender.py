@@ -111,7 +111,7 @@ CODES = RecommenderRecipe(
 PARALLEL = RecommenderRecipe(
     tied=True,
     objective=Objective(mask_seen=False, heads_weight=1.0),
-    schedule=Schedule(epochs=30, learning_rate=3e-3, patience=5),
+    schedule=Schedule(epochs=20, learning_rate=3e-3, patience=3),
     rerank_weight=0.0,
     autoregressive=False,
     level_temperature=0.03,
