@@ -55,6 +55,10 @@ class Rivals:
     valid: Tensor
     dense: Tensor
 
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Request number [n] and item row [n] of every valid rival, in row-major order."""
+        return self.valid.nonzero()[:, 0], self.rows[self.valid]
+
 
 @dataclass(frozen=True)
 class Beams:

@@ -10,6 +10,8 @@ import numpy as np
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
+StrategyName = Literal["beam", "speculative", "nezha"]
+
 
 @dataclass(frozen=True)
 class Root:
@@ -40,7 +42,7 @@ class RecommendRequest:
     trie: Trie
     k: int
     beam_width: int
-    strategy: Literal["beam", "speculative"] = "beam"
+    strategy: StrategyName = "beam"
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
     dense_weight: float = 0.0

@@ -15,16 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle import Bundle, BundleError
+from recserve.core.request import StrategyName
 from recserve.kernels.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
+from recserve.service.loading import load_heads
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = ("auto", "beam", "dense", "sasrec")
+STRATEGIES = ("auto", "beam", "speculative", "nezha", "dense", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam` (and `auto`) is the engine's beam search, `dense` the dense head alone,
-    `sasrec` the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn
-    with a fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off,
-    BundleError if the model was not trained.
+    strategy: `beam` (and `auto`), `speculative` and `nezha` are the engine's own, `dense` the dense
+    head alone, `sasrec` the baseline. dense_weight: None takes the bundle's. users: that many of
+    them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown strategy or
+    cut-off, BundleError if the model was not trained.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
@@ -129,10 +131,16 @@ def evaluate_bundle(
             default = bundle.manifest.recommender.get("dense_weight", 0.0)
             weight = float(default if dense_weight is None else dense_weight)
             trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
-            answers = Slates(model, trie.to(device), codes)
+            answers = Slates(model, trie.to(device), codes, load_heads(bundle, model))
+            decoding: StrategyName = "beam" if strategy == "auto" else strategy  # type: ignore[assignment]
+            if decoding not in answers.engine.strategies:
+                raise BundleError(
+                    f"{bundle.root}: no head was trained for {decoding}; run `recserve train "
+                    f"drafter --name {decoding}`"
+                )
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = SlateOptions(width, filtered, weight)
+                options = SlateOptions(width, filtered, weight, decoding)
                 return answers(cases, which, most, options)
 
     columns = slate_columns(cases, slates, k)
