@@ -1,7 +1,7 @@
 """The bundle: one folder with everything that serves, and a manifest of what each file must be.
 
     manifest.json  catalog.parquet  vectors.safetensors  events.parquet  quantizer/  text/
-    recommender/  ranker/  sasrec/  drafters/nezha/
+    recommender/  ranker/  sasrec/  drafters/NAME/
 
 A bundle may come from a stranger: names are plain relative paths, links are refused, sizes are
 checked before a file is read, and nothing in it is ever executed.
@@ -30,7 +30,7 @@ CATALOG, VECTORS, EVENTS = "catalog.parquet", "vectors.safetensors", "events.par
 QUANTIZER, TEXT = "quantizer", "text"
 ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
 MODELS = ("recommender", "ranker", "sasrec")
-DRAFTERS = ("drafters/nezha",)
+DRAFTERS = ("drafters/nezha", "drafters/speculative")
 CATALOG_FILES = (CATALOG, VECTORS)
 UNTRAINED = "untrained"
 MAX_MANIFEST_BYTES = 4 << 20

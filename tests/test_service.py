@@ -102,6 +102,14 @@ def test_the_speculative_strategy_gives_the_slate_of_beam_search(service, user):
     )
 
 
+def test_nezha_answers_by_its_own_scores_and_says_so(service, user):
+    slate = recommend(service, user, k=20, strategy="nezha")
+    assert slate.strategy == "nezha" and not slate.exact and slate.rounds == 1
+    assert len({i.item_id for i in slate.items}) == 20 and not slate.degraded
+    wide = recommend(service, user, k=20, strategy="nezha", beam_width=512)
+    assert wide.items[0].score >= slate.items[0].score
+
+
 def test_excluded_and_filtered_items_stay_away(service, user, ids):
     first = [i.item_id for i in recommend(service, user, k=5).items]
     answer = recommend(service, user, k=5, exclude=Exclude(item_ids=[*first, "nothing"]))
@@ -343,7 +351,7 @@ def test_many_recommendations_in_order_with_errors_in_place(service):
 @pytest.mark.parametrize(
     "fields, param, words",
     [
-        ({"strategy": "nezha"}, "strategy", "beam"),
+        ({"strategy": "guess"}, "strategy", "beam"),
         ({"k": 60, "beam_width": 50}, "beam_width", "60"),
         ({"filter": {"and": [{"eq": ["colour", "red"]}]}}, "filter.and[0].eq", "unknown field"),
         ({"filter": {}}, "filter", "only key"),

@@ -46,9 +46,11 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
         )
         save_recommender(Recommender(config), bundle.directory("recommender", create=True))
         bundle.commit("recommender", {})
-        head = SelfDraftHead(SelfDraftConfig(32, catalog.index.codebook_sizes))
-        save_self_draft(head, bundle.directory("drafters/nezha", create=True))
-        bundle.commit("drafters/nezha", {})
+        for name in ("speculative", "nezha"):
+            shape = SelfDraftConfig(32, catalog.index.codebook_sizes, name == "nezha")
+            folder = bundle.directory(f"drafters/{name}", create=True)
+            save_self_draft(SelfDraftHead(shape), folder)
+            bundle.commit(f"drafters/{name}", {})
     if ranker:
         recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
         train = bundle.events().leave_one_out().train

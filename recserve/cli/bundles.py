@@ -55,6 +55,10 @@ def train(
         Literal["items", "codes"],
         typer.Option(help="A recommender reads one position per item, or its codes."),
     ] = "items",
+    name: Annotated[
+        Literal["speculative", "nezha"],
+        typer.Option(help="The strategy that a drafter is trained for."),
+    ] = "speculative",
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
     ] = None,
@@ -78,6 +82,7 @@ def train(
         device=device,
         resume=resume,
         input=input,
+        name=name,
     )
     trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
         "recommender": train_recommender,
@@ -99,7 +104,7 @@ def evaluate(
         Literal["valid", "test"], typer.Option(help="The last event but one, or the last.")
     ] = "test",
     strategy: Annotated[
-        str, typer.Option(help="auto, beam, dense; sasrec for the baseline.")
+        str, typer.Option(help="auto, beam, speculative, nezha, dense; sasrec for the baseline.")
     ] = "auto",
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,

@@ -49,13 +49,17 @@ class Rivals:
     """The dense head's best items of B requests, which compete with the finished beams.
 
     rows [B, R] item rows, valid [B, R]. dense [B, I]: the head's log-probability of every item.
-    keys [n]: the prefixes whose scores the rivals' semantic ids need, as in Scored.
+    keys [n]: the prefixes that the target must score for them, as in Scored; None: none.
     """
 
     rows: Tensor
     valid: Tensor
     dense: Tensor
-    keys: Tensor
+    keys: Tensor | None = None
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Request number [n] and item row [n] of every valid rival, in row-major order."""
+        return self.valid.nonzero()[:, 0], self.rows[self.valid]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,4 +58,16 @@ class Strategy(Protocol):
 
     def finish(self, state: Any) -> list[Result]:
         """Answers in the order of the sequences."""
+        ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A strategy whose requests carry placeholders: auxiliary nodes, a chain behind the root, that
+    are computed in the root's own forward. Their states are kept beside the cached root.
+    """
+
+    @property
+    def placeholders(self) -> NodeInputs | None:
+        """The P rows, first to last, which `tree_room` counts; None: none after all."""
         ...

@@ -11,6 +11,8 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
+StrategyName = Literal["beam", "speculative", "nezha", "parallel"]
+
 
 @dataclass(frozen=True)
 class Root:
@@ -42,7 +44,7 @@ class RecommendRequest:
     trie: Trie
     k: int
     beam_width: int
-    strategy: Literal["beam", "speculative", "parallel"] = "beam"
+    strategy: StrategyName = "beam"
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
     dense_weight: float = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from recserve.core.request import Request, Result, Timing
+from recserve.models.inputs import NodeInputs
 
 
 @dataclass(eq=False)
@@ -16,8 +17,9 @@ class Sequence:
 
     pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
     root. num_computed: root tokens already in the cache. tail [E]: hidden state of the last root
-    token, None until it is computed. tree_slots: reserved for tree nodes, of which tree_used are
-    taken.
+    token, None until it is computed. placeholders: what its strategy reads behind the root, None:
+    nothing; ahead [P, E]: their hidden states, None until they are computed. tree_slots: reserved
+    for tree nodes, of which tree_used are taken.
     """
 
     request: Request
@@ -29,7 +31,17 @@ class Sequence:
     tail: Tensor | None
     tree_slots: Tensor
     tree_used: int = 0
+    placeholders: NodeInputs | None = None
+    ahead: Tensor | None = None
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def computed(self) -> bool:
+        """True when the root, and what stands behind it, need no forward any more."""
+        root = self.num_computed == self.root_length and (
+            self.tail is not None or not self.root_length
+        )
+        return root and (self.placeholders is None or self.ahead is not None)
 
     @property
     def root_length(self) -> int:

@@ -1,10 +1,8 @@
-"""Prefixes that the self-draft head thinks likely: a wide beam search without the target.
-
-It starts from beams that the target has proved, so its first level is exact, and keeps `spread`
-times as many prefixes per level as the target will.
-"""
+"""What the self-draft head thinks: beam search without the target, as a draft or as an answer."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,56 +10,109 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.selection import DEAD, keep_best
 from recserve.draft.beam import wanted
+from recserve.kernels.trie import Trie
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
+@dataclass(frozen=True)
+class _States:
+    """The head's states at the beams below which the trie forks; no other is ever read.
+
+    slots [B * W]: row of `values` that belongs to each beam. values [n, E].
+    """
+
+    slots: Tensor
+    values: Tensor
+
+
+def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:
+    """Finished beams, by the head's own log-probabilities normalised over the valid children.
+
+    beams: at level 0, the empty prefix of each request. contexts [B, L, E]: what the head reads at
+    each level beside its state. widths: beams that each request keeps.
+    """
+    states = _States(torch.arange(len(beams.sequences), device=beams.tails.device), beams.tails)
+    while not beams.finished:
+        deeper = _expand(beams, states, contexts[:, beams.level], head, widths)
+        if deeper.level < beams.trie.num_levels:
+            states = _step(beams, deeper, states, head)
+        beams = deeper
+    return beams
+
+
 def likely_prefixes(
-    beams: Beams, head: SelfDraftHead, level_offsets: Tensor, widths: list[int], skip_single: bool
+    beams: Beams, head: SelfDraftHead, widths: list[int], skip_single: bool
 ) -> Tensor:
     """Keys (as in Scored) of the prefixes below the given beams that may need a score.
 
-    widths: prefixes kept per level for each request. With a prefix come all those above it.
+    It starts from beams that the target has proved, so the first level is exact. widths: prefixes
+    kept per level for each request. With a prefix come all those above it.
     """
-    roots = beams.tails
-    states = _states_of_paths(beams, head, level_offsets)
+    states = _states_of_paths(beams, head)
     found = []
     while True:
-        needed = wanted(beams, skip_single)
         if beams.level > 0:
-            found.append(beams.keys(beams.paths)[needed].flatten())
+            found.append(beams.keys(beams.paths)[wanted(beams, skip_single)].flatten())
         if beams.level == beams.trie.num_levels - 1:
             return torch.cat(found)
-        beams = _expand(beams, states, roots, head, widths, needed)
-        states = states.gather(1, beams.parents[..., None].expand(-1, -1, states.shape[-1]))
-        tokens = level_offsets[beams.level - 1] + beams.trie.node_codes[beams.nodes]
-        states = head.step(beams.level - 1, states.flatten(0, 1), tokens.flatten())
-        states = states.view(*beams.nodes.shape, -1)
+        deeper = _expand(beams, states, beams.tails, head, widths)
+        states = _step(beams, deeper, states, head)
+        beams = deeper
 
 
-def _states_of_paths(beams: Beams, head: SelfDraftHead, level_offsets: Tensor) -> Tensor:
-    """[B, W, E] the head's state after the codes of each beam."""
+def item_log_probs(
+    head: SelfDraftHead, trie: Trie, rows: Tensor, tails: Tensor, contexts: Tensor
+) -> Tensor:
+    """[M] the head's log-probability of given items.
+
+    rows [M] item rows; tails [M, E] and contexts [M, L, E] of the request each is asked for.
+    """
+    nodes = trie.nodes_of_items(rows)
+    parents = torch.cat([torch.zeros_like(nodes[:, :1]), nodes[:, :-1]], dim=1)
+    total, state = torch.zeros(rows.shape, device=tails.device), tails
+    for level in range(trie.num_levels):
+        children = trie.children(parents[:, level])
+        logits = head.level_logits(contexts[:, level], state, level).float()
+        logits = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
+        slots = (nodes[:, level] - trie.first_child[parents[:, level]])[:, None]
+        total += logits.log_softmax(-1).gather(1, slots.long())[:, 0]
+        if level + 1 < trie.num_levels:
+            state = head.step(level, state, trie.node_codes[nodes[:, level]])
+    return total
+
+
+def _states_of_paths(beams: Beams, head: SelfDraftHead) -> _States:
+    """The head's state after the codes of each beam."""
     batch, width = beams.nodes.shape
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
-        nodes = beams.paths[..., level].flatten()
-        state = head.step(level, state, level_offsets[level] + beams.trie.node_codes[nodes])
-    return state.view(batch, width, -1)
+        state = head.step(level, state, beams.trie.node_codes[beams.paths[..., level].flatten()])
+    return _States(torch.arange(batch * width, device=state.device), state)
+
+
+def _step(before: Beams, beams: Beams, states: _States, head: SelfDraftHead) -> _States:
+    """States one level deeper."""
+    trie, width = beams.trie, beams.nodes.shape[1]
+    forks_below = trie.last_leaf[beams.nodes] - trie.first_leaf[beams.nodes] > 1
+    rows = (forks_below & beams.alive()).flatten().nonzero().flatten()
+    above = rows // width * before.nodes.shape[1] + beams.parents.flatten()[rows]
+    codes = trie.node_codes[beams.nodes.flatten()[rows]]
+    values = head.step(before.level, states.values[states.slots[above]], codes)
+    slots = torch.zeros(beams.nodes.numel(), dtype=torch.int64, device=rows.device)
+    slots[rows] = torch.arange(rows.shape[0], device=rows.device)
+    return _States(slots, values)
 
 
 def _expand(
-    beams: Beams,
-    states: Tensor,
-    roots: Tensor,
-    head: SelfDraftHead,
-    widths: list[int],
-    needed: Tensor,
+    beams: Beams, states: _States, contexts: Tensor, head: SelfDraftHead, widths: list[int]
 ) -> Beams:
-    """The most likely children by the head's own log-probabilities."""
+    """The most likely children by the head's own log-probabilities. contexts [B, E]."""
     batch, width = beams.nodes.shape
     children = beams.trie.children(beams.nodes.flatten())
-    gain = torch.zeros(children.nodes.shape, device=roots.device)
-    rows = needed.flatten().nonzero().flatten()
-    logits = head.level_logits(roots[rows // width], states.flatten(0, 1)[rows], beams.level)
+    gain = torch.zeros(children.nodes.shape, device=contexts.device)
+    rows = beams.forked().flatten().nonzero().flatten()
+    state = states.values[states.slots[rows]]
+    logits = head.level_logits(contexts[rows // width], state, beams.level)
     logits = logits.float().gather(1, children.codes[rows].long())
     gain[rows] = logits.masked_fill(~children.valid[rows], DEAD).log_softmax(-1)
     total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)

@@ -11,7 +11,8 @@ from recserve.models.drafters.nezha import SelfDraftHead
 class Heads:
     """None: not trained, and the strategies that need it are not offered.
 
-    self_draft: drafts for `speculative`.
+    self_draft: drafts for `speculative`. nezha: decodes for `nezha`.
     """
 
     self_draft: SelfDraftHead | None = None
+    nezha: SelfDraftHead | None = None

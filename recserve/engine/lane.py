@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft, Strategy
+from recserve.core.drafting import Draft, LooksAhead, Strategy
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Request, Result, Timing
 from recserve.core.sequence import Sequence
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.runner import Piece, Runner
 from recserve.kernels.paged_kv import slots_of_pages
-from recserve.kernels.tree import chain
+from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
+from recserve.models.inputs import NodeInputs
 
 
 class RequestTooLarge(ValueError):
@@ -103,14 +104,15 @@ class Lane:
                 size,
                 len(tree_pages) * size,
             ),
+            placeholders=strategy.placeholders if isinstance(strategy, LooksAhead) else None,
+            ahead=found.ahead,
             timing=Timing(
                 queue_ms=(time.monotonic() - submitted_s) * 1e3,
                 root_cached=found.length,
                 root_computed=rows - found.length,
             ),
         )
-        ready = found.length == rows and (found.tail is not None or not rows)
-        (self.warm if ready else self.cold).append((sequence, strategy))
+        (self.warm if sequence.computed else self.cold).append((sequence, strategy))
         return True
 
     def begin(self) -> list[Answer]:
@@ -234,23 +236,36 @@ class Lane:
         return slots
 
     def _prefill_piece(self, sequence: Sequence) -> Piece:
-        """The root's uncomputed rows as a chain under the computed ones."""
+        """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
         root, start = sequence.request.root, sequence.num_computed
-        inputs = root.inputs.select(slice(start, None))
-        tree = chain(inputs.tokens)
+        inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
+        places, kinds = slots[start:], None
+        num_states = min(len(inputs), 1)
+        if sequence.placeholders is not None:
+            count = len(sequence.placeholders)
+            num_states += count
+            kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
+            kinds[: len(inputs)] = CANDIDATE
+            inputs = NodeInputs.cat([inputs, sequence.placeholders])
+            places = torch.cat([places, sequence.take_tree_slots(count)])
+            sequence.timing.nodes += count
+        tree = replace(chain(inputs.tokens), kinds=kinds)
         if start < root.shared:
             shared = torch.tensor([root.shared], device=inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        slots = sequence.root_slots
-        return Piece(tree, inputs, None, slots[start:], (slots[:start],), prefill=True)
+        return Piece(tree, inputs, None, places, (slots[:start],), num_states)
 
     def _keep_root(self, sequence: Sequence, states: Tensor) -> None:
         """The root is computed: remember its last state, and let others find it."""
-        sequence.tail = states[-1].clone()
+        if sequence.num_computed < sequence.root_length:
+            sequence.tail, states = states[0].clone(), states[1:]
+        if sequence.placeholders is not None:
+            sequence.ahead = states.clone()
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
         pages = sequence.pages[: self._pages(sequence.root_length)]
-        self.cache.insert(root.keys, root.shared, pages, sequence.tail)
+        assert sequence.tail is not None
+        self.cache.insert(root.keys, root.shared, pages, sequence.tail, sequence.ahead)
 
     def _copy_page(self, source: int, target: int, rows: int) -> None:
         step = torch.arange(rows, device=self.runner.pool.keys.device)

@@ -11,7 +11,7 @@ part of every hash.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -28,19 +28,21 @@ class Match:
 
     pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
     there are none. length: cached rows. tail [E]: hidden state of the last row when the whole root
-    is cached.
+    is cached, and ahead [P, E] those of the placeholders behind it, where they were computed.
     """
 
     pages: list[int]
     partial: int | None
     length: int
     tail: Tensor | None
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Entry:
     page: int | None
     tail: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 class PrefixCache:
@@ -71,13 +73,14 @@ class PrefixCache:
             touched.append(digest)
             pages.append(entry.page)
         full = len(pages) * size
-        length, partial, tail = full, None, None
+        length, partial, tail, ahead = full, None, None, None
         for end in range(min(n, full + size - 1), full - 1, -1):
             digest = self._tail_digest(digests[len(pages)], keys[full:end])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
-                tail = entry.tail if end == n else None
+                if end == n:
+                    tail, ahead = entry.tail, entry.ahead
                 touched.append(digest)
                 break
         if pages and length == n and tail is None:
@@ -86,22 +89,30 @@ class PrefixCache:
             touched.pop()
         if length < shared:
             # The shared rows were computed together or not at all.
-            length, pages, partial, tail, touched = 0, [], None, None, []
+            length, pages, partial, touched = 0, [], None, []
+            tail = ahead = None
         for digest in reversed(touched):
             self._entries.move_to_end(digest)
         held = pages + ([partial] if partial is not None else [])
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, tail)
+        return Match(pages, partial, length, tail, ahead)
 
-    def insert(self, keys: np.ndarray, shared: int, pages: list[int], tail: Tensor) -> None:
+    def insert(
+        self,
+        keys: np.ndarray,
+        shared: int,
+        pages: list[int],
+        tail: Tensor,
+        ahead: Tensor | None = None,
+    ) -> None:
         """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
         size = self._page_size
         digests = self._page_digests(keys, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
-        self._put(self._tail_digest(digests[full], keys[full * size :]), _Entry(last, tail))
+        self._put(self._tail_digest(digests[full], keys[full * size :]), _Entry(last, tail, ahead))
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
@@ -140,6 +151,8 @@ class PrefixCache:
             self._entries[digest] = entry
             if entry.page is not None:
                 self._allocator.share([entry.page])
+        elif entry.ahead is not None:
+            self._entries[digest] = replace(self._entries[digest], ahead=entry.ahead)
         self._entries.move_to_end(digest)
 
     def _page_digests(self, keys: np.ndarray, shared: int) -> list[Digest]:

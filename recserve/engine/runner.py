@@ -34,7 +34,8 @@ class Piece:
     """Trees of some sequences, placed: what goes into a forward beside other pieces.
 
     slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
-    prefill: only the state of the last computed node is read; the others leave keys and values.
+    num_states: only the states of so many computed nodes, the last ones, are read, and the others
+    leave keys and values; None: all.
     """
 
     tree: TokenTree
@@ -42,12 +43,7 @@ class Piece:
     queries: Tensor | None
     slots: Tensor
     root_slots: tuple[Tensor, ...]
-    prefill: bool = False
-
-    @property
-    def num_states(self) -> int:
-        """Hidden states that the forward gives back."""
-        return 1 if self.prefill else len(self.inputs)
+    num_states: int | None = None
 
 
 class Runner:
@@ -58,7 +54,7 @@ class Runner:
         self.pool = pool
 
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
-        """Hidden states of each piece: all computed nodes [Tq, E]; the last [1, E] of a prefill."""
+        """Hidden states of each piece, [Tq, E] or [num_states, E]."""
         batch = pack(pieces)
         attention = dispatch.tree_attention(batch, self.trunk.activation)
         slots, pool = batch.query_slots(), self.pool
@@ -68,20 +64,23 @@ class Runner:
             return attention(query, key, value, pool.keys[layer], pool.values[layer])
 
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.trunk.hidden(inputs, batch.positions(), attend, _wanted(pieces, slots.device))
-        return list(torch.split(hidden, [piece.num_states for piece in pieces]))
+        hidden = self.trunk.hidden(inputs, batch.positions(), attend, _read(pieces, slots.device))
+        return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
 
-def _wanted(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
+def _num_states(piece: Piece) -> int:
+    return len(piece.inputs) if piece.num_states is None else piece.num_states
+
+
+def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
     """Rows whose hidden states are read; None: all."""
-    if not any(piece.prefill for piece in pieces):
+    if all(piece.num_states is None for piece in pieces):
         return None
     rows: list[int] = []
-    start = 0
+    stop = 0
     for piece in pieces:
-        stop = start + len(piece.inputs)
-        rows += [stop - 1] if piece.prefill else range(start, stop)
-        start = stop
+        stop += len(piece.inputs)
+        rows += range(stop - _num_states(piece), stop)
     return torch.tensor(rows, device=device)
 
 

@@ -118,6 +118,7 @@ class Recommender(nn.Module):
 
     item_tokens: Tensor
     item_vectors: Tensor | None
+    placeholders: Tensor | None
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__()
@@ -137,6 +138,7 @@ class Recommender(nn.Module):
             self.level_heads = nn.ModuleList(LevelHead(size) for _ in range(config.num_levels))
         self.register_buffer("item_tokens", torch.empty(0, config.num_levels).long(), False)
         self.register_buffer("item_vectors", None, False)
+        self.register_buffer("placeholders", None, False)
         self._dense_table: Tensor | None = None
         self.apply(_initialise)
         if config.tied:
@@ -167,6 +169,10 @@ class Recommender(nn.Module):
             self.item_vectors = F.normalize(vectors.to(device, torch.float32), dim=-1)
         self._dense_table = None
 
+    def bind_placeholders(self, vectors: Tensor) -> None:
+        """Take the learned vectors [P, E] of a draft head: token -1 is the first, -2 the next."""
+        self.placeholders = vectors.detach()
+
     @property
     def num_bound_items(self) -> int:
         """I of the bound catalogue, 0 before `bind_items`."""
@@ -183,18 +189,25 @@ class Recommender(nn.Module):
         return x
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Code and item tokens to the decoder's input. tokens: any shape [...] -> [..., E]."""
+        """Tokens to the decoder's input: codes, items, and placeholders where they are bound.
+
+        tokens: any shape [...] -> [..., E].
+        """
+        own = tokens if self.placeholders is None else tokens.clamp(min=BOS)
         first_item = self.config.num_code_tokens
         if self.config.input == "codes":
-            x = self.tokens(tokens)
+            x = self.tokens(own)
         else:
-            is_item = tokens >= first_item
-            x = self.tokens(torch.where(is_item, BOS, tokens))
+            is_item = own >= first_item
+            x = self.tokens(torch.where(is_item, BOS, own))
             if tokens.device.type == "cpu":  # elsewhere a count of items would stop the queue
-                x = x.index_put((is_item,), self.embed_items(tokens[is_item] - first_item))
+                x = x.index_put((is_item,), self.embed_items(own[is_item] - first_item))
             else:
-                rows = torch.where(is_item, tokens - first_item, 0)
+                rows = torch.where(is_item, own - first_item, 0)
                 x = torch.where(is_item[..., None], self.embed_items(rows), x)
+        if self.placeholders is not None:
+            ahead = self.placeholders[(-1 - tokens).clamp(min=0)]
+            x = torch.where((tokens < BOS)[..., None], ahead, x)
         return F.dropout(x, self.config.decoder.dropout, self.training)
 
     def forward(

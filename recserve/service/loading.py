@@ -12,12 +12,11 @@ from recserve.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.heads import Heads
 from recserve.features.item_graph import ItemLinks
 from recserve.kernels.item_graph import ItemGraph
-from recserve.models.drafters.nezha import load_self_draft
+from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
 
-SELF_DRAFT = "drafters/nezha"
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -54,11 +53,22 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
-        if bundle.has(SELF_DRAFT):
-            heads = Heads(load_self_draft(bundle.directory(SELF_DRAFT), recommender))
+        heads = load_heads(bundle, recommender)
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
     return Models(recommender, ranker, heads)
+
+
+def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
+    """The heads that were trained for this recommender. Raises ValueError where one is damaged."""
+
+    def self_draft(name: str) -> SelfDraftHead | None:
+        section = f"drafters/{name}"
+        if not bundle.has(section):
+            return None
+        return load_self_draft(bundle.directory(section), recommender)
+
+    return Heads(self_draft=self_draft("speculative"), nezha=self_draft("nezha"))
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle import Bundle, BundleError
+from recserve.core.request import StrategyName
 from recserve.kernels.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
-from recserve.service.loading import graph_of_links, load_item_graph
+from recserve.service.loading import graph_of_links, load_heads, load_item_graph
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
 from recserve.training.item_graph import links_of
@@ -26,7 +27,7 @@ from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = ("auto", "beam", "parallel", "exhaustive", "dense", "sasrec")
+STRATEGIES = ("auto", "beam", "speculative", "nezha", "parallel", "exhaustive", "dense", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam` is the engine's beam search, `parallel` its level heads along the item graph
-    (made here where the bundle has none), `exhaustive` those heads on all items, `auto` beam search
-    or, where the model has learned none, `exhaustive`; `dense` is the dense head alone, `sasrec`
-    the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn with a
-    fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off, BundleError if
-    the model was not trained.
+    strategy: `beam`, `speculative`, `nezha` and `parallel` are the engine's (the item graph is made
+    here where the bundle has none), `exhaustive` is `parallel` on all items, `auto` beam search or,
+    where the model has learned none, `exhaustive`; `dense` is the dense head alone, `sasrec` the
+    baseline. dense_weight: None takes the bundle's. users: that many of them, drawn with a fixed
+    seed; None takes all. Raises ValueError for an unknown strategy or cut-off, BundleError if the
+    model was not trained.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
@@ -133,19 +134,21 @@ def evaluate_bundle(
             if strategy == "auto":
                 strategy = "beam" if model.config.autoregressive else "exhaustive"
             graph = None
-            if strategy == "beam":
-                default = bundle.manifest.recommender.get("dense_weight", 0.0)
-                weight = float(default if dense_weight is None else dense_weight)
-            elif strategy == "parallel":
+            if strategy == "parallel":
                 graph = load_item_graph(bundle, torch.device(device))
                 if graph is None:
                     graph = graph_of_links(links_of(model, codes), torch.device(device))
-            asked = "beam" if strategy == "beam" else "parallel"
+            elif strategy != "exhaustive":
+                default = bundle.manifest.recommender.get("dense_weight", 0.0)
+                weight = float(default if dense_weight is None else dense_weight)
+            decoding: StrategyName = "parallel" if strategy == "exhaustive" else strategy  # type: ignore[assignment]
             trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
-            answers = Slates(model, trie.to(device), codes)
+            answers = Slates(model, trie.to(device), codes, load_heads(bundle, model))
+            if decoding not in answers.engine.strategies:
+                raise BundleError(f"{bundle.root}: nothing was trained for {decoding}")
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = SlateOptions(width, filtered, weight, asked, graph)
+                options = SlateOptions(width, filtered, weight, decoding, graph)
                 return answers(cases, which, most, options)
 
     columns = slate_columns(cases, slates, k)

@@ -29,7 +29,8 @@ class Schedule:
 
     warmup: share of all steps. averaging: decay per step of the average that is validated and kept,
     0 for none. patience: epochs without a better validation before it stops, 0 for never. max_norm:
-    of the gradient.
+    of the gradient. rates: learning rate of the parameters whose names begin so, relative to the
+    others'; their decay per step stays the same.
     """
 
     epochs: int
@@ -41,6 +42,11 @@ class Schedule:
     patience: int = 0
     max_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.98)
+    rates: tuple[tuple[str, float], ...] = ()
+
+    def rate(self, name: str) -> float:
+        """Relative learning rate of a parameter."""
+        return next((rate for prefix, rate in self.rates if name.startswith(prefix)), 1.0)
 
     def factor(self, progress: float) -> float:
         """Share of the peak learning rate. progress: of the run, 0 to 1."""
@@ -207,7 +213,7 @@ class _Run:
         in_steps = (state.step + 1) / (schedule.epochs * steps_per_epoch)
         progress = max(in_steps, elapsed / self._training_s())
         for group in state.optimizer.param_groups:
-            group["lr"] = schedule.learning_rate * schedule.factor(progress)
+            group["lr"] = schedule.learning_rate * schedule.factor(progress) * group["rate"]
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             losses = self.trainee.loss(batch)
         state.optimizer.zero_grad(set_to_none=True)
@@ -265,13 +271,20 @@ class _Run:
 
 def _adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     """Weight decay on matrices, none on norms, biases and scales."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": schedule.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = schedule.rate(name), parameter.ndim < 2
+            groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {
+                "params": parameters,
+                "rate": rate,
+                "weight_decay": 0.0 if free else schedule.weight_decay / rate,
+            }
+            for (rate, free), parameters in sorted(groups.items(), key=lambda item: item[0])
+        ],
         lr=schedule.learning_rate,
         betas=schedule.betas,
         fused=True,

@@ -16,7 +16,8 @@ class TrainOptions:
     max_minutes: training and validation end within it; the learning rate falls in time for that.
     device: `auto` is CUDA where there is one. precision: `auto` is bfloat16 products where the
     processor has them. resume: go on from the last checkpoint of the bundle, if it has one. input:
-    input form of a recommender. Raises ValueError naming the field, its bound and what came.
+    input form of a recommender. name: of a drafter. Raises ValueError naming the field, its bound
+    and what came.
     """
 
     epochs: int | None = None
@@ -27,6 +28,7 @@ class TrainOptions:
     input: Literal["codes", "items"] = "items"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float | None = None
+    name: Literal["speculative", "nezha"] = "speculative"
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -40,6 +42,7 @@ class TrainOptions:
         choices = {
             "device": ("auto", "cpu", "cuda"),
             "input": ("codes", "items"),
+            "name": ("speculative", "nezha"),
             "precision": ("auto", "float32", "bfloat16"),
         }
         for name, allowed in choices.items():

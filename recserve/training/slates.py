@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest, Request, Root, Slate
+from recserve.core.request import RecommendRequest, Request, Root, Slate, StrategyName
 from recserve.engine.engine import Engine
+from recserve.engine.heads import Heads
 from recserve.features.encoding import root_tokens, window_start
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie
@@ -34,25 +35,27 @@ class SlateOptions:
     width: int = 50
     filtered: bool = True
     dense_weight: float = 0.0
-    strategy: str = "beam"
+    strategy: StrategyName = "beam"
     graph: ItemGraph | None = None
 
 
 class Slates:
     """The engine's answers to cases: what a server with this model would say."""
 
-    def __init__(self, model: Recommender, trie: Trie, codes: NDArray[np.generic]) -> None:
+    def __init__(
+        self,
+        model: Recommender,
+        trie: Trie,
+        codes: NDArray[np.generic],
+        heads: Heads | None = None,
+    ) -> None:
         """codes: [I, L]. The engine is built here and reads the weights as they are now."""
         self.model, self.trie, self.codes = model, trie, codes
-        self.engine = Engine(model)
+        self.engine = Engine(model, heads=heads)
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
         """[n, k] item rows, best first, -1 where fewer were found."""
-        slates = np.full((len(which), k), -1, dtype=np.int64)
-        answers = self.answers(cases, which, k, options)
-        for slate, answer in zip(slates, answers, strict=True):
-            slate[: len(answer.rows)] = answer.rows
-        return slates
+        return rows_of(self.answers(cases, which, k, options), k)
 
     def answers(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> list[Slate]:
         """The engine's own answers, scores included."""
@@ -71,11 +74,19 @@ class Slates:
             self.trie,
             k,
             options.width,
-            options.strategy,  # type: ignore[arg-type]
+            options.strategy,
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
             graph=options.graph,
         )
+
+
+def rows_of(answers: list[Slate], k: int) -> Ints:
+    """[n, k] item rows of the answers, best first, -1 where fewer were found."""
+    slates = np.full((len(answers), k), -1, dtype=np.int64)
+    for slate, answer in zip(slates, answers, strict=True):
+        slate[: len(answer.rows)] = answer.rows
+    return slates
 
 
 def _window(history: Ints, config: RecommenderConfig) -> Ints:

@@ -22,12 +22,19 @@ from recserve.models.recommender import Recommender
 
 def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
     """Level 1 beams of requests over one trie, from the hidden state of their last root token."""
+    beams = begin(sequences)
+    rows = torch.arange(len(sequences), device=beams.tails.device)
+    return advance(expand(beams, rows, beams.tails, model), model)
+
+
+def begin(sequences: tuple[Sequence, ...]) -> Beams:
+    """Level 0: the empty prefix of each request."""
     requests = [_request(s) for s in sequences]
     trie = requests[0].trie
     tails = torch.stack([s.tail for s in sequences if s.tail is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
-    beams = Beams(
+    return Beams(
         sequences,
         tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
         trie,
@@ -40,8 +47,6 @@ def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
         nothing_scored(tails),
         torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
     )
-    rows = torch.arange(len(sequences), device=tails.device)
-    return advance(expand(beams, rows, tails, model), model)
 
 
 def verify(

@@ -22,7 +22,7 @@ from recserve.verify.beam import beam_width
 from recserve.verify.scores import path_scores, root_scores
 
 
-def with_rivals(beams: Beams, model: Recommender, skip_single: bool) -> Beams:
+def with_rivals(beams: Beams, model: Recommender) -> Beams:
     """Beams that carry the dense head's best allowed items, where a request weighs the head."""
     requests = _requests(beams)
     if not any(r.dense_weight for r in requests):
@@ -41,66 +41,75 @@ def with_rivals(beams: Beams, model: Recommender, skip_single: bool) -> Beams:
     rank = torch.arange(width, device=dense.device)
     widths = torch.tensor([beam_width(r) for r in requests], device=dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
-    owners, nodes = valid.nonzero()[:, 0], beams.trie.nodes_of_items(best.indices[valid])
+    return replace(beams, rivals=Rivals(best.indices, valid, dense))
+
+
+def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
+    """Beams whose rivals know which prefixes the target must score for them."""
+    if beams.rivals is None:
+        return beams
+    owners, rows = beams.rivals.flat()
+    nodes = beams.trie.nodes_of_items(rows)
     keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
-    return replace(beams, rivals=Rivals(best.indices, valid, dense, keys))
+    return replace(beams, rivals=replace(beams.rivals, keys=keys))
 
 
 def rival_keys(beams: Beams) -> Tensor | None:
     """Keys of the rivals' prefixes; None where there are none, or all are scored."""
-    if beams.rivals is None:
+    keys = None if beams.rivals is None else beams.rivals.keys
+    if keys is None:
         return None
-    keys = beams.rivals.keys
     return keys if bool((beams.scored.find(keys) < 0).any()) else None
 
 
 def finish(beams: Beams, model: Recommender) -> list[Slate]:
-    """The k best items of each request, best first; equal scores in the order of item rows."""
+    """The k best items of each request by the target's own scores."""
+    if beams.rivals is None:
+        return slates(beams, None, exact=True)
+    owners, rows = beams.rivals.flat()
+    nodes = beams.trie.nodes_of_items(rows)
+    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
+    return slates(beams, scores, exact=True)
+
+
+def slates(beams: Beams, rival_scores: Tensor | None, exact: bool) -> list[Slate]:
+    """The k best items of each request, best first; equal scores in the order of item rows.
+
+    rival_scores [n]: log-probability of the semantic id of each valid rival, None without rivals.
+    exact: whether all scores are the target's own.
+    """
     leaves = beams.trie.level_starts[beams.trie.num_levels]
     rows = beams.trie.items_of_leaves(torch.where(beams.alive(), beams.nodes, leaves)).long()
     scores, alive = beams.log_probs, beams.alive()
     requests = _requests(beams)
-    if beams.rivals is not None:
+    if beams.rivals is not None and rival_scores is not None:
         rivals = beams.rivals
         weights = torch.tensor([r.dense_weight for r in requests], device=rows.device)[:, None]
         again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
         alive = torch.cat([alive, rivals.valid & ~again], dim=1)
-        scores = torch.cat([scores, _log_probs(beams, rivals, model)], dim=1)
+        log_probs = torch.zeros(rivals.rows.shape, device=rows.device)
+        log_probs[rivals.valid] = rival_scores.float()
+        scores = torch.cat([scores, log_probs], dim=1)
         rows = torch.cat([rows, rivals.rows], dim=1)
         scores = (scores + weights * rivals.dense.gather(1, rows)).masked_fill(~alive, DEAD)
     order = torch.sort(rows, dim=1).indices
     order = order.gather(1, descending(scores.gather(1, order)))
     counts, rounds = alive.sum(1).tolist(), beams.rounds.tolist()
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
-    slates = []
+    answers = []
     for b, request in enumerate(requests):
         n = min(request.k, counts[b])
-        slates.append(
+        answers.append(
             Slate(
                 np.ascontiguousarray(ranked_rows[b, :n].numpy()),
                 np.ascontiguousarray(ranked_scores[b, :n].numpy()),
-                True,
+                exact,
                 rounds[b],
                 beams.sequences[b].timing,
             )
         )
-    return slates
-
-
-def _log_probs(beams: Beams, rivals: Rivals, model: Recommender) -> Tensor:
-    """[B, R] log-probability of the rivals' semantic ids, 0 where not valid."""
-    owners, rows = _flat(rivals)
-    nodes = beams.trie.nodes_of_items(rows)
-    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
-    scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
-    out = torch.zeros(rivals.rows.shape, device=rows.device)
-    out[rivals.valid] = scores
-    return out
-
-
-def _flat(rivals: Rivals) -> tuple[Tensor, Tensor]:
-    """Request number and item row of every valid rival, in row-major order."""
-    return rivals.valid.nonzero()[:, 0], rivals.rows[rivals.valid]
+    return answers
 
 
 def _requests(beams: Beams) -> list[RecommendRequest]:

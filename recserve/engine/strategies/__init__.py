@@ -7,6 +7,7 @@ from recserve.engine.heads import Heads
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.engine.strategies.level_likelihood import LevelLikelihoodStrategy
 from recserve.engine.strategies.likelihood import LikelihoodStrategy
+from recserve.engine.strategies.nezha import NezhaStrategy
 from recserve.engine.strategies.parallel import ParallelStrategy
 from recserve.engine.strategies.rank import RankStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
@@ -25,6 +26,8 @@ def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy
     strategies["beam"] = BeamStrategy(model)
     if heads.self_draft is not None:
         strategies["speculative"] = SpeculativeStrategy(model, heads.self_draft)
+    if heads.nezha is not None:
+        strategies["nezha"] = NezhaStrategy(model, heads.nezha)
     return strategies
 
 

@@ -34,7 +34,7 @@ class BeamStrategy:
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """Level 1 comes with the root's last hidden state."""
         beams = beam_verify.start(tuple(sequences), self.model)
-        return rerank.with_rivals(beams, self.model, self.skip_single)
+        return rerank.with_rival_keys(rerank.with_rivals(beams, self.model), self.skip_single)
 
     def finished(self, state: Beams) -> bool:
         """True when the beams are leaves and every item that competes is scored."""

@@ -40,5 +40,5 @@ class SpeculativeStrategy(BeamStrategy):
         if state.finished or bool((state.rounds > 0).any()):
             return self._draft(state, rivals)
         widths = [self.spread * beam_verify.beam_width(request_of(s)) for s in state.sequences]
-        likely = likely_prefixes(state, self.head, self.level_offsets, widths, self.skip_single)
+        likely = likely_prefixes(state, self.head, widths, self.skip_single)
         return self._draft(state, likely if rivals is None else torch.cat([likely, rivals]))

@@ -1,17 +1,18 @@
-"""The self-draft head: a small recurrent network that writes a semantic id from one hidden state.
+"""The self-draft head: a small recurrent network that writes a semantic id from one forward.
 
     s_0 = hidden state of the last root token
-    s_l = tanh(W_l e(c_{l-1}) + U_l s_{l-1} + b_l)        logits_l = head_l(s_0 + s_l)
+    s_l = tanh(W_l e(c_{l-1}) + U_l s_{l-1} + b_l)        logits_l = head_l(h_l + s_l)
 
-Level 0 comes from the target itself, so the head draws levels 1 to L - 1 without another forward of
-the target. Source: NEZHA, arXiv 2511.18793, section 4; its placeholders are left out, s_0 stands
-for all of them.
+h_l is the target's hidden state at the l-th placeholder, a learned vector that stands behind the
+root; a head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none: level
+0 comes from the target itself, and the head draws levels 1 to L - 1. As `nezha` it decodes alone.
+Source: NEZHA, arXiv 2511.18793, section 4, and its public code.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +26,13 @@ from recserve.models.recommender import Recommender
 
 @dataclass(frozen=True)
 class SelfDraftConfig:
-    """hidden_size E of the target; codebook_sizes C of each level."""
+    """hidden_size E of the target; codebook_sizes C of each level; placeholders: whether it has
+    them, one per level.
+    """
 
     hidden_size: int
     codebook_sizes: tuple[int, ...]
+    placeholders: bool = False
 
     @property
     def level_offsets(self) -> tuple[int, ...]:
@@ -46,6 +50,10 @@ class SelfDraftHead(nn.Module):
         self.tokens = nn.Embedding(vocabulary, size)
         self.head = nn.Linear(size, vocabulary, bias=False)
         self.cells = nn.ModuleList(nn.RNNCell(size, size) for _ in config.codebook_sizes[1:])
+        if config.placeholders:
+            levels = len(config.codebook_sizes)
+            self.placeholders = nn.Parameter(torch.randn(levels, size) * size**-0.5)
+        self._inputs: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def start_from(self, target: Recommender) -> None:
@@ -53,16 +61,44 @@ class SelfDraftHead(nn.Module):
         self.tokens.weight.copy_(target.tokens.weight)
         self.head.weight.copy_(target.head.weight)
 
-    def step(self, level: int, state: Tensor, tokens: Tensor) -> Tensor:
-        """State after a code. level: of that code; state [n, E], tokens [n] its token -> [n, E]."""
-        stepped: Tensor = self.cells[level](self.tokens(tokens), state)
-        return stepped
+    def train(self, mode: bool = True) -> SelfDraftHead:
+        """As nn.Module.train; forgets the tables that eval mode keeps."""
+        self._inputs = {}
+        super().train(mode)
+        return self
 
-    def level_logits(self, root: Tensor, state: Tensor, level: int) -> Tensor:
-        """Raw logits of one level's codes. root, state [n, E] -> [n, C_level]."""
+    def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
+        """State after a code. level: of that code; state [n, E], codes [n] -> [n, E]."""
+        inputs = F.embedding(codes, self._level_inputs(level))
+        return torch.tanh(torch.addmm(inputs, state, self._cell(level).weight_hh.T))
+
+    def level_logits(self, context: Tensor, state: Tensor, level: int) -> Tensor:
+        """Raw logits of one level's codes.
+
+        context [n, E]: h of the level, or s_0 without placeholders; state [n, E] -> [n, C_level].
+        """
         start = self.config.level_offsets[level]
         rows = self.head.weight[start : start + self.config.codebook_sizes[level]]
-        return F.linear(root + state, rows)
+        return F.linear(context + state, rows)
+
+    def _cell(self, level: int) -> nn.RNNCell:
+        cell = self.cells[level]
+        assert isinstance(cell, nn.RNNCell)
+        return cell
+
+    def _level_inputs(self, level: int) -> Tensor:
+        """[C_level, E] what each code of a level adds to the next state; kept while the weights
+        stand still (eval mode without gradients).
+        """
+        table, weights = self._inputs.get(level), self.tokens.weight
+        if table is not None and table.device == weights.device:
+            return table
+        start, cell = self.config.level_offsets[level], self._cell(level)
+        rows = weights[start : start + self.config.codebook_sizes[level]]
+        table = F.linear(rows, cell.weight_ih, cell.bias_ih + cell.bias_hh)
+        if not self.training and not torch.is_grad_enabled():
+            self._inputs[level] = table
+        return table
 
 
 def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
@@ -82,16 +118,20 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
     folder = Path(directory)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = SelfDraftConfig(int(values["hidden_size"]), tuple(values["codebook_sizes"]))
+        config = SelfDraftConfig(
+            int(values["hidden_size"]),
+            tuple(values["codebook_sizes"]),
+            bool(values.get("placeholders", False)),
+        )
         weights = load_file(folder / "model.safetensors")
     except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
-    if config != wanted:
+    if replace(config, placeholders=False) != wanted:
         raise ValueError(f"{folder} was made for {config}; this recommender is {wanted}")
     head = SelfDraftHead(config)
     try:
         head.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{folder} does not fit its config.json: {error}") from error
-    return head.to(target.tokens.weight.device).eval()
+    return head.to(target.tokens.weight).eval()

@@ -1,0 +1,75 @@
+"""The self-draft head alone: one forward of the target, then a beam search in the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Beams
+from recserve.core.drafting import Draft
+from recserve.core.request import RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.draft.nezha import item_log_probs, search
+from recserve.engine.strategies.beam import request_of
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender
+from recserve.verify import beam as beam_verify
+from recserve.verify import rerank
+
+
+class NezhaStrategy:
+    """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
+
+    Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
+    a dense head its weighted log-probability is added and its best items compete, as for `beam`.
+    """
+
+    def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
+        self.model, self.head = model, head
+        self.placeholders: NodeInputs | None = None
+        if head.config.placeholders:
+            count, device = len(head.config.codebook_sizes), model.tokens.weight.device
+            self.placeholders = NodeInputs(-1 - torch.arange(count, device=device))
+            model.bind_placeholders(head.placeholders)
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """The placeholders."""
+        return 0 if self.placeholders is None else len(self.placeholders)
+
+    def start(self, sequences: Seq[Sequence]) -> Beams:
+        """The whole search: all that it reads of the target came with the root."""
+        beams = rerank.with_rivals(beam_verify.begin(tuple(sequences)), self.model)
+        widths = [beam_verify.beam_width(request_of(s)) for s in sequences]
+        beams = search(beams, self.head, self._contexts(beams), widths)
+        return replace(beams, rounds=torch.ones_like(beams.rounds))
+
+    def finished(self, state: Beams) -> bool:
+        """Always."""
+        return True
+
+    def propose(self, state: Beams) -> Draft:
+        """Never asked: a request is finished when it starts."""
+        raise AssertionError("nezha needs no forward of its own")
+
+    def verify(self, state: Beams, draft: Draft, slots: Tensor, hidden: Tensor) -> Beams:
+        """Never asked: a request is finished when it starts."""
+        raise AssertionError("nezha needs no forward of its own")
+
+    def finish(self, state: Beams) -> list[Result]:
+        """Slates, scored by the head."""
+        scores = None
+        if state.rivals is not None:
+            owners, rows = state.rivals.flat()
+            contexts = self._contexts(state)[owners]
+            scores = item_log_probs(self.head, state.trie, rows, state.tails[owners], contexts)
+        return list(rerank.slates(state, scores, exact=False))
+
+    def _contexts(self, beams: Beams) -> Tensor:
+        """[B, L, E] what the head reads at each level beside its state."""
+        if self.placeholders is None:
+            return beams.tails[:, None].expand(-1, beams.trie.num_levels, -1)
+        return torch.stack([s.ahead for s in beams.sequences if s.ahead is not None])
