@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.retrieval import VectorIndex
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
@@ -33,18 +34,21 @@ class RecommendRequest:
     allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense head's
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
-    the answer is useless.
+    the answer is useless. index, outcome: read by `dense`: the vectors of the trie's items, and the
+    share [O] of each outcome of its retriever in the slate (None: the retriever's own mix).
     """
 
     root: Root
     trie: Trie
     k: int
     beam_width: int
-    strategy: Literal["beam", "speculative"] = "beam"
+    strategy: Literal["beam", "speculative", "dense"] = "beam"
     excluded: np.ndarray | None = None
     allowed: np.ndarray | None = None
     dense_weight: float = 0.0
     deadline_s: float | None = None
+    index: VectorIndex | None = None
+    outcome: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recserve.core.drafting import Strategy
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.beam import BeamStrategy
+from recserve.engine.strategies.dense import DenseStrategy
 from recserve.engine.strategies.likelihood import LikelihoodStrategy
 from recserve.engine.strategies.rank import RankStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
@@ -18,4 +19,6 @@ def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy
     strategies: dict[str, Strategy] = {"beam": BeamStrategy(model)}
     if heads.self_draft is not None:
         strategies["speculative"] = SpeculativeStrategy(model, heads.self_draft)
+    if heads.retriever is not None:
+        strategies["dense"] = DenseStrategy(heads.retriever)
     return strategies
