@@ -1,7 +1,7 @@
 """The bundle: one folder with everything that serves, and a manifest of what each file must be.
 
     manifest.json  catalog.parquet  vectors.safetensors  events.parquet  quantizer/  text/
-    recommender/  ranker/  sasrec/  drafters/nezha/
+    recommender/  retriever/  ranker/  sasrec/  drafters/nezha/
 
 A bundle may come from a stranger: names are plain relative paths, links are refused, sizes are
 checked before a file is read, and nothing in it is ever executed.
@@ -28,7 +28,7 @@ FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"
 CATALOG, VECTORS, EVENTS = "catalog.parquet", "vectors.safetensors", "events.parquet"
 QUANTIZER, TEXT = "quantizer", "text"
-MODELS = ("recommender", "ranker", "sasrec")
+MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha",)
 CATALOG_FILES = (CATALOG, VECTORS)
 UNTRAINED = "untrained"
@@ -56,8 +56,8 @@ class Manifest:
     """Contents of manifest.json.
 
     files: every file by its name relative to the bundle. sections: what a build or a training
-    said of itself ("build", "recommender", "ranker", "sasrec"); an untrained model has no
-    section.
+    said of itself ("build", "recommender", "retriever", "ranker", "sasrec"); an untrained model
+    has no section.
     """
 
     model_version: str
@@ -180,6 +180,10 @@ class Bundle:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def digest(self, section: str) -> str:
+        """Of the weights of a trained model, for what was made to stand on just these."""
+        return self.manifest.files[f"{section}/model.safetensors"].sha256
 
     def verify(self) -> None:
         """Compare every file with its sha256. Raises BundleError naming the first that differs."""

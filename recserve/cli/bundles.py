@@ -11,7 +11,7 @@ import typer
 
 from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
-Model = Literal["recommender", "ranker", "drafter", "sasrec"]
+Model = Literal["recommender", "ranker", "drafter", "retriever", "sasrec"]
 
 
 def build(
@@ -69,6 +69,7 @@ def train(
     from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
     from recserve.training.recommender import train_recommender
+    from recserve.training.retriever import train_retriever
     from recserve.training.sasrec import train_sasrec
 
     options = TrainOptions(
@@ -83,6 +84,7 @@ def train(
         "recommender": train_recommender,
         "ranker": train_ranker,
         "drafter": train_drafter,
+        "retriever": train_retriever,
         "sasrec": train_sasrec,
     }
     report = trainers[model](Bundle.open(bundle), options)

@@ -4,6 +4,7 @@ say."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import RecommendRequest, Request, Root, Slate
+from recserve.core.retrieval import VectorIndex
 from recserve.engine.engine import Engine
+from recserve.engine.heads import Heads
 from recserve.features.encoding import root_tokens, window_start
 from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention
@@ -26,21 +29,31 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True)
 class SlateOptions:
     """How slates are made. width: of the beam. filtered: without the items of the history.
-    dense_weight: of the dense head's log-probability when finished beams are ranked.
+    dense_weight: of the dense head's log-probability when finished beams are ranked. outcome [O]:
+    mix of `dense`, None for the retriever's own.
     """
 
     width: int = 50
     filtered: bool = True
     dense_weight: float = 0.0
+    strategy: Literal["beam", "speculative", "dense"] = "beam"
+    outcome: NDArray[np.float64] | None = None
 
 
 class Slates:
     """The engine's answers to cases: what a server with this model would say."""
 
-    def __init__(self, model: Recommender, trie: Trie, codes: NDArray[np.generic]) -> None:
+    def __init__(
+        self,
+        model: Recommender,
+        trie: Trie,
+        codes: NDArray[np.generic],
+        heads: Heads | None = None,
+        index: VectorIndex | None = None,
+    ) -> None:
         """codes: [I, L]. The engine is built here and reads the weights as they are now."""
-        self.model, self.trie, self.codes = model, trie, codes
-        self.engine = Engine(model)
+        self.model, self.trie, self.codes, self.index = model, trie, codes, index
+        self.engine = Engine(model, heads=heads)
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
         """[n, k] item rows, best first, -1 where fewer were found."""
@@ -67,8 +80,11 @@ class Slates:
             self.trie,
             k,
             options.width,
+            options.strategy,
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
+            index=self.index,
+            outcome=options.outcome,
         )
 
 
