@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,13 +10,19 @@ from typing import Any, Literal
 import torch
 
 from recserve.bundle import Bundle
+from recserve.core.retrieval import VectorIndex
 from recserve.engine.heads import Heads
+from recserve.features.vector_index import FaissIndex
+from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
 
+log = logging.getLogger(__name__)
+
 SELF_DRAFT = "drafters/nezha"
+RETRIEVER = "retriever"
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -35,6 +42,8 @@ class Models:
                 "parameters": _parameters(self.recommender),
                 "strategies": list(strategies),
             }
+            if self.heads.retriever is not None:
+                said["recommender"]["outcomes"] = list(self.heads.retriever.config.outcomes)
         if self.ranker is not None:
             said["ranker"] = {
                 "parameters": _parameters(self.ranker),
@@ -52,11 +61,35 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
-        if bundle.has(SELF_DRAFT):
-            heads = Heads(load_self_draft(bundle.directory(SELF_DRAFT), recommender))
+        heads = load_heads(bundle, recommender)
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
     return Models(recommender, ranker, heads)
+
+
+def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
+    """The networks beside the recommender that were trained.
+
+    A retriever that was trained on an earlier recommender would find nonsense: it is left out, and
+    a warning says so. Raises ValueError where one is damaged or does not fit.
+    """
+    self_draft = retriever = None
+    if bundle.has(SELF_DRAFT):
+        self_draft = load_self_draft(bundle.directory(SELF_DRAFT), recommender)
+    if bundle.has(RETRIEVER):
+        trained_on = bundle.manifest.sections[RETRIEVER].get("recommender")
+        if trained_on == bundle.digest("recommender"):
+            retriever = load_retriever(bundle.directory(RETRIEVER), recommender)
+        else:
+            log.warning("the retriever belongs to another recommender: train it again; left out")
+    return Heads(self_draft, retriever)
+
+
+def item_index(recommender: Recommender | None, heads: Heads) -> VectorIndex | None:
+    """The retriever's item vectors, ready to be searched; None where there is no retriever."""
+    if recommender is None or heads.retriever is None:
+        return None
+    return FaissIndex(item_vectors(heads.retriever, recommender).numpy())
 
 
 def default_store(bundle: Path) -> str:

@@ -9,6 +9,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
+from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog import Catalog
 from recserve.features.filters import ItemFilters
 from recserve.kernels.trie import Trie, build_trie
@@ -18,7 +19,8 @@ from recserve.kernels.trie import Trie, build_trie
 class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
-    rows: item id to row. popular [I] int32: rows, most popular first.
+    rows: item id to row. popular [I] int32: rows, most popular first. index: the items' vectors,
+    where a retriever was trained.
     """
 
     catalog: Catalog
@@ -26,6 +28,7 @@ class Snapshot:
     filters: ItemFilters
     rows: dict[str, int]
     popular: np.ndarray
+    index: VectorIndex | None = None
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:

@@ -15,16 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle import Bundle, BundleError
+from recserve.engine.heads import Heads
 from recserve.kernels.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
+from recserve.service.loading import item_index, load_heads
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = ("auto", "beam", "dense", "sasrec")
+STRATEGIES = ("auto", "beam", "dense", "dense_head", "sasrec")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam` (and `auto`) is the engine's beam search, `dense` the dense head alone,
-    `sasrec` the baseline. dense_weight: None takes the bundle's. users: that many of them, drawn
-    with a fixed seed; None takes all. Raises ValueError for an unknown strategy or cut-off,
-    BundleError if the model was not trained.
+    strategy: `beam` (and `auto`) and `dense` are the engine's, `dense_head` is the recommender's
+    dense head alone, `sasrec` the baseline. dense_weight: of `beam`; None takes the bundle's.
+    users: that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an
+    unknown strategy or cut-off, BundleError if the model was not trained.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
@@ -121,18 +123,28 @@ def evaluate_bundle(
             return sasrec_slates(sasrec, cases, which, most, filtered)
     else:
         model = load_recommender(folder, torch.from_numpy(codes.astype(np.int64)), vectors, device)
-        if strategy == "dense":
+        if strategy == "dense_head":
 
             def slates(which: Ints, filtered: bool) -> Ints:
                 return dense_slates(model, codes, cases, which, most, filtered)
         else:
             default = bundle.manifest.recommender.get("dense_weight", 0.0)
-            weight = float(default if dense_weight is None else dense_weight)
+            retrieves = strategy == "dense"
+            if not retrieves:
+                weight = float(default if dense_weight is None else dense_weight)
             trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
-            answers = Slates(model, trie.to(device), codes)
+            heads = load_heads(bundle, model) if retrieves else Heads()
+            if retrieves and heads.retriever is None:
+                raise BundleError(
+                    f"{bundle.root}: no retriever for this recommender; "
+                    "run `recserve train retriever`"
+                )
+            index = item_index(model, heads)
+            answers = Slates(model, trie.to(device), codes, heads, index)
+            decoder: Literal["beam", "dense"] = "dense" if retrieves else "beam"
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = SlateOptions(width, filtered, weight)
+                options = SlateOptions(width, filtered, weight, decoder)
                 return answers(cases, which, most, options)
 
     columns = slate_columns(cases, slates, k)

@@ -65,7 +65,7 @@ class RetrieverRecipe:
     width: int = 2
     validation_users: int = 1000
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(6, 1e-3, weight_decay=0.05, patience=2)
+        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.05, patience=2)
     )
 
 
