@@ -136,7 +136,7 @@ def test_loss_equals_a_plain_loop():
             mine = batch.target_rows[batch.target_groups == group].tolist()
             each = [-score(r) + np.log(np.exp(score(r)) + others) for r in mine]
             losses.append(min(each))
-    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-4)
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 REPINNED, CLICKED = range(0, 40), range(300, 340)
