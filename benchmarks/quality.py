@@ -95,7 +95,7 @@ def measure(
     else:
         ways = beam_ways(bundle, users)
         if entry.dense:
-            found = evaluate_bundle(bundle, "test", "dense", CUTOFFS, users=users)
+            found = evaluate_bundle(bundle, "test", "dense_head", CUTOFFS, users=users)
             ways["dense head, all items"] = found.columns
     kept = {key: trained[key] for key in ("seed", "epochs", "best_epoch", "seconds", "validation")}
     evaluated_s = round(time.monotonic() - began, 1)

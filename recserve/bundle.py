@@ -1,7 +1,7 @@
 """The bundle: one folder with everything that serves, and a manifest of what each file must be.
 
     manifest.json  catalog.parquet  vectors.safetensors  events.parquet  quantizer/  text/
-    recommender/  ranker/  sasrec/  drafters/NAME/
+    recommender/  retriever/  ranker/  sasrec/  drafters/NAME/
 
 A bundle may come from a stranger: names are plain relative paths, links are refused, sizes are
 checked before a file is read, and nothing in it is ever executed.
@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 CATALOG, VECTORS, EVENTS = "catalog.parquet", "vectors.safetensors", "events.parquet"
 QUANTIZER, TEXT = "quantizer", "text"
 ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
-MODELS = ("recommender", "ranker", "sasrec")
+MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha", "drafters/speculative")
 CATALOG_FILES = (CATALOG, VECTORS)
 UNTRAINED = "untrained"
@@ -57,8 +57,8 @@ class Manifest:
     """Contents of manifest.json.
 
     files: every file by its name relative to the bundle. sections: what a build or a training
-    said of itself ("build", "recommender", "ranker", "sasrec"); an untrained model has no
-    section.
+    said of itself ("build", "recommender", "retriever", "ranker", "sasrec"); an untrained model
+    has no section.
     """
 
     model_version: str
@@ -181,6 +181,10 @@ class Bundle:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def digest(self, section: str) -> str:
+        """Of the weights of a trained model, for what was made to stand on just these."""
+        return self.manifest.files[f"{section}/model.safetensors"].sha256
 
     def verify(self) -> None:
         """Compare every file with its sha256. Raises BundleError naming the first that differs."""

@@ -21,11 +21,13 @@ MAX_EVENTS = 1000
 MAX_BATCH = 256
 MAX_ID_LENGTH = 256
 MAX_TIMEOUT_MS = 60_000
+MAX_OUTCOMES = 64
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
 Moment = Annotated[datetime.datetime, Meta(tz=True)]
 
 
@@ -58,7 +60,8 @@ class RecommendBody(_Body, frozen=True, kw_only=True):
     """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
 
     beam_width: None: 50, or k where that is more. dense_weight: weight of the dense head's
-    log-probability, whose own best items compete with the beams; None: the bundle's own.
+    log-probability, whose own best items compete with the beams; None: the bundle's own. outcome:
+    what the slate should lead to, with weights; read by `dense`. None: as the training events were.
     """
 
     user: UserRef | None = None
@@ -69,7 +72,9 @@ class RecommendBody(_Body, frozen=True, kw_only=True):
     dense_weight: Annotated[float, Meta(ge=0, le=100)] | None = None
     exclude: Exclude = msgspec.field(default_factory=Exclude)
     filter: dict[str, Any] | None = None
-    outcome: None = None
+    outcome: Annotated[dict[Name, Weight], Meta(min_length=1, max_length=MAX_OUTCOMES)] | None = (
+        None
+    )
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False
@@ -148,7 +153,9 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
-    """score: sum of log-probabilities over the levels; None where `source` is not `model`."""
+    """score: sum of log-probabilities over the levels, or with `dense` a scaled cosine; None where
+    `source` is not `model`.
+    """
 
     item_id: str
     score: float | None

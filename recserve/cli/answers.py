@@ -36,6 +36,9 @@ def recommend(
     strategy: Annotated[str, typer.Option(help="auto, beam, ...")] = "auto",
     beam_width: Annotated[int | None, typer.Option(help="Kept prefixes; default 50 or k.")] = None,
     filter: Annotated[str | None, typer.Option(help="Condition on items, as JSON.")] = None,
+    outcome: Annotated[
+        str | None, typer.Option(help='Mix for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.')
+    ] = None,
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Whether items of the history may come.")
     ] = False,
@@ -56,6 +59,7 @@ def recommend(
         strategy=strategy,
         beam_width=beam_width,
         filter=filter and json_value(filter, "--filter"),
+        outcome=outcome and json_value(outcome, "--outcome"),
         exclude={"seen": not seen},
         explain=explain,
     )

@@ -11,7 +11,7 @@ import typer
 
 from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
-Model = Literal["recommender", "ranker", "drafter", "sasrec"]
+Model = Literal["recommender", "ranker", "drafter", "retriever", "sasrec"]
 
 
 def build(
@@ -73,6 +73,7 @@ def train(
     from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
     from recserve.training.recommender import train_recommender
+    from recserve.training.retriever import train_retriever
     from recserve.training.sasrec import train_sasrec
 
     options = TrainOptions(
@@ -88,6 +89,7 @@ def train(
         "recommender": train_recommender,
         "ranker": train_ranker,
         "drafter": train_drafter,
+        "retriever": train_retriever,
         "sasrec": train_sasrec,
     }
     report = trainers[model](Bundle.open(bundle), options)
@@ -104,7 +106,8 @@ def evaluate(
         Literal["valid", "test"], typer.Option(help="The last event but one, or the last.")
     ] = "test",
     strategy: Annotated[
-        str, typer.Option(help="auto, beam, speculative, nezha, dense; sasrec for the baseline.")
+        str,
+        typer.Option(help="A strategy or auto; dense_head, exhaustive, sasrec to compare."),
     ] = "auto",
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,

@@ -7,11 +7,12 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.retrieval import VectorIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
 
-StrategyName = Literal["beam", "speculative", "nezha", "parallel"]
+StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class RecommendRequest:
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
     allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense head's
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
-    beam_width items compete with the finished beams; `parallel` has no use for it. graph: of
-    similar items, for `parallel`; None: it scores all items. deadline_s: time.monotonic() value
-    after which the answer is useless.
+    beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
+    the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
+    index, outcome: for `dense`: the vectors of the trie's items, and the share [O] of each outcome
+    of its retriever in the slate (None: the retriever's own mix).
     """
 
     root: Root
@@ -50,6 +52,8 @@ class RecommendRequest:
     dense_weight: float = 0.0
     deadline_s: float | None = None
     graph: ItemGraph | None = None
+    index: VectorIndex | None = None
+    outcome: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
@@ -11,8 +12,10 @@ from recserve.models.drafters.nezha import SelfDraftHead
 class Heads:
     """None: not trained, and the strategies that need it are not offered.
 
-    self_draft: drafts for `speculative`. nezha: decodes for `nezha`.
+    self_draft: drafts for `speculative`. nezha: decodes for `nezha`. retriever: retrieves for
+    `dense`.
     """
 
     self_draft: SelfDraftHead | None = None
     nezha: SelfDraftHead | None = None
+    retriever: DenseRetriever | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,14 +10,20 @@ from typing import Any, Literal
 import torch
 
 from recserve.bundle import ITEM_GRAPH, Bundle
+from recserve.core.retrieval import VectorIndex
 from recserve.engine.heads import Heads
 from recserve.features.item_graph import ItemLinks
+from recserve.features.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
+from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
 
+log = logging.getLogger(__name__)
+
+RETRIEVER = "retriever"
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -36,6 +43,8 @@ class Models:
                 "parameters": _parameters(self.recommender),
                 "strategies": list(strategies),
             }
+            if self.heads.retriever is not None:
+                said["recommender"]["outcomes"] = list(self.heads.retriever.config.outcomes)
         if self.ranker is not None:
             said["ranker"] = {
                 "parameters": _parameters(self.ranker),
@@ -60,7 +69,11 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
 
 
 def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
-    """The heads that were trained for this recommender. Raises ValueError where one is damaged."""
+    """The networks beside the recommender that were trained.
+
+    A retriever that was trained on an earlier recommender would find nonsense: it is left out, and
+    a warning says so. Raises ValueError where one is damaged or does not fit.
+    """
 
     def self_draft(name: str) -> SelfDraftHead | None:
         section = f"drafters/{name}"
@@ -68,7 +81,21 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
             return None
         return load_self_draft(bundle.directory(section), recommender)
 
-    return Heads(self_draft=self_draft("speculative"), nezha=self_draft("nezha"))
+    retriever = None
+    if bundle.has(RETRIEVER):
+        trained_on = bundle.manifest.sections[RETRIEVER].get("recommender")
+        if trained_on == bundle.digest("recommender"):
+            retriever = load_retriever(bundle.directory(RETRIEVER), recommender)
+        else:
+            log.warning("the retriever belongs to another recommender: train it again; left out")
+    return Heads(self_draft("speculative"), self_draft("nezha"), retriever)
+
+
+def item_index(recommender: Recommender | None, heads: Heads) -> VectorIndex | None:
+    """The retriever's item vectors, ready to be searched; None where there is no retriever."""
+    if recommender is None or heads.retriever is None:
+        return None
+    return FaissIndex(item_vectors(heads.retriever, recommender).numpy())
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:

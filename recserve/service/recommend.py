@@ -23,6 +23,7 @@ from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch, Work
 
 AUTO = ("beam", "parallel")
+CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 
@@ -40,10 +41,18 @@ def resolve_strategy(name: str, there: Sequence[str]) -> str:
 class Recommendations:
     """Slates from the recommender; from popularity where there is no history to read."""
 
-    def __init__(self, runtime: Runtime, roots: RecommenderRoots, dense_weight: float) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        roots: RecommenderRoots,
+        dense_weight: float,
+        outcomes: tuple[str, ...],
+    ) -> None:
+        """dense_weight: where a request names none. outcomes: those that a retriever knows."""
         self.runtime = runtime
         self.roots = roots
         self.dense_weight = dense_weight
+        self.outcomes = outcomes
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
@@ -53,7 +62,10 @@ class Recommendations:
         Raises InvalidRequest, and what Engine.submit raises.
         """
         watch = Stopwatch()
-        strategy = resolve_strategy(body.strategy, self.runtime.engine.strategies)
+        conditioned = body.strategy == "auto" and body.outcome is not None and self.outcomes
+        name = CONDITIONED if conditioned else body.strategy
+        strategy = resolve_strategy(name, self.runtime.engine.strategies)
+        outcome = self._outcome(body.outcome, strategy)
         snapshot = self.runtime.snapshot
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
@@ -83,6 +95,8 @@ class Recommendations:
             dense_weight,
             deadline_s,
             snapshot.graph,
+            snapshot.index,
+            outcome,
         )
         watch.features_done()
         future = self.runtime.engine.submit(request)
@@ -92,6 +106,18 @@ class Recommendations:
             return self._finish(draft, degraded, watch, result, strategy)
 
         return Work(future, finish)
+
+    def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
+        """[O] weights in the retriever's order; None: its own mix."""
+        if asked is None:
+            return None
+        if strategy != CONDITIONED:
+            raise InvalidRequest("outcome", f"only {CONDITIONED!r} reads it, got {strategy!r}")
+        unknown = sorted(set(asked) - set(self.outcomes))
+        if unknown:
+            known = ", ".join(self.outcomes)
+            raise InvalidRequest("outcome", f"there are {known}, got {unknown[0]!r}")
+        return np.array([asked.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, asked: float | None, strategy: str) -> float:
         if asked and strategy == "parallel":

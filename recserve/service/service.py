@@ -43,6 +43,7 @@ from recserve.service.loading import (
     Device,
     Models,
     default_store,
+    item_index,
     load_item_graph,
     load_models,
     resolve_device,
@@ -88,7 +89,9 @@ class Service:
             roots = RecommenderRoots(models.recommender.config, runtime.device)
             self._recommender_roots = roots
             weight = float(manifest.recommender.get("dense_weight", 0.0))
-            self._recommendations = Recommendations(runtime, roots, weight)
+            retriever = models.heads.retriever
+            outcomes = () if retriever is None else retriever.config.outcomes
+            self._recommendations = Recommendations(runtime, roots, weight, outcomes)
             scorers["likelihood"] = LikelihoodScorer(roots)
         if scorers:
             self._rankings = Rankings(runtime, scorers)
@@ -113,6 +116,7 @@ class Service:
         snapshot = Snapshot.of(opened.catalog(), place)
         snapshot = replace(snapshot, graph=load_item_graph(opened, place))
         models = load_models(opened, snapshot, place)
+        snapshot = replace(snapshot, index=item_index(models.recommender, models.heads))
         url = default_store(Path(bundle)) if store is None else store
         opened_store = open_store(url)
         import_events(opened_store, opened)

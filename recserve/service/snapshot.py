@@ -9,6 +9,7 @@ from itertools import repeat
 import numpy as np
 import torch
 
+from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog import Catalog
 from recserve.features.filters import ItemFilters
 from recserve.kernels.item_graph import ItemGraph
@@ -20,7 +21,7 @@ class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
     rows: item id to row. popular [I] int32: rows, most popular first. graph: of similar items;
-    None: the recommender has none.
+    None: the recommender has none. index: the items' vectors, where a retriever was trained.
     """
 
     catalog: Catalog
@@ -29,6 +30,7 @@ class Snapshot:
     rows: dict[str, int]
     popular: np.ndarray
     graph: ItemGraph | None = None
+    index: VectorIndex | None = None
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:

@@ -19,7 +19,7 @@ from recserve.core.request import StrategyName
 from recserve.kernels.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
-from recserve.service.loading import graph_of_links, load_heads, load_item_graph
+from recserve.service.loading import graph_of_links, item_index, load_heads, load_item_graph
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
 from recserve.training.item_graph import links_of
@@ -27,7 +27,10 @@ from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = ("auto", "beam", "speculative", "nezha", "parallel", "exhaustive", "dense", "sasrec")
+STRATEGIES = (
+    *("auto", "beam", "speculative", "nezha", "parallel", "dense"),
+    *("exhaustive", "dense_head", "sasrec"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,12 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam`, `speculative`, `nezha` and `parallel` are the engine's (the item graph is made
-    here where the bundle has none), `exhaustive` is `parallel` on all items, `auto` beam search or,
-    where the model has learned none, `exhaustive`; `dense` is the dense head alone, `sasrec` the
-    baseline. dense_weight: None takes the bundle's. users: that many of them, drawn with a fixed
-    seed; None takes all. Raises ValueError for an unknown strategy or cut-off, BundleError if the
-    model was not trained.
+    strategy: `beam`, `speculative`, `nezha`, `parallel` and `dense` are the engine's (the item
+    graph is made here where the bundle has none), `exhaustive` is `parallel` on all items,
+    `dense_head` the recommender's dense head alone, `sasrec` the baseline, `auto` beam search or,
+    where the model has learned none, `exhaustive`. dense_weight: None takes the bundle's. users:
+    that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown
+    strategy or cut-off, BundleError if the model was not trained.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
@@ -126,7 +129,7 @@ def evaluate_bundle(
             return sasrec_slates(sasrec, cases, which, most, filtered)
     else:
         model = load_recommender(folder, torch.from_numpy(codes.astype(np.int64)), vectors, device)
-        if strategy == "dense":
+        if strategy == "dense_head":
 
             def slates(which: Ints, filtered: bool) -> Ints:
                 return dense_slates(model, codes, cases, which, most, filtered)
@@ -138,12 +141,13 @@ def evaluate_bundle(
                 graph = load_item_graph(bundle, torch.device(device))
                 if graph is None:
                     graph = graph_of_links(links_of(model, codes), torch.device(device))
-            elif strategy != "exhaustive":
+            elif strategy not in ("exhaustive", "dense"):
                 default = bundle.manifest.recommender.get("dense_weight", 0.0)
                 weight = float(default if dense_weight is None else dense_weight)
             decoding: StrategyName = "parallel" if strategy == "exhaustive" else strategy  # type: ignore[assignment]
             trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
-            answers = Slates(model, trie.to(device), codes, load_heads(bundle, model))
+            heads = load_heads(bundle, model)
+            answers = Slates(model, trie.to(device), codes, heads, item_index(model, heads))
             if decoding not in answers.engine.strategies:
                 raise BundleError(f"{bundle.root}: nothing was trained for {decoding}")
 

@@ -147,20 +147,27 @@ def sampled_softmax_loss(
     sample = torch.randint(items, (drawn,), device=query.device).sort().values
     weight = math.log(items / drawn)
     logits = F.linear(query, model.dense_item_rows(sample)).float() + weight
-    for which, rows in (
-        (torch.arange(len(targets)).to(targets), targets),
-        tuple(hidden.T.contiguous()),
-    ):
-        first = torch.searchsorted(sample, rows)
-        count = torch.searchsorted(sample, rows, right=True) - first
-        pair = torch.repeat_interleave(count)
-        inside = torch.arange(len(pair)).to(pair) - (count.cumsum(0) - count)[pair]
-        hits = torch.zeros_like(logits, dtype=torch.bool)
-        hits[which[pair], first[pair] + inside] = True
-        logits = logits.masked_fill(hits, MASKED)
+    which = torch.cat([torch.arange(len(targets)).to(targets), hidden[:, 0]])
+    logits = logits.masked_fill(
+        hits(sample, which, torch.cat([targets, hidden[:, 1]]), len(targets)), MASKED
+    )
     own = (query * model.dense_item_rows(targets)).sum(-1, keepdim=True).float()
     first = torch.zeros_like(targets)
     return F.cross_entropy(torch.cat([own, logits], dim=1), first, reduction="sum")
+
+
+def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
+    """[num_queries, n] bool: where a query meets an item that is no negative of it.
+
+    sample: [n] item rows, ascending, repeats allowed. which, rows [x]: pairs of query and item row.
+    """
+    first = torch.searchsorted(sample, rows)
+    count = torch.searchsorted(sample, rows, right=True) - first
+    pair = torch.repeat_interleave(count)
+    inside = torch.arange(len(pair)).to(pair) - (count.cumsum(0) - count)[pair]
+    found = torch.zeros(num_queries, sample.shape[0], dtype=torch.bool, device=sample.device)
+    found[which[pair], first[pair] + inside] = True
+    return found
 
 
 def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:

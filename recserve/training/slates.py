@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import RecommendRequest, Request, Root, Slate, StrategyName
+from recserve.core.retrieval import VectorIndex
 from recserve.engine.engine import Engine
 from recserve.engine.heads import Heads
 from recserve.features.encoding import root_tokens, window_start
@@ -29,7 +30,8 @@ Ints = NDArray[np.int64]
 class SlateOptions:
     """How slates are made. width: of the beam. filtered: without the items of the history.
     dense_weight: of the dense head's log-probability when finished beams are ranked. strategy: of
-    the engine. graph: of similar items, for `parallel`; None scores all of them.
+    the engine. graph: of similar items, for `parallel`; None scores all of them. outcome [O]: mix
+    of `dense`, None for the retriever's own.
     """
 
     width: int = 50
@@ -37,6 +39,7 @@ class SlateOptions:
     dense_weight: float = 0.0
     strategy: StrategyName = "beam"
     graph: ItemGraph | None = None
+    outcome: NDArray[np.float64] | None = None
 
 
 class Slates:
@@ -48,9 +51,10 @@ class Slates:
         trie: Trie,
         codes: NDArray[np.generic],
         heads: Heads | None = None,
+        index: VectorIndex | None = None,
     ) -> None:
         """codes: [I, L]. The engine is built here and reads the weights as they are now."""
-        self.model, self.trie, self.codes = model, trie, codes
+        self.model, self.trie, self.codes, self.index = model, trie, codes, index
         self.engine = Engine(model, heads=heads)
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
@@ -78,6 +82,8 @@ class Slates:
             excluded=history if options.filtered else None,
             dense_weight=options.dense_weight,
             graph=options.graph,
+            index=self.index,
+            outcome=options.outcome,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from recserve.core.drafting import Strategy
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.beam import BeamStrategy
+from recserve.engine.strategies.dense import DenseStrategy
 from recserve.engine.strategies.level_likelihood import LevelLikelihoodStrategy
 from recserve.engine.strategies.likelihood import LikelihoodStrategy
 from recserve.engine.strategies.nezha import NezhaStrategy
@@ -28,6 +29,8 @@ def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy
         strategies["speculative"] = SpeculativeStrategy(model, heads.self_draft)
     if heads.nezha is not None:
         strategies["nezha"] = NezhaStrategy(model, heads.nezha)
+    if heads.retriever is not None:
+        strategies["dense"] = DenseStrategy(heads.retriever)
     return strategies
 
 

@@ -1,0 +1,175 @@
+"""Nearest items of a request's vectors: how many places each vector gets, and who takes them.
+
+The k places of a slate are split over (outcome, time offset) by their shares; vectors that nearly
+coincide become one, their places added; an index finds the items near each. An item belongs to the
+vector that it is nearest to; a vector's places go to its nearest items, places that stay free to
+the nearest of the rest. Everything depends on the request alone, never on its company.
+Source: PinRec, arXiv 2504.10507, budgets per outcome and embedding compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from recserve.core.request import RecommendRequest
+from recserve.core.retrieval import VectorIndex
+
+ALIKE = 0.98  # cosine from which two vectors are one
+OVERFETCH = 3  # items found per place, excluded ones not counted
+DEEPER = 8  # how much deeper a search goes where too few of the found were allowed
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What to search with. vectors [n, E], owners [n] request numbers, ascending, budgets [n]."""
+
+    vectors: np.ndarray
+    owners: np.ndarray
+    budgets: np.ndarray
+
+    def of(self, requests: np.ndarray) -> Queries:
+        """Those of some requests, whose numbers stay."""
+        kept = np.isin(self.owners, requests)
+        return Queries(self.vectors[kept], self.owners[kept], self.budgets[kept])
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """Items of one request, nearest first, ties by row. rows [n] int64, cosines [n] float32."""
+
+    rows: np.ndarray
+    cosines: np.ndarray
+
+
+def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """[B, V] int64: places [B] in proportion to shares [B, V], by largest remainder.
+
+    Rows of shares have sum 1. Ties go to the earlier vector.
+    """
+    exact = shares * places[:, None]
+    whole = np.floor(exact + 1e-9).astype(np.int64)
+    left = places - whole.sum(1)
+    order = np.argsort(whole - exact, axis=1, kind="stable")
+    ranks = np.argsort(order, axis=1, kind="stable")
+    return whole + (ranks < left[:, None])
+
+
+def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+    """[B, V] budgets after vectors of nearly one direction became one; 0 where merged away.
+
+    vectors [B, V, E] of length 1. A vector joins the first one, by falling budget, that it is
+    alike to, and goes with it where that one joins another.
+    """
+    order = np.argsort(-budgets, axis=1, kind="stable")
+    sorted_vectors = np.take_along_axis(vectors, order[..., None], axis=1)
+    alike = np.tril(sorted_vectors @ sorted_vectors.swapaxes(1, 2) >= ALIKE, -1)
+    leaders = np.where(alike.any(2), alike.argmax(2), np.arange(budgets.shape[1]))
+    for _ in range(budgets.shape[1].bit_length()):
+        leaders = np.take_along_axis(leaders, leaders, axis=1)
+    leaders = np.take_along_axis(order, leaders, axis=1)
+    merged = np.zeros_like(budgets)
+    owners = np.arange(len(budgets))[:, None]
+    np.add.at(merged, (owners, leaders), np.take_along_axis(budgets, order, axis=1))
+    return merged
+
+
+def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
+    """Vectors with a place to fill, alike ones merged. vectors [B, V, E], budgets [B, V]."""
+    host = vectors.float().cpu().numpy()  # the one wait for the device: faiss reads host memory
+    budgets = merge_alike(host, budgets)
+    owners, which = budgets.nonzero()
+    return Queries(host[owners, which], owners, budgets[owners, which])
+
+
+def retrieve(
+    queries: Queries, index: VectorIndex, requests: Seq[RecommendRequest]
+) -> list[Retrieved]:
+    """The items of each request: k of them wherever k are allowed.
+
+    One search for all requests; where too few of the found items were allowed, a deeper one for
+    those that lack some, at last through the whole catalogue.
+    """
+    found: dict[int, Retrieved] = {}
+    depths = np.array([_first_depth(request, index.num_items) for request in requests])
+    waiting = np.arange(len(requests))
+    while waiting.size:
+        part = queries.of(waiting)
+        rows, cosines = index.search(part.vectors, int(depths[waiting].max()))
+        usable = (rows >= 0) & (np.arange(rows.shape[1]) < depths[part.owners][:, None])
+        usable &= _allowed(rows, part.owners, requests, index.num_items)
+        slates = _slates(part, rows, cosines, usable, requests)
+        found |= slates
+        enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
+        waiting = waiting[~np.array(enough) & (depths[waiting] < index.num_items)]
+        depths = np.minimum(depths * DEEPER, index.num_items)
+    return [found[b] for b in range(len(requests))]
+
+
+def _first_depth(request: RecommendRequest, num_items: int) -> int:
+    """Items to find per vector, so that likely enough of them are allowed."""
+    wanted = float(OVERFETCH * request.k)
+    if request.allowed is not None:
+        wanted *= num_items / max(int(np.count_nonzero(request.allowed)), 1)
+    excluded = 0 if request.excluded is None else request.excluded.size
+    return min(num_items, int(wanted) + excluded)
+
+
+def _allowed(
+    rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendRequest], num_items: int
+) -> np.ndarray:
+    """[n, F] bool: neither excluded nor filtered away. rows [n, F], owners [n]."""
+    excluded = [
+        b * num_items + r.excluded.astype(np.int64)
+        for b, r in enumerate(requests)
+        if r.excluded is not None
+    ]
+    allowed = np.ones(rows.shape, dtype=bool)
+    if excluded:
+        keys = owners[:, None] * num_items + rows
+        allowed = ~np.isin(keys, np.concatenate(excluded))
+    for b in np.unique(owners).tolist():
+        bitmap = requests[b].allowed
+        if bitmap is not None:
+            mine = owners == b
+            allowed[mine] &= bitmap[rows[mine]]
+    return allowed
+
+
+def _slates(
+    queries: Queries,
+    rows: np.ndarray,
+    cosines: np.ndarray,
+    usable: np.ndarray,
+    requests: Seq[RecommendRequest],
+) -> dict[int, Retrieved]:
+    """The slate of each request that owns a query. rows, cosines, usable [n, F]."""
+    query, column = usable.nonzero()
+    row, cosine = rows[query, column], cosines[query, column]
+    owner = queries.owners[query]
+    order = np.lexsort((query, -cosine, row, owner))
+    order = order[_ranks(owner[order], row[order]) == 0]
+    order = order[np.lexsort((row[order], -cosine[order], query[order]))]
+    late = _ranks(query[order]) >= queries.budgets[query[order]]
+    order = order[np.lexsort((row[order], -cosine[order], late, owner[order]))]
+    wanted = np.array([request.k for request in requests])
+    order = order[_ranks(owner[order]) < wanted[owner[order]]]
+    order = order[np.lexsort((row[order], -cosine[order], owner[order]))]
+    first, last = (
+        np.searchsorted(owner[order], np.arange(len(requests)), side) for side in ("left", "right")
+    )
+    return {
+        b: Retrieved(row[order[first[b] : last[b]]], cosine[order[first[b] : last[b]]])
+        for b in np.unique(queries.owners).tolist()
+    }
+
+
+def _ranks(*keys: np.ndarray) -> np.ndarray:
+    """[n] place of each entry among those before it with the same keys, which lie together."""
+    places = np.arange(keys[0].size)
+    same = np.logical_and.reduce([key[1:] == key[:-1] for key in keys])
+    first = np.concatenate([[True], ~same])[: places.size]
+    return places - np.maximum.accumulate(np.where(first, places, 0))

@@ -1,0 +1,142 @@
+"""The dense retriever: from the state of a history to vectors, one per outcome and time offset, and
+from an item to a vector beside them.
+
+    query(h, o, d) = norm(W h + MLP([h, outcome_o, offset_d]))      item(x) = norm(x + MLP(x))
+
+x is what the item is to the recommender (Recommender.embed_items), so that an item without a
+learned id has a vector as well. The first layer of an MLP over concatenated inputs is a sum of
+three products; those of outcome and offset are learned as they are, so that K offsets cost one
+product with h. Source: PinRec, arXiv 2504.10507, outcome conditioning and temporal multi-token.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recserve.models.recommender import Recommender
+
+
+@dataclass(frozen=True)
+class RetrieverConfig:
+    """What a retriever is, as `config.json` keeps it.
+
+    hidden_size: E of its recommender. width: of the hidden layers. outcomes [O]: names.
+    outcome_shares [O]: the mix that a request without one gets. offset_unit: what lies between the
+    last event and a future one, `events` or `seconds`. offset_bounds [K]: lower end of each offset,
+    ascending. offset_shares [K]: how a slate looks ahead. Raises ValueError naming the field.
+    """
+
+    hidden_size: int
+    width: int
+    outcomes: tuple[str, ...]
+    outcome_shares: tuple[float, ...]
+    offset_unit: Literal["events", "seconds"]
+    offset_bounds: tuple[float, ...]
+    offset_shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, values, shares in (
+            ("outcome", self.outcomes, self.outcome_shares),
+            ("offset", self.offset_bounds, self.offset_shares),
+        ):
+            if not values or len(values) != len(shares):
+                raise ValueError(f"{name}_shares are {shares}; one for each of {values} is needed")
+            if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+                raise ValueError(f"{name}_shares are {shares}; expected shares >= 0 of sum 1")
+        if self.offset_unit not in ("events", "seconds"):
+            raise ValueError(f"offset_unit is {self.offset_unit!r}; choose 'events' or 'seconds'")
+
+
+class DenseRetriever(nn.Module):
+    """Query head and item head; `scale` turns a cosine into the logit of the training softmax."""
+
+    def __init__(self, config: RetrieverConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, width = config.hidden_size, config.width
+        self.direct = nn.Linear(size, size, bias=False)
+        self.state = nn.Linear(size, width)
+        self.outcomes = nn.Embedding(len(config.outcomes), width)
+        self.offsets = nn.Embedding(len(config.offset_bounds), width)
+        self.project = nn.Linear(width, size)
+        self.item_in = nn.Linear(size, width)
+        self.item_out = nn.Linear(width, size)
+        self.scale = nn.Parameter(torch.tensor(1 / 0.07))
+        nn.init.eye_(self.direct.weight)
+        for embedding in (self.outcomes, self.offsets):
+            nn.init.normal_(embedding.weight, std=0.02)
+        for last in (self.project, self.item_out):
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    @torch.no_grad()
+    def start_from(self, recommender: Recommender) -> None:
+        """Start as the recommender's dense head, where it has one."""
+        if recommender.config.dense_head:
+            self.direct.weight.copy_(recommender.dense_query.weight)
+            self.scale.copy_(recommender.dense_scale)
+
+    def queries(self, hidden: Tensor, outcomes: Tensor, offsets: Tensor) -> Tensor:
+        """Unit vectors [..., E]. hidden [..., E], outcomes and offsets [...]: numbers, broadcast."""
+        inner = self.state(hidden) + self.outcomes(outcomes) + self.offsets(offsets)
+        return F.normalize(self.direct(hidden) + self.project(F.gelu(inner)), dim=-1)
+
+    def items(self, embedded: Tensor) -> Tensor:
+        """Unit vectors [..., E] of items. embedded [..., E]: of Recommender.embed_items."""
+        return F.normalize(embedded + self.item_out(F.gelu(self.item_in(embedded))), dim=-1)
+
+
+@torch.no_grad()
+def item_vectors(
+    retriever: DenseRetriever, recommender: Recommender, chunk: int = 16_384
+) -> Tensor:
+    """[I, E] float32 on the host: unit vectors of all items bound to the recommender."""
+    device = recommender.item_tokens.device
+    rows = torch.arange(recommender.num_bound_items, device=device)
+    parts = [retriever.items(recommender.embed_items(part)) for part in rows.split(chunk)]
+    return torch.cat(parts).float().cpu()
+
+
+def save_retriever(retriever: DenseRetriever, directory: Path | str) -> None:
+    """Write `config.json` and `model.safetensors`."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().contiguous() for name, value in retriever.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    text = json.dumps(asdict(retriever.config), indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetriever:
+    """Read what `save_retriever` wrote, in eval mode, on the recommender's device.
+
+    Raises ValueError where the files are damaged or were made for another recommender.
+    """
+    folder = Path(directory)
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+        config = RetrieverConfig(**{**values, **lists})
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} holds no usable dense retriever: {error}") from error
+    wanted = recommender.config.decoder.hidden_size
+    if config.hidden_size != wanted:
+        raise ValueError(
+            f"{folder} was made for hidden size {config.hidden_size}; this recommender has {wanted}"
+        )
+    retriever = DenseRetriever(config)
+    try:
+        retriever.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} does not fit its config.json: {error}") from error
+    return retriever.to(recommender.tokens.weight.device).eval()
