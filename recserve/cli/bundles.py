@@ -107,7 +107,7 @@ def evaluate(
     ] = "test",
     strategy: Annotated[
         str,
-        typer.Option(help="A strategy or auto; dense_head, exhaustive, sasrec to compare."),
+        typer.Option(help="A strategy, auto or all; dense_head, exhaustive, sasrec."),
     ] = "auto",
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,
@@ -119,23 +119,35 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --strategy all: quality over time, as a PNG.")
+    ] = None,
 ) -> None:
-    """NDCG and recall of leave-one-out over all items, seen items kept and filtered."""
+    """NDCG and recall of leave-one-out over all items; --strategy all compares the strategies."""
     cutoffs = numbers(k, "--k")
     from recserve.bundle import Bundle
-    from recserve.training.evaluate import evaluate_bundle
+    from recserve.training.evaluate import Evaluation, evaluate_bundle
+    from recserve.training.fidelity import Fidelity, compare_strategies
     from recserve.training.options import TrainOptions
 
-    evaluation = evaluate_bundle(
-        Bundle.open(bundle),
-        split,
-        strategy,
-        cutoffs,
-        width=beam_width,
-        dense_weight=dense_weight,
-        users=users,
-        device=TrainOptions(device=device).torch_device(),
-    )
+    opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
+    if strategy == "all":
+        evaluation: Evaluation | Fidelity = compare_strategies(
+            opened, split, cutoffs, width=beam_width, users=users, device=place
+        )
+        if plot is not None:
+            evaluation.save_plot(plot)
+    else:
+        evaluation = evaluate_bundle(
+            opened,
+            split,
+            strategy,
+            cutoffs,
+            width=beam_width,
+            dense_weight=dense_weight,
+            users=users,
+            device=place,
+        )
     typer.echo(str(evaluation))
     typer.echo(f"{evaluation.seconds:.1f} s")
     if json_file is not None:

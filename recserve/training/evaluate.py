@@ -15,21 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle import Bundle, BundleError
-from recserve.core.request import StrategyName
-from recserve.kernels.trie import build_trie
-from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import load_sasrec
-from recserve.service.loading import graph_of_links, item_index, load_heads, load_item_graph
+from recserve.training.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.cases import Cases as Cases
 from recserve.training.cases import leave_one_out_cases as leave_one_out_cases
-from recserve.training.item_graph import links_of
 from recserve.training.metrics import ranks_of, slate_metrics
-from recserve.training.slates import SlateOptions, Slates, dense_slates, sasrec_slates
+from recserve.training.slates import dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
 STRATEGIES = (
     *("auto", "beam", "speculative", "nezha", "parallel", "dense"),
-    *("exhaustive", "dense_head", "sasrec"),
+    *(EXHAUSTIVE, "dense_head", "sasrec"),
 )
 
 
@@ -118,42 +114,28 @@ def evaluate_bundle(
     cases = leave_one_out_cases(bundle.events(), split)
     if users is not None:
         cases = cases.sample(users)
-    catalog, most = bundle.catalog(), max(k)
-    codes, vectors = catalog.index.codes, torch.from_numpy(catalog.vectors)
-    folder = bundle.directory(name)
-    weight = 0.0
+    most, weight = max(k), 0.0
     if strategy == "sasrec":
-        sasrec = load_sasrec(folder, vectors, device)
+        vectors = torch.from_numpy(bundle.catalog().vectors)
+        sasrec = load_sasrec(bundle.directory(name), vectors, device)
 
         def slates(which: Ints, filtered: bool) -> Ints:
             return sasrec_slates(sasrec, cases, which, most, filtered)
     else:
-        model = load_recommender(folder, torch.from_numpy(codes.astype(np.int64)), vectors, device)
+        answers = BundleSlates.open(bundle, device)
+        if strategy == "auto":
+            strategy = "beam" if answers.autoregressive else EXHAUSTIVE
         if strategy == "dense_head":
+            model, codes = answers.slates.model, answers.slates.codes
 
             def slates(which: Ints, filtered: bool) -> Ints:
                 return dense_slates(model, codes, cases, which, most, filtered)
         else:
-            if strategy == "auto":
-                strategy = "beam" if model.config.autoregressive else "exhaustive"
-            graph = None
-            if strategy == "parallel":
-                graph = load_item_graph(bundle, torch.device(device))
-                if graph is None:
-                    graph = graph_of_links(links_of(model, codes), torch.device(device))
-            elif strategy not in ("exhaustive", "dense"):
-                default = bundle.manifest.recommender.get("dense_weight", 0.0)
-                weight = float(default if dense_weight is None else dense_weight)
-            decoding: StrategyName = "parallel" if strategy == "exhaustive" else strategy  # type: ignore[assignment]
-            trie = build_trie(torch.from_numpy(codes.astype(np.int64)), model.config.codebook_sizes)
-            heads = load_heads(bundle, model)
-            answers = Slates(model, trie.to(device), codes, heads, item_index(model, heads))
-            if decoding not in answers.engine.strategies:
-                raise BundleError(f"{bundle.root}: nothing was trained for {decoding}")
+            weight = answers.options(strategy, width, True, dense_weight).dense_weight
 
             def slates(which: Ints, filtered: bool) -> Ints:
-                options = SlateOptions(width, filtered, weight, decoding, graph)
-                return answers(cases, which, most, options)
+                options = answers.options(strategy, width, filtered, dense_weight)
+                return answers.slates(cases, which, most, options)
 
     columns = slate_columns(cases, slates, k)
     seconds = time.monotonic() - began

@@ -68,10 +68,13 @@ class Slates:
         ]
         return [answer for answer in self.engine.run_many(requests) if isinstance(answer, Slate)]
 
+    def forget(self, cases: Cases, which: Ints) -> None:
+        """Drop these cases' roots from the engine's cache: the next answers are to strangers."""
+        for case in which.tolist():
+            self.engine.forget(self._tokens(cases.history(case)))
+
     def _request(self, history: Ints, k: int, options: SlateOptions) -> RecommendRequest:
-        config = self.model.config
-        rows = _window(history, config)
-        tokens = root_tokens(rows, self.codes, config.codebook_sizes, config.input)
+        tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return RecommendRequest(
             Root(inputs, tokens),
@@ -93,6 +96,11 @@ def rows_of(answers: list[Slate], k: int) -> Ints:
     for slate, answer in zip(slates, answers, strict=True):
         slate[: len(answer.rows)] = answer.rows
     return slates
+
+    def _tokens(self, history: Ints) -> Ints:
+        config = self.model.config
+        rows = _window(history, config)
+        return root_tokens(rows, self.codes, config.codebook_sizes, config.input)
 
 
 def _window(history: Ints, config: RecommenderConfig) -> Ints:
