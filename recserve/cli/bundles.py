@@ -132,11 +132,12 @@ def evaluate(
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
     if strategy == "all":
-        evaluation: Evaluation | Fidelity = compare_strategies(
+        fidelity = compare_strategies(
             opened, split, cutoffs, width=beam_width, users=users, device=place
         )
         if plot is not None:
-            evaluation.save_plot(plot)
+            fidelity.save_plot(plot)
+        evaluation: Evaluation | Fidelity = fidelity
     else:
         evaluation = evaluate_bundle(
             opened,

@@ -24,7 +24,7 @@ from recserve.core.request import Slate
 from recserve.training.bundle_slates import BundleSlates
 from recserve.training.cases import Cases, leave_one_out_cases
 from recserve.training.metrics import ranks_of, slate_metrics
-from recserve.training.slates import SlateOptions
+from recserve.training.slates import SlateOptions, rows_of
 
 Ints = NDArray[np.int64]
 ORDER = ("beam", "speculative", "nezha", "parallel", "dense")
@@ -196,7 +196,7 @@ def _figures(
     warm: list[float],
 ) -> StrategyFigures:
     most = max(k)
-    rows, best = _padded(slates, most), _padded(reference, most)
+    rows, best = rows_of(slates, most), rows_of(reference, most)
     shared = ((rows[:, :, None] == best[:, None, :]) & (rows >= 0)[:, :, None]).any(-1).sum(1)
     timings = [slate.timing for slate in slates]
     return StrategyFigures(
@@ -213,14 +213,6 @@ def _figures(
         float(np.percentile(warm, 99)),
         float(np.median(cold)),
     )
-
-
-def _padded(slates: list[Slate], k: int) -> Ints:
-    """[n, k] rows, -1 where a slate is shorter."""
-    rows = np.full((len(slates), k), -1, dtype=np.int64)
-    for row, slate in zip(rows, slates, strict=True):
-        row[: len(slate.rows)] = slate.rows
-    return rows
 
 
 def _illegal(cases: Cases, rows: Ints) -> float:

@@ -89,6 +89,11 @@ class Slates:
             outcome=options.outcome,
         )
 
+    def _tokens(self, history: Ints) -> Ints:
+        config = self.model.config
+        rows = _window(history, config)
+        return root_tokens(rows, self.codes, config.codebook_sizes, config.input)
+
 
 def rows_of(answers: list[Slate], k: int) -> Ints:
     """[n, k] item rows of the answers, best first, -1 where fewer were found."""
@@ -96,11 +101,6 @@ def rows_of(answers: list[Slate], k: int) -> Ints:
     for slate, answer in zip(slates, answers, strict=True):
         slate[: len(answer.rows)] = answer.rows
     return slates
-
-    def _tokens(self, history: Ints) -> Ints:
-        config = self.model.config
-        rows = _window(history, config)
-        return root_tokens(rows, self.codes, config.codebook_sizes, config.input)
 
 
 def _window(history: Ints, config: RecommenderConfig) -> Ints:
