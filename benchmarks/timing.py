@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-FLUSH_BYTES = 256 * 2**20  # more than the caches of a GPU hold
+FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
 
 
 def milliseconds(
@@ -19,7 +19,8 @@ def milliseconds(
 ) -> float:
     """Median of repeated calls after two to warm up, until the budget is used up.
 
-    On CUDA each call is timed by events, behind a write that empties the L2 cache.
+    On CUDA each call is timed by events, behind a write that empties the L2 cache and lasts longer
+    than the call's launches, so that what is timed is the device's work.
     """
     call()
     call()
@@ -29,6 +30,21 @@ def milliseconds(
     while len(times) < 5 or (len(times) < most and time.perf_counter() - began < budget_s):
         times.append(timed(call))
     return statistics.median(times)
+
+
+def alternating(
+    calls: dict[str, Callable[[], object]], budget_s: float = 4.0, most: int = 60
+) -> dict[str, float]:
+    """Medians on a CPU that others use too: the calls take turns, and all meet the same load."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    began, rounds = time.perf_counter(), 0
+    while rounds < 5 or (rounds < most and time.perf_counter() - began < budget_s):
+        for name, call in calls.items():
+            times[name].append(_wall_ms(call))
+        rounds += 1
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def _wall_ms(call: Callable[[], object]) -> float:

@@ -156,3 +156,14 @@ def test_the_reference_has_gradients_for_training():
     for one, two in zip(got, expected, strict=True):
         assert one.abs().max() > 0.1
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("root", [40, 700])
+def test_bfloat16_is_near_the_float32_reference(root):
+    batch, query, keys, values = draw_batch([("tree", 20), ("branches", 300)], [root, 9], 4, 2, 32)
+    query, keys, values = (x.bfloat16() for x in (query, keys, values))
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    slots = batch.slots
+    got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - expected).norm() / expected.norm() < 1e-2

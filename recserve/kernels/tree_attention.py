@@ -190,6 +190,7 @@ class TritonTreeAttention:
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self.root_offsets = torch.cat([zero, batch.root_lengths().cumsum(0)])
         self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
+        self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
@@ -199,8 +200,11 @@ class TritonTreeAttention:
         key and value [Tq, K, D] of the computed nodes are read from the pool. Returns [Tq, H, D].
         """
         num_queries, heads, dim = query.shape
-        plan = self.plan(heads, keys.shape[1], triton.next_power_of_2(dim) * keys.dtype.itemsize)
-        trees, starts = self.blocks(plan)
+        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * keys.dtype.itemsize
+        if sizes not in self._laid_out:
+            plan = self.plan(*sizes)
+            self._laid_out[sizes] = plan, *self.blocks(plan)
+        plan, trees, starts = self._laid_out[sizes]
         rows, device = num_queries * heads, query.device
         query = query.contiguous()
         silu = self.activation.normalizer is not None
