@@ -134,3 +134,36 @@ def test_wrong_mask_is_noticed():
     expected = reference.tree_attention(query, keys, values, batch)
     got = CpuTreeAttention(wrong)(query, keys[slots], values[slots], keys, values)
     assert (got - expected).abs().max() > 0.01
+
+
+def test_the_reference_has_gradients_for_training():
+    """The same gradients as attention of one padded batch under a dense mask, root included."""
+    from recserve.models.attention import DenseAttention
+
+    batch, query, keys, values = draw_batch([("tree", 14)], [6], 4, 2, 16)
+    order = torch.cat([batch.root_slots[0], batch.slots])
+    inputs = [x.double().requires_grad_() for x in (query, keys, values)]
+    weight = torch.randn(14, 4, 16, generator=torch.Generator().manual_seed(2))
+    out = reference.tree_attention(inputs[0].float(), inputs[1].float(), inputs[2].float(), batch)
+    got = torch.autograd.grad((out * weight).sum(), inputs)
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()
+    mask[6:, 6:] = batch.tree.dense_mask()
+    padded = torch.cat([torch.zeros(6, 4, 16), inputs[0].float()])
+    dense = DenseAttention(mask)(
+        0, padded[None], inputs[1].float()[order][None], inputs[2].float()[order][None]
+    )
+    expected = torch.autograd.grad((dense[0, 6:] * weight).sum(), inputs)
+    for one, two in zip(got, expected, strict=True):
+        assert one.abs().max() > 0.1
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("root", [40, 700])
+def test_bfloat16_is_near_the_float32_reference(root):
+    batch, query, keys, values = draw_batch([("tree", 20), ("branches", 300)], [root, 9], 4, 2, 32)
+    query, keys, values = (x.bfloat16() for x in (query, keys, values))
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    slots = batch.slots
+    got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - expected).norm() / expected.norm() < 1e-2

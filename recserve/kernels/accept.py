@@ -198,6 +198,7 @@ def drawn_kernel(
             tl.store(out + length, node)
     for depth in range(length + 1, max_depth + 1):
         tl.store(out + depth, -1)
+    position = tl.load(positions + node)
     best = tl.full([TILES * LANES], -1.0, dtype=tl.float32)
     where = tl.full([TILES * LANES], 0, dtype=tl.int32)
     for start in range(0, tl.cdiv(vocabulary, TILE), TILES):

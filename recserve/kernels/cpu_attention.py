@@ -3,11 +3,12 @@ its shape.
 
 Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
   root part   n x R, one flash call for all nodes and all query heads of a KV group
-  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N,
-  in row blocks
-and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
-limits, and no T x T mask ever does. Bytes moved: root keys and values once, the tree's keys once
-per ancestor of a node.
+  tree part   chain: causal flash, n x n / 2;   few nodes: n x N under a mask;   shallow: n x (A + 1)
+  gathered keys;   other: n x N
+and the two are merged by their log-sum-exp. Few nodes over a root that is short, or scattered and so
+must be gathered anyway, are one flash call over both. No mask over the root exists otherwise, unless
+the nodes have root limits, and no T x T mask ever does. Bytes moved: root keys and values once, the
+tree's keys once, in a shallow tree once per ancestor of a node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from recserve.kernels.reference import SOFTMAX, Activation
 
 ROW_BLOCK = 512
 SHALLOW = 8
+FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancestors
+SHORT = 512  # tokens that are copied faster than two results are merged
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,18 @@ class _Part:
 
     rows: its rows among the computed nodes. root: slots of the root, as a slice where they are
     consecutive.
-    root_mask [n, R]: only with root limits. chain: causal among the computed rows, nothing else.
-    ancestors [n, A] slots and ancestor_mask [n, A]: proper ancestors of a shallow tree.
-    keys [N] slots and mask [n, N]: any other tree.
+    root_mask [n, R]: only with root limits; root_empty [n]: rows that see nothing of the root.
+    chain: causal among the computed rows, nothing else. ancestors [n, A] slots and ancestor_mask
+    [n, A]: proper ancestors of a shallow tree. keys [N] slots and mask [n, N]: any other tree, or
+    root and tree in one where root_length is 0. root_mask and mask are bool for silu, and 0 or -inf
+    for softmax, which adds them.
     """
 
     rows: slice
     root: slice | Tensor
     root_length: int
     root_mask: Tensor | None
+    root_empty: Tensor | None = None
     chain: bool = False
     ancestors: Tensor | None = None
     ancestor_mask: Tensor | None = None
@@ -115,16 +121,15 @@ def _softmax(
     if part.chain:
         tree_out, tree_lse = _flash_chain(grouped, key, value)
     elif part.mask is not None:
-        mask = part.mask[None, None, :, None, :].expand(1, 1, n, heads // kv_heads, -1)
-        tree_out, tree_lse = _flash(grouped, keys[part.keys], values[part.keys], mask.flatten(2, 3))
+        tree_out, tree_lse = _flash(grouped, keys[part.keys], values[part.keys], part.mask)
     else:
         tree_out, tree_lse = _shallow(part, grouped, key, value, keys, values)
     if part.root_length:
-        root_mask: Tensor | None = None
-        if part.root_mask is not None:
-            mask = part.root_mask[None, None, :, None, :].expand(1, 1, n, heads // kv_heads, -1)
-            root_mask = mask.flatten(2, 3)
-        root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], root_mask)
+        root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], part.root_mask)
+        if part.root_empty is not None:
+            # A row that sees nothing has no sum: its part weighs nothing in the merge.
+            root_lse = root_lse.masked_fill(part.root_empty[None, :, None], float("-inf"))
+            root_out = root_out.masked_fill(part.root_empty[None, :, None, None], 0.0)
         # Weight of the tree's part of the one softmax.
         share = torch.sigmoid(tree_lse - root_lse).unsqueeze(-1).to(query.dtype)
         tree_out = torch.lerp(root_out, tree_out, share)
@@ -134,24 +139,19 @@ def _softmax(
 def _flash(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """grouped [K, n, G, D], key and value [m, K, D], mask [1, 1, n * G, m] -> [K, n, G, D],
-    log-sum-exp [K, n, G].
+    """grouped [K, n, G, D], key and value [m, K, D], mask [n, m] added -> [K, n, G, D], log-sum-exp
+    [K, n, G].
     """
     kv_heads, n, groups, dim = grouped.shape
-    additive: Tensor | None = None
     if mask is not None:
-        additive = torch.zeros(mask.shape, dtype=grouped.dtype).masked_fill_(~mask, float("-inf"))
+        mask = mask.to(grouped.dtype)[None, None, :, None, :]
+        mask = mask.expand(1, 1, n, groups, -1).flatten(2, 3)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped.reshape(1, kv_heads, n * groups, dim),
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
-        attn_mask=additive,
+        attn_mask=mask,
     )
-    if mask is not None:
-        # A row that sees nothing has no sum: its part weighs nothing in the merge.
-        empty = ~mask[0, 0].any(-1)
-        lse = lse.masked_fill(empty, float("-inf"))
-        out = out.masked_fill(empty[None, None, :, None], 0.0)
     return out.view(kv_heads, n, groups, dim), lse.view(kv_heads, n, groups)
 
 
@@ -212,21 +212,33 @@ def _plan(batch: TreeBatch, softmax: bool) -> list[_Part]:
             root_slots.shape[0],
             root_mask,
         )
-        parts.append(_with_tree(base, batch, nodes, start, stop, softmax))
+        if softmax and root_mask is not None:
+            empty = ~root_mask.any(-1)
+            base = replace(base, root_mask=_added(root_mask), root_empty=empty)
+        parts.append(_with_tree(base, batch, root_slots, nodes, start, stop, softmax))
     return parts
 
 
 def _with_tree(
-    base: _Part, batch: TreeBatch, nodes: Tensor, start: int, stop: int, softmax: bool
+    base: _Part,
+    batch: TreeBatch,
+    root_slots: Tensor,
+    nodes: Tensor,
+    start: int,
+    stop: int,
+    softmax: bool,
 ) -> _Part:
     """Add how the nodes see each other."""
     tree = batch.tree
     shared = 0 if tree.shared is None else int(tree.shared[int(tree.tree_ids()[nodes[0]])])
     all_new = nodes.shape[0] == stop - start
     depth = int(tree.depths[nodes].max())
-    if softmax and all_new and not shared and depth == stop - start - 1:
+    few = softmax and stop - start <= FEW
+    joined = few and (base.root_length <= SHORT or isinstance(base.root, Tensor))
+    is_chain = softmax and all_new and not shared and depth == stop - start - 1
+    if is_chain and not (joined and base.root_length):
         return replace(base, chain=True)
-    if not shared and depth < SHALLOW:
+    if not few and not shared and depth < SHALLOW:
         ancestors = tree.ancestors(depth)[nodes]
         slots = batch.slots[ancestors.clamp(min=0)]
         return replace(base, ancestors=slots, ancestor_mask=ancestors >= 0)
@@ -234,7 +246,21 @@ def _with_tree(
     mask = (columns[None, :] <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop][None, :])
     if shared:
         mask[:, :shared] = True
-    return replace(base, keys=_consecutive(batch.slots[start:stop]), mask=mask)
+    slots = batch.slots[start:stop]
+    if softmax:
+        mask = _added(mask)
+    if joined and base.root_length:
+        root_mask = base.root_mask
+        if root_mask is None:
+            root_mask = torch.zeros(nodes.shape[0], base.root_length)
+        slots, mask = torch.cat([root_slots, slots]), torch.cat([root_mask, mask], dim=1)
+        base = replace(base, root_length=0)
+    return replace(base, keys=_consecutive(slots), mask=mask)
+
+
+def _added(mask: Tensor) -> Tensor:
+    """0 where the mask is true, -inf elsewhere."""
+    return torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
 
 
 def _consecutive(slots: Tensor) -> slice | Tensor:

@@ -69,3 +69,66 @@ def tree_attention(
             weights = F.silu(scores) * (mask / activation.normalizer)
         out[rows] = torch.einsum("hnm,mhd->nhd", weights, value).to(query.dtype)
     return out
+
+
+def move_paths(
+    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+) -> None:
+    """Accepted paths to where the next step looks for them, in place, in all layers.
+
+    keys, values: [layers, slots, K, D]. sources, targets: [B, D + 1] slots; only the first
+    lengths[b] of path b are moved. A target may be a source of the same or an earlier step of its
+    own path (the nodes of a path lie at or behind their targets), never of a later one.
+    """
+    inside = torch.arange(sources.shape[1], device=sources.device) < lengths[:, None]
+    source, target = sources[inside], targets[inside]
+    keys[:, target], values[:, target] = keys[:, source], values[:, source]
+
+
+def rope_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Queries and keys turned by their positions; keys and values written to their slots.
+
+    qkv: [T, H + 2 K, D], queries first. cos, sin: [T, D / 2] float32. slots: [T], distinct. keys,
+    values: [slots, K, D], one layer of the pool. Returns the queries [T, H, D]; computed in
+    float32, rounded once.
+    """
+    kv_heads = keys.shape[1]
+    turned, value = torch.split(qkv, [qkv.shape[1] - kv_heads, kv_heads], dim=1)
+    low, high = turned.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    query, key = torch.split(turned, [turned.shape[1] - kv_heads, kv_heads], dim=1)
+    keys.index_copy_(0, slots, key.to(keys.dtype))
+    values.index_copy_(0, slots, value.to(values.dtype))
+    return query.to(qkv.dtype)
+
+
+def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, G, E], weight [G, E] -> [T, G * E] in x's dtype, every [E] normalised by itself."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype).flatten(1)
+
+
+@dataclass(frozen=True)
+class HeadTopK:
+    """Best tokens of n rows under P heads: values [n, P, k] logits in descending order, tokens
+    [n, P, k], the lowest first among equals, log_sums [n, P] log-sum-exp of all logits; float32.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    log_sums: Tensor
+
+
+def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
+    """The k best tokens of every head. hidden [n, P, E]; weight [P, V, E], or [1, V, E] for heads
+    that share one matrix; k at most V.
+    """
+    logits = torch.einsum(
+        "npe,pve->npv", hidden.float(), weight.float().expand(hidden.shape[1], -1, -1)
+    )
+    values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return HeadTopK(values[..., :k], tokens[..., :k], torch.logsumexp(logits, -1))

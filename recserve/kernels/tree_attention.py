@@ -25,8 +25,11 @@ from recserve.kernels.reference import SOFTMAX, Activation
 
 BLOCK_ROWS = 64
 BLOCK_KEYS = 64
-SPLIT_KEYS = 1024
-MAX_SPLITS = 32
+KEY_BLOCK_BYTES = 2**14  # of keys in shared memory, and of values; several are in flight
+SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
+PROGRAMS = 512  # roots are split until there are about as many: a few for each multiprocessor
+MAX_SPLITS = 64
+WARPS, STAGES = 4, 3
 
 
 @triton.jit
@@ -62,7 +65,7 @@ def _attend(
     node_offsets, node_slots, ends, root_offsets, root_slots, root_limits, shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """One block of nodes of one tree, one KV head, one split of the root."""
@@ -170,6 +173,7 @@ class Launch:
     group: int
     block_group: int
     block_q: int
+    block_keys: int
 
 
 class TritonTreeAttention:
@@ -186,6 +190,7 @@ class TritonTreeAttention:
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         self.root_offsets = torch.cat([zero, batch.root_lengths().cumsum(0)])
         self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
+        self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
@@ -195,8 +200,11 @@ class TritonTreeAttention:
         key and value [Tq, K, D] of the computed nodes are read from the pool. Returns [Tq, H, D].
         """
         num_queries, heads, dim = query.shape
-        plan = self.plan(heads, keys.shape[1])
-        trees, starts = self.blocks(plan)
+        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * keys.dtype.itemsize
+        if sizes not in self._laid_out:
+            plan = self.plan(*sizes)
+            self._laid_out[sizes] = plan, *self.blocks(plan)
+        plan, trees, starts = self._laid_out[sizes]
         rows, device = num_queries * heads, query.device
         query = query.contiguous()
         silu = self.activation.normalizer is not None
@@ -216,9 +224,9 @@ class TritonTreeAttention:
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
-            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=BLOCK_KEYS, SPLIT=plan.num_splits > 1,
+            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
             SILU=silu, HAS_LIMITS=tree.root_limits is not None,
-            HAS_SHARED=tree.shared is not None,
+            HAS_SHARED=tree.shared is not None, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         if plan.num_splits > 1:
             _merge[(rows,)](
@@ -228,14 +236,16 @@ class TritonTreeAttention:
             )  # fmt: skip
         return out
 
-    def plan(self, heads: int, kv_heads: int) -> Launch:
-        """Grid for these head counts."""
+    def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
+        """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
         group = heads // kv_heads
         block_group = triton.next_power_of_2(group)
         block_q = max(BLOCK_ROWS // block_group, 1)
         num_blocks = self.query_nodes.shape[0] // block_q + self.batch.tree.num_trees
-        splits = min(max(self.longest_root // SPLIT_KEYS, 1), MAX_SPLITS)
-        return Launch(num_blocks, splits, group, block_group, block_q)
+        wanted = triton.cdiv(PROGRAMS, num_blocks * kv_heads)
+        splits = max(min(wanted, self.longest_root // SPLIT_KEYS, MAX_SPLITS), 1)
+        block_keys = max(min(BLOCK_KEYS, KEY_BLOCK_BYTES // row_bytes), 16)
+        return Launch(num_blocks, splits, group, block_group, block_q, block_keys)
 
     def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
         """[num_blocks] tree (-1: none) and first computed node of each block, found on the

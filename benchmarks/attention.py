@@ -1,0 +1,176 @@
+"""Tree attention and its rivals on the same trees, as calls that can be timed and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.tree import TokenTree, from_parents, merge, root_branch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B equal trees of N nodes over roots of R tokens. kind: `tree` (a drawn draft of depth 8 at
+    most) or `branches` (isolated nodes, one per candidate).
+    """
+
+    kind: str
+    batch: int
+    root: int
+    nodes: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def name(self) -> str:
+        heads = f"H{self.heads}/{self.kv_heads}-D{self.dim}"
+        return f"{self.kind} B{self.batch} R{self.root} N{self.nodes} {heads}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's inputs. Keys and values of root and tree lie side by side in the pool: the rivals
+    need not gather them.
+    """
+
+    shape: Shape
+    batch: TreeBatch
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def bytes(self) -> int:
+        """Fewest that must move: every key and value once, queries in, results out."""
+        s, size = self.shape, self.query.element_size()
+        tokens = 2 * s.batch * (s.root + s.nodes) * s.kv_heads
+        return (tokens + 2 * s.batch * s.nodes * s.heads) * s.dim * size
+
+    def operations(self) -> int:
+        """Two products over the keys that each node sees."""
+        s, tree = self.shape, self.batch.tree
+        seen = s.root * s.batch * s.nodes + int((tree.depths + 1).sum())
+        return 4 * seen * s.heads * s.dim
+
+
+def draw_tree(kind: str, nodes: int, generator: torch.Generator) -> TokenTree:
+    """One tree; a draft's nodes hang at depth 8 at most."""
+    tokens = torch.zeros(nodes, dtype=torch.int64)
+    if kind == "branches":
+        return root_branch(tokens, torch.arange(nodes + 1))
+    path: list[int] = []
+    parents = []
+    for i in range(nodes):
+        keep = int(torch.randint(0, min(len(path), 7) + 1, (), generator=generator))
+        path = path[: max(keep, min(len(path), 7) - 1) if i % 3 else keep]
+        parents.append(path[-1] if path else -1)
+        path.append(i)
+    return from_parents(tokens, torch.tensor(parents))
+
+
+def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Problem:
+    """Random inputs; every tree's root and nodes in slots of its own, the pool a little larger."""
+    g = torch.Generator().manual_seed(seed)
+    tree = merge([draw_tree(shape.kind, shape.nodes, g) for _ in range(shape.batch)]).to(device)
+    size = shape.root + shape.nodes
+    slots = torch.arange(shape.batch * size, device=device).view(shape.batch, size) + 16
+    batch = TreeBatch(tree, None, slots[:, shape.root :].flatten(), tuple(slots[:, : shape.root]))
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=g, device=device).to(dtype)
+
+    pool = shape.batch * size + 32
+    return Problem(
+        shape,
+        batch,
+        normal(tree.num_nodes, shape.heads, shape.dim),
+        normal(pool, shape.kv_heads, shape.dim),
+        normal(pool, shape.kv_heads, shape.dim),
+    )
+
+
+def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
+    """This project's attention, planned once as in a forward of many layers."""
+    attention = dispatch.tree_attention(problem.batch, activation)
+    slots = problem.batch.slots
+    key, value = problem.keys[slots], problem.values[slots]
+    return lambda: attention(problem.query, key, value, problem.keys, problem.values)
+
+
+def _side_by_side(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    s = problem.shape
+    query = problem.query.view(s.batch, s.nodes, s.heads, s.dim).transpose(1, 2)
+    size = s.batch * (s.root + s.nodes)
+    key, value = (
+        pool[16 : 16 + size].view(s.batch, s.root + s.nodes, s.kv_heads, s.dim).transpose(1, 2)
+        for pool in (problem.keys, problem.values)
+    )
+    return query, key, value
+
+
+def dense_mask(problem: Problem) -> Tensor:
+    """[B, 1, N, R + N] bool."""
+    s, tree = problem.shape, problem.batch.tree
+    index = torch.arange(s.nodes, device=problem.query.device)
+    ends = tree.ends.view(s.batch, s.nodes) - tree.offsets[:-1, None]
+    seen = (index[None, None] <= index[None, :, None]) & (index[None, :, None] < ends[:, None])
+    root = torch.ones(s.batch, s.nodes, s.root, dtype=torch.bool, device=seen.device)
+    return torch.cat([root, seen], dim=2)[:, None]
+
+
+def sdpa(problem: Problem) -> Callable[[], Tensor]:
+    """torch's scaled_dot_product_attention under a dense mask that is there already."""
+    query, key, value = _side_by_side(problem)
+    mask = dense_mask(problem)
+    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    bias.masked_fill_(~mask, float("-inf"))
+    grouped = problem.shape.heads != problem.shape.kv_heads
+
+    def call() -> Tensor:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=grouped)
+        return out.transpose(1, 2).reshape(problem.query.shape)
+
+    return call
+
+
+def flex(problem: Problem) -> Callable[[], Tensor]:
+    """torch's FlexAttention, compiled, its block mask there already."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, key, value = _side_by_side(problem)
+    s, tree = problem.shape, problem.batch.tree
+    ends = (tree.ends.view(s.batch, s.nodes) - tree.offsets[:-1, None]).int()
+    root = s.root
+
+    def sees(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        node = j - root
+        inside = (node <= i) & (i < ends[b, node.clamp(min=0)])
+        return (j < root) | inside
+
+    device = str(problem.query.device)
+    mask = create_block_mask(sees, s.batch, None, s.nodes, s.root + s.nodes, device)
+    compiled = torch.compile(flex_attention)
+    grouped = s.heads != s.kv_heads
+
+    def call() -> Tensor:
+        out = compiled(query, key, value, block_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2).reshape(problem.query.shape)
+
+    return call
+
+
+def flash(problem: Problem) -> Callable[[], Tensor]:
+    """flash-attn where it imports. It has no tree mask: every node sees the whole root and the
+    nodes before it, the same bytes for another answer, so only its time means something.
+    """
+    from flash_attn import flash_attn_func
+
+    query, key, value = (x.transpose(1, 2).contiguous() for x in _side_by_side(problem))
+    return lambda: flash_attn_func(query, key, value, causal=True)

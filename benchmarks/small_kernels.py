@@ -1,0 +1,185 @@
+"""Acceptance, path move, RoPE with write, grouped norm, heads' top-k and the trie step: calls to
+time, with the bytes that they must move, beside the torch twin on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from attention import draw_tree
+from timing import milliseconds
+
+from recserve.kernels import accept_reference, dispatch, reference, trie_children
+from recserve.kernels.accept_reference import Keys
+from recserve.kernels.tree import merge
+from recserve.kernels.trie import build_trie
+from recserve.kernels.trie_children import leaf_bits, level_widths
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one size. bytes: the fewest that must move. equal: results are compared bit by
+    bit, else by their relative error. call, twin: return what is compared, a tuple of tensors.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    twin: Callable[[], Any]
+    bytes: int
+    operations: int = 0
+    equal: bool = False
+
+
+def cases(device: str, smoke: bool = False) -> Iterator[Case]:
+    """Every kernel; smoke: tiny."""
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=g, device=device).to(dtype)
+
+    for trees, nodes, vocabulary in (
+        [(2, 7, 1500)] if smoke else [(1, 64, 151_936), (16, 16, 32_000)]
+    ):
+        yield from _acceptance(trees, nodes, vocabulary, device, normal)
+
+    layers, slots, kv_heads, dim = (2, 40, 2, 16) if smoke else (36, 4096, 8, 128)
+    keys, values = normal(layers, slots, kv_heads, dim), normal(layers, slots, kv_heads, dim)
+    twin_keys, twin_values = keys.clone(), values.clone()
+    paths, depth = (2, 5) if smoke else (16, 8)
+    targets = torch.arange(paths, device=device)[:, None] * (slots // paths) + torch.arange(
+        depth, device=device
+    )
+    sources = targets + torch.arange(depth, device=device) // 2 + 1
+    lengths = torch.full((paths,), depth, device=device)
+
+    def moved(k: torch.Tensor, v: torch.Tensor, move: Callable[..., None]) -> Any:
+        move(k, v, sources, targets, lengths)
+        return k, v
+
+    yield Case(
+        f"path_move {paths} paths of {depth}, {layers} layers",
+        lambda: moved(keys, values, dispatch.move_paths),
+        lambda: moved(twin_keys, twin_values, reference.move_paths),
+        4 * paths * depth * layers * kv_heads * dim * keys.element_size(),
+        equal=True,
+    )
+
+    rows, heads = (5, 4) if smoke else (1024, 32)
+    qkv = normal(rows, heads + 2 * kv_heads, dim)
+    angles = torch.rand(rows, dim // 2, generator=g, device=device) * 6
+    where = torch.randperm(slots, generator=g, device=device)[:rows]
+
+    def roped(k: torch.Tensor, v: torch.Tensor, write: Callable[..., torch.Tensor]) -> Any:
+        return write(qkv, angles.cos(), angles.sin(), where, k, v), k, v
+
+    yield Case(
+        f"rope_write {rows} tokens",
+        lambda: roped(keys[0], values[0], dispatch.rope_write),
+        lambda: roped(twin_keys[0], twin_values[0], reference.rope_write),
+        2 * qkv.numel() * qkv.element_size() + 8 * angles.numel(),
+    )
+
+    groups, size = (3, 50) if smoke else (4, 2560)
+    hidden, weight = normal(rows, groups, size), normal(groups, size)
+    yield Case(
+        f"grouped_rms_norm {rows} x {groups} x {size}",
+        lambda: (dispatch.grouped_rms_norm(hidden, weight, 1e-6),),
+        lambda: (reference.grouped_rms_norm(hidden, weight, 1e-6),),
+        2 * hidden.numel() * hidden.element_size(),
+    )
+
+    rows, heads, size, vocabulary = (3, 2, 48, 300) if smoke else (16, 5, 2560, 151_936)
+    wide, matrix = normal(rows, heads, size), normal(1, vocabulary, size)
+    yield Case(
+        f"head_topk {rows} x {heads} heads, vocabulary {vocabulary}",
+        lambda: (lambda t: (t.values, t.log_sums))(dispatch.head_topk(wide, matrix, 8)),
+        lambda: (lambda t: (t.values, t.log_sums))(reference.head_topk(wide, matrix, 8)),
+        matrix.numel() * matrix.element_size(),
+        2 * rows * heads * size * vocabulary,
+    )
+    yield from _trie(device, smoke)
+
+
+def _acceptance(
+    trees: int, nodes: int, vocabulary: int, device: str, normal: Callable[..., torch.Tensor]
+) -> Iterator[Case]:
+    host = torch.Generator().manual_seed(nodes)
+    tree = merge([draw_tree("tree", nodes, host) for _ in range(trees)])
+    tree.tokens.copy_(torch.randint(0, vocabulary, tree.tokens.shape, generator=host))
+    tree = tree.to(device)
+    logits = normal(trees * nodes, vocabulary)
+    # Drafts that are often right, so that walks are long.
+    logits[tree.parents.clamp(min=0), tree.tokens] = 9.0
+    seeds = torch.randint(0, 2**62, (trees,), generator=host).to(device)
+    keys = Keys(seeds, torch.full_like(seeds, 100))
+    warmth = torch.linspace(0, 1, trees, device=device)
+
+    def walked(walk: accept_reference.Walk) -> Any:
+        return walk.nodes, walk.lengths, walk.bonus
+
+    yield Case(
+        f"accept {trees} trees of {nodes}, vocabulary {vocabulary}",
+        lambda: walked(dispatch.accept(logits, tree, keys, warmth, 8)),
+        lambda: walked(accept_reference.accept(logits, tree, keys, warmth, 8)),
+        logits.numel() * logits.element_size(),
+        equal=True,
+    )
+    p = logits.float().softmax(-1)
+    q = (logits.float() * 0.7).softmax(-1)
+    yield Case(
+        f"accept_drawn {trees} trees of {nodes}, vocabulary {vocabulary}",
+        lambda: walked(dispatch.accept_drawn(p, q, tree, keys, 8)),
+        lambda: walked(accept_reference.accept_drawn(p, q, tree, keys, 8)),
+        3 * trees * vocabulary * 4,
+        equal=True,
+    )
+
+
+def _trie(device: str, smoke: bool) -> Iterator[Case]:
+    g = torch.Generator().manual_seed(0)
+    items, codes, beams, requests = (500, 8, 6, 2) if smoke else (1_000_000, 256, 256, 8)
+    ids = torch.unique(torch.randint(0, codes**4, (items,), generator=g))
+    levels = torch.stack([ids // codes**k % codes for k in (3, 2, 1, 0)], dim=1)
+    trie = build_trie(levels, (codes,) * 4)
+    width, start, stop = level_widths(trie)[1], *trie.level_starts[1:3]
+    trie = trie.to(device)
+    nodes = torch.randint(start, stop, (requests, beams), generator=g).to(device)
+    log_probs = -torch.rand(requests, beams, generator=g).to(device)
+    logits = torch.randn(requests * beams, codes, generator=g).to(device)
+    allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
+    bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
+    arguments = (trie, nodes, log_probs, logits, width, beams)
+    for name, filters in (("", {}), (", filtered", {"allowed": bits})):
+        yield Case(
+            f"best_children {requests} x {beams} beams, {width} children{name}",
+            lambda f=filters: (dispatch.best_children(*arguments, **f).log_probs,),
+            lambda f=filters: (trie_children.best_children(*arguments, **f).log_probs,),
+            requests * beams * width * (24 + (24 if filters else 0)),
+        )
+
+
+def worst_error(got: Any, expected: Any) -> float:
+    """Largest ||got - expected|| / ||expected|| over the tensors; inf where one is not finite."""
+    worst = 0.0
+    for one, two in zip(got, expected, strict=True):
+        if not bool(torch.isfinite(one.double()).all()):
+            return float("inf")
+        error = (one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-30)
+        worst = max(worst, float(error))
+    return worst
+
+
+def small_kernels(device: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per case."""
+    for case in cases(device, smoke):
+        row: dict[str, Any] = {"kernel": case.name}
+        row["ours_us"] = 1e3 * milliseconds(case.call, device)
+        slow = "accept" in case.name
+        row["twin_us"] = 1e3 * milliseconds(case.twin, device, most=5 if slow else 100)
+        row["gb_s"] = case.bytes / row["ours_us"] / 1e3
+        row["tflop_s"] = case.operations / row["ours_us"] / 1e6
+        yield row

@@ -1,0 +1,127 @@
+"""How long a call takes on a device, and what the device can do at most; torch only."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
+
+
+def milliseconds(
+    call: Callable[[], object], device: str = "cpu", budget_s: float = 0.3, most: int = 100
+) -> float:
+    """Median of repeated calls after two to warm up, until the budget is used up.
+
+    On CUDA each call is timed by events, behind a write that empties the L2 cache and lasts longer
+    than the call's launches, so that what is timed is the device's work.
+    """
+    call()
+    call()
+    timed = _event_ms if device == "cuda" else _wall_ms
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 5 or (len(times) < most and time.perf_counter() - began < budget_s):
+        times.append(timed(call))
+    return statistics.median(times)
+
+
+def alternating(
+    calls: dict[str, Callable[[], object]], budget_s: float = 4.0, most: int = 60
+) -> dict[str, float]:
+    """Medians on a CPU that others use too: the calls take turns, and all meet the same load."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    began, rounds = time.perf_counter(), 0
+    while rounds < 5 or (rounds < most and time.perf_counter() - began < budget_s):
+        for name, call in calls.items():
+            times[name].append(_wall_ms(call))
+        rounds += 1
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _wall_ms(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _event_ms(call: Callable[[], object]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def graph_milliseconds(call: Callable[[], object], launches: int = 20) -> float:
+    """Time of one call inside a CUDA graph of many: the launch gaps are gone, the caches are warm.
+
+    Raises RuntimeError if the call synchronises with the host, which a graph cannot hold.
+    """
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            call()
+    return milliseconds(graph.replay, "cuda") / launches
+
+
+def ceilings(device: str, smoke: bool = False) -> dict[str, float]:
+    """Measured: bytes read plus written per second of a large copy (GB/s), and the rate of a large
+    product of random matrices (TFLOP/s), bfloat16 on CUDA, float32 on a CPU.
+    """
+    big = device == "cuda" and not smoke
+    source = torch.empty(2**31 if big else 2**26, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    copy_ms = milliseconds(lambda: target.copy_(source), device)
+    n = 8192 if big else 512
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    product_ms = milliseconds(lambda: left @ right, device)
+    return {
+        "copy_gb_s": 2 * source.numel() / copy_ms / 1e6,
+        "matmul_tflop_s": 2 * n**3 / product_ms / 1e9,
+    }
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the figures depend on."""
+    facts: dict[str, Any] = {
+        "device": device,
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        import triton
+
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+        }
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

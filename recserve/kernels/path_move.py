@@ -1,0 +1,57 @@
+"""The accepted paths' keys and values to consecutive slots, all layers in one launch.
+
+    pool[l, targets[b, d]] = pool[l, sources[b, d]]   for d < lengths[b], keys and values
+
+Bytes moved: 4 K D elements per token and layer (read and written, keys and values); nothing for a
+token that lies right already. Twin: `reference.move_paths`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_DEPTH = 8
+BLOCK_WIDTH = 512
+
+
+@triton.jit
+def move_kernel(
+    keys, values, sources, targets, lengths, longest, layer_size, width,
+    BLOCK_DEPTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One path, one layer, one share of a slot's elements: no other program touches them."""
+    path, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    keys += layer * layer_size
+    values += layer * layer_size
+    length = tl.load(lengths + path)
+    for start in range(0, length, BLOCK_DEPTH):
+        step = start + tl.arange(0, BLOCK_DEPTH)
+        valid = step < length
+        source = tl.load(sources + path * longest + step, mask=valid, other=0).to(tl.int64)
+        target = tl.load(targets + path * longest + step, mask=valid, other=0).to(tl.int64)
+        mask = (valid & (source != target))[:, None] & (column < width)[None, :]
+        read = source[:, None] * width + column[None, :]
+        write = target[:, None] * width + column[None, :]
+        key = tl.load(keys + read, mask=mask, other=0.0)
+        value = tl.load(values + read, mask=mask, other=0.0)
+        # A target may be a later source of the same block: all is read before any is written.
+        tl.debug_barrier()
+        tl.store(keys + write, key, mask=mask)
+        tl.store(values + write, value, mask=mask)
+        tl.debug_barrier()
+
+
+def move_paths(
+    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+) -> None:
+    """As `reference.move_paths`."""
+    layers, slots, kv_heads, dim = keys.shape
+    paths, longest = sources.shape
+    width = kv_heads * dim
+    move_kernel[paths, layers, triton.cdiv(width, BLOCK_WIDTH)](
+        keys, values, sources.contiguous(), targets.contiguous(), lengths,
+        longest, slots * width, width, BLOCK_DEPTH=BLOCK_DEPTH, BLOCK_WIDTH=BLOCK_WIDTH,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""One level of beam search in the trie: the best children of all beams, and what a filter leaves.
+
+A child's score and number are packed into one integer whose order is the order of the answer
+(higher score first, then the lower node), so that one top-k without a tie chooses among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.trie import Trie
+
+DEAD = float("-inf")
+LOW = 0xFFFFFFFF
+LOWEST = -(2**63)
+
+
+@dataclass(frozen=True)
+class LeafBits:
+    """Allowed leaves of B requests as bits, with a count in front of every word: two reads say how
+    many are allowed before any rank. words, counts [B, I // 32 + 1] int32; 8 bytes per 32 items.
+    """
+
+    words: Tensor
+    counts: Tensor
+
+    def before(self, ranks: Tensor) -> Tensor:
+        """Allowed leaves before each rank. ranks [B, n] in 0 : I + 1; same shape back, int32."""
+        place = (ranks >> 5).long()
+        words = self.words.gather(1, place) & ((1 << (ranks & 31).int()) - 1)
+        return self.counts.gather(1, place) + popcount(words)
+
+
+def leaf_bits(allowed: Tensor) -> LeafBits:
+    """allowed [B, I] bool over leaf ranks."""
+    requests, items = allowed.shape
+    padded = torch.zeros(requests, (items // 32 + 1) * 32, dtype=torch.int32, device=allowed.device)
+    padded[:, :items] = allowed
+    bits = padded.view(requests, -1, 32)
+    words = (bits << torch.arange(32, dtype=torch.int32, device=allowed.device)).sum(-1)
+    counts = bits.sum(-1)
+    return LeafBits(words.int(), (counts.cumsum(-1) - counts).int())
+
+
+def popcount(words: Tensor) -> Tensor:
+    """Set bits of each int32."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    return (((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@dataclass(frozen=True)
+class BestChildren:
+    """One level deeper. nodes, parents, log_probs [B, k] in descending order; where log_probs is
+    -inf there was none left, and the others are 0. parents: the beam each came from.
+    """
+
+    nodes: Tensor
+    parents: Tensor
+    log_probs: Tensor
+
+
+def unpacked(keys: Tensor, width: int, keep: int) -> BestChildren:
+    """The best of packed children. keys [B, W * width], width children to a beam."""
+    kept, index = keys.topk(min(keep, keys.shape[1]), dim=1)
+    ordered = (kept >> 32).int()
+    log_probs = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    alive = log_probs > DEAD
+    nodes = torch.where(alive, LOW - (kept & LOW), 0)
+    parents = torch.where(alive, index // width, 0)
+    return BestChildren(nodes, parents, torch.where(alive, log_probs, DEAD))
+
+
+def packed(log_probs: Tensor, nodes: Tensor) -> Tensor:
+    """int64 keys that order by log-probability, then by the lower node. Same shapes."""
+    bits = (log_probs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) | (LOW - nodes.long())
+
+
+def level_widths(trie: Trie) -> tuple[int, ...]:
+    """Most children of a node of each level 0 : L. Reads the device: once per catalogue version."""
+    counts = trie.first_child.diff()
+    starts = trie.level_starts
+    return tuple(
+        int(counts[start:stop].max()) for start, stop in zip(starts, starts[1:-1], strict=False)
+    )
+
+
+def best_children(
+    trie: Trie,
+    nodes: Tensor,
+    log_probs: Tensor,
+    logits: Tensor,
+    width: int,
+    keep: int,
+    normalizers: Tensor | None = None,
+    excluded: Tensor | None = None,
+    allowed: LeafBits | None = None,
+) -> BestChildren:
+    """The `keep` best allowed children of every request.
+
+    nodes, log_probs [B, W]: beams of one level, -inf where dead. logits [B * W, C]: of the level's
+    codes at each beam (any finite row where a beam has one child). width: most children of a node
+    of this level (`level_widths`). normalizers [B * W]: subtracted from the logits; None: their
+    log-sum-exp over the children of the beam, whether allowed or not. excluded [B, X]: leaf ranks,
+    ascending, padded with the number of items. allowed: leaves instead. Raises ValueError for both.
+    """
+    batch = nodes.shape[0]
+    children = trie.children(nodes.flatten(), width)
+    gain = logits.float().gather(1, children.codes.long())
+    if normalizers is None:
+        gain = gain.masked_fill(~children.valid, DEAD).log_softmax(-1)
+    else:
+        gain = gain - normalizers[:, None]
+    total = (log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
+    total, child = total.view(batch, -1), children.nodes.view(batch, -1)
+    if excluded is not None or allowed is not None:
+        left = _remaining(trie, child, excluded, allowed)
+        total = total.masked_fill(left <= 0, DEAD)
+    # A dead beam's children are -inf - x or NaN.
+    return unpacked(packed(total.nan_to_num(DEAD, neginf=DEAD), child), width, keep)
+
+
+def _remaining(
+    trie: Trie, nodes: Tensor, excluded: Tensor | None, allowed: LeafBits | None
+) -> Tensor:
+    """A number that is positive where a node still has an allowed item. nodes [B, n].
+
+    Raises ValueError if both filters are given: an excluded item may lie outside the allowed ones.
+    """
+    first, last = trie.first_leaf[nodes], trie.last_leaf[nodes]
+    if allowed is not None:
+        if excluded is not None:
+            raise ValueError(
+                "excluded and allowed were both given; clear the excluded leaves' bits"
+            )
+        return allowed.before(last) - allowed.before(first)
+    assert excluded is not None
+    gone = torch.searchsorted(excluded, last) - torch.searchsorted(excluded, first)
+    return (last - first) - gone

@@ -1,0 +1,144 @@
+"""Every kernel in every form to machine code, without a GPU. Run as a program by test_compile.py.
+
+python tests/compile_kernels.py 90
+"""
+
+import sys
+import time
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from recserve.kernels import (
+    accept,
+    grouped_rms_norm,
+    head_topk,
+    path_move,
+    rope_write,
+    tree_attention,
+    trie_topk,
+)
+
+# Shared memory that one program may use, in bytes.
+SHARED = {80: 166_912, 90: 232_448}
+
+
+def attention(dtype, dim, group, silu=False, limits=False, shared=False):
+    """A form of the attention kernel as its wrapper would launch it."""
+    block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
+    row_bytes = row * (4 if dtype == "fp32" else 2)
+    block_keys = min(tree_attention.BLOCK_KEYS, tree_attention.KEY_BLOCK_BYTES // row_bytes)
+    constants = {
+        "GROUP": group, "BLOCK_GROUP": block_group,
+        "BLOCK_Q": tree_attention.BLOCK_ROWS // block_group, "DIM": dim, "BLOCK_DIM": row,
+        "BLOCK_N": max(block_keys, 16),
+        "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
+    }  # fmt: skip
+    kinds = {
+        **dict.fromkeys(["query", "keys", "values"], "*" + dtype), "out": "*fp32", "lse": "*fp32",
+        "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
+    }  # fmt: skip
+    return tree_attention._attend, constants, kinds
+
+
+def merge(dtype, dim):
+    constants = {"DIM": dim, "BLOCK_DIM": dim, "BLOCK_S": 64, "SILU": False}
+    kinds = {
+        "parts": "*fp32",
+        "lse": "*fp32",
+        "out": "*" + dtype,
+        "num_rows": "i32",
+        "num_splits": "i32",
+    }
+    return tree_attention._merge, constants, kinds
+
+
+def acceptance(dtype, kinds_of_nodes):
+    sizes = {"LANES": accept.LANES, "TILE": accept.TILE}
+    floats = dict.fromkeys(["logits", "p", "q", "residuals"], "*" + dtype)
+    small = dict.fromkeys(["vocabulary", "tiles_per_split", "num_splits", "max_depth"], "i32")
+    yield accept.choose_kernel, sizes, {
+        **floats, **small, "temperatures": "*fp32", "values": "*fp32", "tokens": "*i32"
+    }  # fmt: skip
+    yield accept.walk_kernel, {
+        "BLOCK_SPLITS": 32, "BLOCK_NODES": accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
+    }, {**small, "values": "*fp32", "choices": "*i32"}  # fmt: skip
+    yield accept.drawn_kernel, {
+        **sizes, "TILES": accept.BLOCK_TILES, "HAS_KINDS": kinds_of_nodes
+    }, {**dict.fromkeys(["p", "q", "residuals"], "*fp32"), **small}  # fmt: skip
+
+
+def small_kernels(dtype):
+    pool = dict.fromkeys(["keys", "values"], "*" + dtype)
+    yield path_move.move_kernel, {
+        "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
+    }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
+    yield rope_write.rope_kernel, {
+        "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64
+    }, {
+        **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
+    }  # fmt: skip
+    yield grouped_rms_norm.norm_kernel, {"SIZE": 2560, "BLOCK": 4096}, {
+        **dict.fromkeys(["x", "weight", "out"], "*" + dtype), "eps": "fp32",
+        "row_stride": "i32", "group_stride": "i32",
+    }  # fmt: skip
+    yield head_topk.head_kernel, {
+        "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.BLOCK_ROWS,
+        "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
+    }, {
+        "hidden": "*" + dtype, "weight": "*" + dtype, "best": "*fp32", "tokens": "*i32",
+        "lse": "*fp32", "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
+    }  # fmt: skip
+
+
+def trie(dtype, kind, normalized):
+    arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
+    constants = {"BLOCK": 256, "FILTER": kind.value, "STEPS": 10, "NORMALIZED": normalized}
+    return trie_topk.children_kernel, constants, {
+        **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
+        "normalizers": "*fp32",
+        **dict.fromkeys(["beams", "num_codes", "width", "filter_size"], "i32"),
+    }  # fmt: skip
+
+
+def forms(capability):
+    """All of them on the newest target, one of each kernel on the older."""
+    yield attention("bf16", 128, 4)
+    yield attention("bf16", 256, 2, limits=True)
+    yield merge("bf16", 128)
+    yield from acceptance("bf16", True)
+    yield from small_kernels("bf16")
+    yield trie("bf16", trie_topk.EXCLUDED, False)
+    if capability >= 90:
+        yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
+        yield attention("fp16", 80, 3, shared=True)
+        yield attention("fp32", 32, 1)
+        yield attention("bf16", 96, 8, silu=True)
+        yield from acceptance("fp32", False)
+        yield trie("fp32", trie_topk.ALLOWED, True)
+        yield trie("bf16", trie_topk.NO_FILTER, False)
+
+
+def main():
+    capability = int(sys.argv[1])
+    for kernel, constants, kinds in forms(capability):
+        began = time.perf_counter()
+        signature = {
+            name: "constexpr" if name in constants else kinds.get(name, "*i64")
+            for name in kernel.arg_names
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constants)
+        options = {"enable_fp_fusion": "accept" not in kernel.__module__}
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        code = built.asm["ptx"]
+        shared = built.metadata.shared
+        assert len(built.asm["cubin"]) > 1000
+        assert shared <= SHARED[capability], f"{kernel.__name__} {constants}: {shared} bytes shared"
+        if not options["enable_fp_fusion"]:
+            assert "fma.rn.f32" not in code, f"{kernel.__name__}: a fused multiply-add rounds once"
+        seconds = time.perf_counter() - began
+        print(f"compiled {kernel.__name__} sm_{capability}: {shared} B shared, {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

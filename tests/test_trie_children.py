@@ -1,0 +1,165 @@
+"""One level of beam search: against a plain loop, against the engine's own step, and in Triton."""
+
+import math
+
+import pytest
+import torch
+from test_trie import CATALOGUES, draw_codes
+
+from recserve.core.beams import Beams, nothing_scored
+from recserve.core.filtering import LeafFilter
+from recserve.core.selection import keep_best
+from recserve.kernels.trie import build_trie
+from recserve.kernels.trie_children import best_children, leaf_bits, level_widths, popcount
+
+DEAD = float("-inf")
+
+
+def build(codes):
+    sizes = tuple(int(codes[:, level].max()) + 1 for level in range(codes.shape[1]))
+    return build_trie(codes, sizes)
+
+
+def draw_level(trie, level, batch, width, seed=0, coarse=False):
+    """Beams of one level: distinct nodes, some of them dead; logits of the level's codes."""
+    g = torch.Generator().manual_seed(seed)
+    start, stop = trie.level_starts[level], trie.level_starts[level + 1]
+    width = min(width, stop - start)
+    nodes = torch.stack([torch.randperm(stop - start, generator=g)[:width] for _ in range(batch)])
+    log_probs = -torch.rand(batch, width, generator=g) * 5
+    logits = torch.randn(batch * width, trie.codebook_sizes[level], generator=g)
+    if coarse:
+        log_probs, logits = log_probs.round(), logits.round()
+    dead = torch.rand(batch, width, generator=g) < 0.2
+    dead[:, 0] = False
+    return (nodes + start).masked_fill(dead, 0), log_probs.masked_fill(dead, DEAD), logits
+
+
+def draw_filters(trie, batch, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    allowed = torch.rand(batch, trie.num_items, generator=g) < 0.4
+    count = max(trie.num_items // 3, 1)
+    ranks = [
+        torch.randperm(trie.num_items, generator=g)[:count].sort().values for _ in range(batch)
+    ]
+    excluded = torch.stack(ranks)
+    excluded[0, 1:] = trie.num_items
+    return allowed, excluded.int()
+
+
+def plain(trie, nodes, log_probs, logits, keep, allowed):
+    """Child by child."""
+    answer = []
+    for b in range(nodes.shape[0]):
+        found = []
+        for w in range(nodes.shape[1]):
+            if log_probs[b, w] == DEAD:
+                continue
+            node = int(nodes[b, w])
+            children = range(int(trie.first_child[node]), int(trie.first_child[node + 1]))
+            row = logits[b * nodes.shape[1] + w].double()
+            total = math.log(sum(math.exp(row[int(trie.node_codes[c])]) for c in children))
+            for c in children:
+                if bool(allowed[b, int(trie.first_leaf[c]) : int(trie.last_leaf[c])].any()):
+                    score = float(log_probs[b, w]) + float(row[int(trie.node_codes[c])]) - total
+                    found.append((-score, c, w))
+        answer.append(sorted(found)[:keep])
+    return answer
+
+
+@pytest.mark.parametrize("form", ["all", "allowed", "excluded"])
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+def test_best_children_are_those_of_a_plain_loop(codes, form):
+    trie = build(codes)
+    for level, width in enumerate(level_widths(trie)):
+        nodes, log_probs, logits = draw_level(trie, level, 3, 9, seed=level)
+        allowed, excluded = draw_filters(trie, 3, seed=level)
+        options = {}
+        if form == "allowed":
+            options["allowed"] = leaf_bits(allowed)
+        elif form == "excluded":
+            options["excluded"] = excluded
+            allowed = torch.ones_like(allowed)
+            for b in range(3):
+                allowed[b, excluded[b][excluded[b] < trie.num_items].long()] = False
+        else:
+            allowed = torch.ones_like(allowed)
+        got = best_children(trie, nodes, log_probs, logits, width, 6, **options)
+        for b, expected in enumerate(plain(trie, nodes, log_probs, logits, 6, allowed)):
+            alive = got.log_probs[b] > DEAD
+            assert got.nodes[b][alive].tolist() == [c for _, c, _ in expected]
+            assert got.parents[b][alive].tolist() == [w for _, _, w in expected]
+            scores = torch.tensor([-s for s, _, _ in expected])
+            torch.testing.assert_close(got.log_probs[b][alive], scores, rtol=1e-5, atol=1e-5)
+            assert (got.nodes[b][~alive] == 0).all()
+
+
+def test_equals_the_engine_s_step_ties_included():
+    """core/selection.keep_best over the same totals; coarse scores, so that many are equal."""
+    trie = build(draw_codes(300, (8, 8, 8)))
+    nodes, log_probs, logits = draw_level(trie, 1, 2, 8, coarse=True)
+    logits[:] = 0.0
+    got = best_children(trie, nodes, log_probs, logits, level_widths(trie)[1], 20)
+    children = trie.children(nodes.flatten())
+    gain = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
+    total = (log_probs.flatten()[:, None] + gain.log_softmax(-1)).masked_fill(~children.valid, DEAD)
+    hidden = torch.zeros(2, 4)
+    beams = Beams(
+        (), (None, None), trie, 1, nodes, log_probs, nodes[..., None], nodes, hidden,
+        nothing_scored(hidden), torch.zeros(2),
+    )  # fmt: skip
+    kept = keep_best(beams, children.nodes.view(2, -1), total.view(2, -1), [20, 20])
+    torch.testing.assert_close(got.log_probs, kept.log_probs)
+    order = torch.argsort(kept.nodes + (-kept.log_probs.double()).round(decimals=3) * 1e6, dim=1)
+    assert torch.equal(got.nodes, kept.nodes.gather(1, order))
+    assert torch.equal(got.parents, kept.parents.gather(1, order))
+
+
+def test_counts_of_allowed_leaves():
+    g = torch.Generator().manual_seed(0)
+    for items in (1, 31, 32, 33, 500):
+        allowed = torch.rand(2, items, generator=g) < 0.5
+        ranks = torch.arange(items + 1).expand(2, -1)
+        expected = torch.cat([torch.zeros(2, 1, dtype=torch.int64), allowed.cumsum(1)], 1)
+        assert torch.equal(leaf_bits(allowed).before(ranks).long(), expected)
+        filters = [LeafFilter(None, row) for row in expected]
+        assert int(filters[0].remaining(torch.tensor(0), torch.tensor(items))) == allowed[0].sum()
+    words = torch.tensor([0, -1, 1, -(2**31), 0x12345678], dtype=torch.int32)
+    assert popcount(words).tolist() == [0, 32, 1, 1, 13]
+
+
+def test_both_filters_at_once_are_refused():
+    trie = build(CATALOGUES["drawn"])
+    nodes, log_probs, logits = draw_level(trie, 0, 1, 1)
+    allowed, excluded = draw_filters(trie, 1)
+    with pytest.raises(ValueError, match="clear the excluded"):
+        best_children(
+            trie, nodes, log_probs, logits, 8, 2, excluded=excluded, allowed=leaf_bits(allowed)
+        )
+
+
+@pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+def test_triton_matches_torch(codes, form, monkeypatch):
+    import triton_interpreter  # noqa: F401
+
+    from recserve.kernels import trie_topk
+
+    trie = build(codes)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(2**62))
+    for level, width in enumerate(level_widths(trie)):
+        nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
+        allowed, excluded = draw_filters(trie, 2, seed=level)
+        options = {
+            "children": {},
+            "normalized": {"normalizers": logits.logsumexp(-1)},
+            "allowed": {"allowed": leaf_bits(allowed)},
+            "excluded": {"excluded": excluded},
+        }[form]
+        arguments = (trie, nodes, log_probs, logits, width, 12)
+        expected = best_children(*arguments, **options)
+        got = trie_topk.best_children(*arguments, **options)
+        torch.testing.assert_close(got.log_probs, expected.log_probs)
+        assert torch.equal(got.nodes, expected.nodes)
+        assert torch.equal(got.parents, expected.parents)
