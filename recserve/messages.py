@@ -148,7 +148,9 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
-    """score: sum of log-probabilities over the levels; None where `source` is not `model`."""
+    """score: sum of log-probabilities over the levels (`parallel`: their mean); None where `source`
+    is not `model`.
+    """
 
     item_id: str
     score: float | None

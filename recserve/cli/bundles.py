@@ -99,7 +99,8 @@ def evaluate(
         Literal["valid", "test"], typer.Option(help="The last event but one, or the last.")
     ] = "test",
     strategy: Annotated[
-        str, typer.Option(help="auto, beam, dense; sasrec for the baseline.")
+        str,
+        typer.Option(help="auto, beam, parallel, exhaustive, dense; sasrec for the baseline."),
     ] = "auto",
     k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
     beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,
