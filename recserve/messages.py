@@ -153,8 +153,8 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
-    """score: sum of log-probabilities over the levels, or with `dense` a scaled cosine; None where
-    `source` is not `model`.
+    """score: sum of log-probabilities over the levels (`parallel`: their mean), with `dense` a
+    scaled cosine; None where `source` is not `model`.
     """
 
     item_id: str

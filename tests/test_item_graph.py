@@ -45,7 +45,7 @@ def test_neighbours_are_the_most_similar_items(items, edges):
 def test_short_vectors_and_an_inverted_file_miss_little(monkeypatch):
     """Wide code embeddings cut to an eighth, and an index that reads a part of its lists."""
     codes, books = catalogue(4000, sizes=(16,) * 8, dim=64)
-    monkeypatch.setattr(item_graph, "SHORT_DIM", 64)
+    monkeypatch.setattr(item_graph, "SHORT_DIM", 96)
     monkeypatch.setattr(item_graph, "EXACT_ITEMS", 100)
     links = link_items(codes, books, 10)
     total = np.zeros((4000, 4000), dtype=np.float32)
@@ -129,8 +129,9 @@ def plain_search(graph, log_probs, tokens, seeds, usable, k, width, steps):
 
     add([r for r in seeds if r >= 0] + graph.entries.tolist())
     add(range(graph.num_items, len(tokens)))
-    for _ in range(steps):
-        best = sorted(scores, key=lambda r: (-scores[r], r))[:width]
+    for step in range(steps):
+        followed = max(width // 2 ** (steps - 1 - step), 1)
+        best = sorted(scores, key=lambda r: (-scores[r], r))[:followed]
         known = [r for r in best if r < graph.num_items]
         add({n for r in known for n in graph.neighbours[r].tolist() if n >= 0})
     return sorted((r for r in scores if usable[r]), key=lambda r: (-scores[r], r))[:k], len(scores)

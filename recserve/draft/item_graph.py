@@ -19,7 +19,7 @@ from recserve.core.request import RecommendRequest
 from recserve.kernels.item_graph import search
 from recserve.kernels.item_scores import NOTHING, best_of_all
 
-STEPS = 4
+STEPS = 3
 LATEST = 8
 
 
@@ -93,5 +93,5 @@ def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[
 
 
 def _width(request: RecommendRequest) -> int:
-    """Items followed in a step: as many as a beam search would keep."""
+    """Items followed in the last step: as many as a beam search would keep."""
     return max(request.beam_width, request.k)

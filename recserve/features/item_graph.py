@@ -2,8 +2,9 @@
 
 Similarity is the mean over levels of the cosine of the code embeddings (RPG, KDD 2025, section
 3.3), which is the inner product of the items' code embeddings, laid end to end. Those vectors are
-too wide to keep for every item, so each level is turned onto its main axes and cut; what an index
-finds among the short vectors is then put in order by the exact similarity.
+too wide to keep for every item, so they are cut to their main axes, first each level's, then those
+of all levels together; what an index finds among the short vectors is then put in order by the
+exact similarity.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-EDGES = 32
+EDGES = 64
+WIDE_DIM = 1024
 SHORT_DIM = 256
+SAMPLE = 16_384
 EXACT_ITEMS = 32_768
 PROBES = 32
 MARGIN = 3
@@ -91,7 +94,7 @@ def link_items(
     if edges < 1:
         raise ValueError(f"edges is {edges}; expected at least 1")
     books = [_unit(book) for book in codebooks]
-    vectors = _short_vectors(codes, books)
+    vectors = _short_vectors(codes, books, seed)
     entries = _entries(vectors, seed)
     edges = min(edges, items - 1)
     if not edges:
@@ -107,16 +110,31 @@ def _unit(book: np.ndarray) -> np.ndarray:
     return np.asarray(book / np.where(length > 0, length, 1), dtype=np.float32)
 
 
-def _short_vectors(codes: np.ndarray, books: list[np.ndarray]) -> np.ndarray:
-    """[I, at most 256] float32: each level on the axes that carry most of its codes as used."""
-    size = max(1, SHORT_DIM // len(books))
-    parts = []
+def _short_vectors(codes: np.ndarray, books: list[np.ndarray], seed: int) -> np.ndarray:
+    """[I, at most 256] float32: the items' code embeddings end to end, on their main axes."""
+    size = max(1, WIDE_DIM // len(books))
+    wide = []
     for level, book in enumerate(books):
         used = np.bincount(codes[:, level], minlength=len(book)).astype(np.float32)
-        spread = (book * used[:, None]).T @ book
-        axes = np.linalg.eigh(spread)[1][:, ::-1][:, :size]
-        parts.append((book @ axes)[codes[:, level]])
-    return np.ascontiguousarray(np.concatenate(parts, axis=1), dtype=np.float32)
+        wide.append(book @ _main_axes((book * used[:, None]).T @ book, size))
+    sample = np.random.default_rng(seed).permutation(len(codes))[:SAMPLE]
+    some = _end_to_end(codes[sample], wide)
+    axes = _main_axes(some.T @ some, SHORT_DIM)
+    short = np.empty((len(codes), axes.shape[1]), dtype=np.float32)
+    for start in range(0, len(codes), CHUNK):
+        part = slice(start, start + CHUNK)
+        short[part] = _end_to_end(codes[part], wide) @ axes
+    return short
+
+
+def _end_to_end(codes: np.ndarray, books: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([book[codes[:, level]] for level, book in enumerate(books)], axis=1)
+
+
+def _main_axes(products: np.ndarray, count: int) -> np.ndarray:
+    """[n, count] eigenvectors of the largest eigenvalues. products: [n, n], symmetric."""
+    axes: np.ndarray = np.linalg.eigh(products)[1][:, ::-1][:, :count]
+    return axes
 
 
 def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:

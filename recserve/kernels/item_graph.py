@@ -1,9 +1,8 @@
 """Search over a graph of similar items: the best items of a request while few of them are scored.
 
-From its seeds a request goes `steps` times to the neighbours of the best `width` items that it has
-scored so far. Many requests move together in tensors of fixed shape; what an item costs is one look
-at a table for each level. Source: RPG (KDD 2025, section 3.3); seeds are given here instead of
-drawn.
+From its seeds a request goes `steps` times to the neighbours of the best items that it has scored
+so far. Many requests move together in tensors of fixed shape; what an item costs is one look at a
+table for each level. Source: RPG (KDD 2025, section 3.3); seeds are given here instead of drawn.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ def search(
     log_probs: [B, V] of each token at its own level. item_tokens: [I', L], I' >= I: items that the
     graph does not know are seeds of every request. seeds: [B, s] item rows, -1 where there is none;
     the graph's entries are added. usable: [B, I'] bool, None: all; what is not usable is walked
-    through but never returned. width: items that are followed in a step.
+    through but never returned. width: items that are followed in the last step; in each one before
+    it half as many as in the next.
     """
     batch, device = log_probs.shape[0], log_probs.device
     unknown = torch.arange(graph.num_items, item_tokens.shape[0], device=device)
@@ -81,10 +81,12 @@ def search(
             keys = keys.masked_fill(~usable.gather(1, rows), NOTHING)
         best = _top(torch.cat([best, keys], dim=1), k)
         if step < steps:
-            alive = (followed != NOTHING)[..., None]
-            known = rows_of(followed).clamp_(max=graph.num_items - 1)
-            alive = alive & (rows_of(followed) < graph.num_items)[..., None]
-            rows = torch.where(alive, graph.neighbours[known].long(), -1).flatten(1)
+            # What is known of a request grows with each step, and so does what it may cost.
+            ahead = followed[:, : max(width >> (steps - 1 - step), 1)]
+            known = rows_of(ahead)
+            linked = (ahead != NOTHING) & (known < graph.num_items)
+            near = graph.neighbours[torch.where(linked, known, 0)].long()
+            rows = torch.where(linked[..., None], near, -1).flatten(1)
     return Search(best, scored.sum(1))
 
 

@@ -134,7 +134,7 @@ def train_drafter(
     """Train the self-draft head of the bundle's recommender and record it in the bundle, as
     `drafters/` and the name in the options.
 
-    Raises BundleError if no recommender was trained.
+    Raises BundleError if no recommender was trained, or one that has no beam search.
     """
     recipe = recipe or RECIPES[options.name]
     section = f"drafters/{options.name}"
@@ -146,6 +146,8 @@ def train_drafter(
     target = load_recommender(
         bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors), device
     )
+    if not target.config.autoregressive:
+        raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
     target.requires_grad_(False)
     trie = build_trie(codes, target.config.codebook_sizes)
     train = events.leave_one_out().train
