@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 
@@ -37,7 +37,7 @@ class RecommendRequest:
     """
 
     root: Root
-    trie: Trie
+    trie: AnyTrie
     k: int
     beam_width: int
     strategy: Literal["beam", "speculative"] = "beam"
@@ -52,7 +52,7 @@ class LikelihoodRequest:
     """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
 
     root: Root
-    trie: Trie
+    trie: AnyTrie
     rows: np.ndarray
     deadline_s: float | None = None
 

@@ -33,7 +33,7 @@ def likely_prefixes(
             return torch.cat(found)
         beams = _expand(beams, states, roots, head, widths, needed)
         states = states.gather(1, beams.parents[..., None].expand(-1, -1, states.shape[-1]))
-        tokens = level_offsets[beams.level - 1] + beams.trie.node_codes[beams.nodes]
+        tokens = level_offsets[beams.level - 1] + beams.trie.codes_of(beams.nodes)
         states = head.step(beams.level - 1, states.flatten(0, 1), tokens.flatten())
         states = states.view(*beams.nodes.shape, -1)
 
@@ -44,7 +44,7 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead, level_offsets: Tensor) -
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
         nodes = beams.paths[..., level].flatten()
-        state = head.step(level, state, level_offsets[level] + beams.trie.node_codes[nodes])
+        state = head.step(level, state, level_offsets[level] + beams.trie.codes_of(nodes))
     return state.view(batch, width, -1)
 
 

@@ -229,15 +229,18 @@ class Recommender(nn.Module):
         """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
         return F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
 
-    def dense_scores(self, hidden: Tensor) -> Tensor:
-        """Log-probability of every bound item: hidden [n, E] -> [n, I] float32.
+    def dense_scores(self, hidden: Tensor, num_items: int | None = None) -> Tensor:
+        """Log-probability of the first `num_items` bound items (None: all of them).
+
+        hidden [n, E] -> [n, I] float32.
 
         Raises ValueError if the model has no dense head.
         """
         if not self.config.dense_head:
             raise ValueError("this recommender was trained without a dense head")
         query = self.dense_query_rows(hidden)
-        return F.linear(query, self.dense_item_rows().to(query.dtype)).float().log_softmax(-1)
+        items = self.dense_item_rows()[:num_items].to(query.dtype)
+        return F.linear(query, items).float().log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
         """As nn.Module.train; forgets the item table that eval mode keeps."""
