@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recserve.features.cross_features import CROSS_COLUMNS, Contexts, cross_features
+from recserve.features.cross_features import CROSS_COLUMNS, Contexts, UserSide, cross_features
 from recserve.features.event_features import HOUR, UserEvents
 from recserve.features.events import EventLog
 from recserve.features.items import ItemTable
@@ -243,7 +243,7 @@ def test_cross_features_match_arithmetic_by_hand() -> None:
     events = np.array(history)
     contexts = Contexts.of(events, np.ones(events.size), np.array([events.size]))
     candidates = np.array([0, 4, 9, 13, 39])
-    found = cross_features(tables, contexts, np.zeros(5, np.int64), candidates)
+    found = cross_features(tables, UserSide.of(tables, contexts), np.zeros(5, np.int64), candidates)
     for row, values in zip(candidates.tolist(), found, strict=True):
         for name, expected in by_hand(tables, log, history, row).items():
             got = values[CROSS_COLUMNS.index(name)]
@@ -257,11 +257,15 @@ def test_many_contexts_at_once_equal_one_at_a_time() -> None:
     noise = np.random.default_rng(6)
     owners = np.repeat(np.arange(4), sizes)
     candidates = noise.integers(0, NUM_ITEMS, owners.size)
-    together = cross_features(tables, Contexts.of(rows, values, lengths), owners, candidates)
+    together = cross_features(
+        tables, UserSide.of(tables, Contexts.of(rows, values, lengths)), owners, candidates
+    )
     for c, length in enumerate(lengths):
         part = owners == c
         one = Contexts.of(rows, values, np.array([length]))
-        alone = cross_features(tables, one, np.zeros(sizes[c], np.int64), candidates[part])
+        alone = cross_features(
+            tables, UserSide.of(tables, one), np.zeros(sizes[c], np.int64), candidates[part]
+        )
         np.testing.assert_allclose(together[part], alone, atol=1e-5)
 
 
@@ -282,8 +286,8 @@ def test_own_event_taken_back_equals_tables_that_never_saw_it() -> None:
         contexts = Contexts.of(history, np.ones(history.size), np.array([history.size]))
         owner, row = np.zeros(1, np.int64), log.item_rows[last : last + 1].astype(np.int64)
         own = log.values[last : last + 1]
-        back = cross_features(tables, contexts, owner, row, own)
-        never = cross_features(without, contexts, owner, row)
+        back = cross_features(tables, UserSide.of(tables, contexts), owner, row, own)
+        never = cross_features(without, UserSide.of(without, contexts), owner, row)
         names = [
             "log_count",
             "cooccurrence",
@@ -294,7 +298,7 @@ def test_own_event_taken_back_equals_tables_that_never_saw_it() -> None:
         for name in names:
             at = CROSS_COLUMNS.index(name)
             assert back[0, at] == pytest.approx(never[0, at], abs=1e-5), name
-        assert (cross_features(tables, contexts, owner, row) != never).any()
+        assert (cross_features(tables, UserSide.of(tables, contexts), owner, row) != never).any()
 
 
 def test_conversions_come_from_types_then_values_then_not_at_all() -> None:

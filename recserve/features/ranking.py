@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.features.cross_features import CROSS_COLUMNS, Contexts, cross_features
+from recserve.features.cross_features import CROSS_COLUMNS, Contexts, UserSide, cross_features
 from recserve.features.encoding import window_start
 from recserve.features.event_features import (
     EVENT_COLUMNS,
@@ -130,12 +130,14 @@ def candidate_columns(
     rows: np.ndarray,
     shown_at: np.ndarray | None = None,
     given: Mapping[str, np.ndarray] | None = None,
+    user: UserSide | None = None,
 ) -> RankingCandidates:
     """Candidates of one request.
 
     rows: [M] item rows. shown_at [M] int64: time of exposure in the unit of the events' times; a
     candidate sees profile, long history and the recent events before that time; None: all events.
     given: numeric side information by name, [M] each, NaN where the catalogue's own value holds.
+    user: of `user_side` for this root, where the caller kept it; read only without shown_at.
     Raises ValueError for an unknown row or name, or columns that differ in length.
     """
     rows = np.asarray(rows, dtype=np.int64)
@@ -144,14 +146,17 @@ def candidate_columns(
         if column is not None and len(column) != rows.size:
             raise ValueError(f"{name} has {len(column)} entries for {rows.size} candidates")
     limits = np.full(rows.size, len(root), dtype=np.int64)
-    if shown_at is not None:
+    if shown_at is None:
+        side = user_side(tables, root) if user is None else user
+        cross = cross_features(tables, side, np.zeros_like(rows), rows)
+    else:
         recent_times = root.events.times[root.shared - 1 :]
         limits = root.shared + np.searchsorted(recent_times, shown_at, side="left")
-    lengths, owners = np.unique(limits - 1, return_inverse=True)
-    order = np.argsort(owners, kind="stable") if lengths.size > 1 else slice(None)
-    contexts = Contexts.of(root.events.rows, root.events.values, lengths)
-    cross = np.empty((rows.size, len(CROSS_COLUMNS)), dtype=np.float32)
-    cross[order] = cross_features(tables, contexts, owners[order], rows[order])
+        lengths, owners = np.unique(limits - 1, return_inverse=True)
+        side = _side(tables, root, lengths)
+        order = np.argsort(owners, kind="stable")
+        cross = np.empty((rows.size, len(CROSS_COLUMNS)), dtype=np.float32)
+        cross[order] = cross_features(tables, side, owners[order], rows[order])
     last = np.zeros(rows.size, dtype=np.int64)
     if len(root.events):
         last = root.events.times[(limits - 2).clip(min=0)]
@@ -159,6 +164,11 @@ def candidate_columns(
     columns = candidate_rows(tables, rows, limits, cross, moments)
     _override(columns.dense, tables.settings, given or {})
     return RankingCandidates(columns, limits)
+
+
+def user_side(tables: RankingTables, root: RankingRoot) -> UserSide:
+    """What candidates without a moment of exposure share: everything the user did is known."""
+    return _side(tables, root, np.array([len(root) - 1]))
 
 
 def candidate_rows(
@@ -200,6 +210,11 @@ def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
 def visible_rows(root: RankingRoot) -> np.ndarray:
     """[n] int64, how many root rows each sees: the shared ones each other, recent ones causally."""
     return np.maximum(np.arange(1, len(root) + 1), root.shared)
+
+
+def _side(tables: RankingTables, root: RankingRoot, lengths: np.ndarray) -> UserSide:
+    """One context for each number of events seen."""
+    return UserSide.of(tables, Contexts.of(root.events.rows, root.events.values, lengths))
 
 
 def _blank(n: int, settings: RankingSettings) -> Columns:

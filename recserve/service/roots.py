@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import Root
+from recserve.features.cross_features import UserSide
 from recserve.features.encoding import root_tokens, window_start
 from recserve.features.event_features import UserEvents
 from recserve.features.history import EVENT_TYPES
@@ -18,6 +19,7 @@ from recserve.features.ranking import (
     candidate_columns,
     root_columns,
     split_history,
+    user_side,
     window_columns,
 )
 from recserve.features.ranking_tables import RankingTables
@@ -68,7 +70,7 @@ class RankerRoots:
         self.tables = tables
         self.salt = salt
         self.device = device
-        self._kept: OrderedDict[bytes, RankingRoot] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[RankingRoot, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
     def root(
@@ -79,8 +81,8 @@ class RankerRoots:
         given: Mapping[str, np.ndarray],
     ) -> tuple[Root, NodeInputs, np.ndarray | None]:
         """The user's root, the candidates under it, and how much of it each may see (None: all)."""
-        columns = self._columns(history)
-        branches = candidate_columns(self.tables, columns, rows, shown_at, given)
+        columns, user = self._kept_of(history)
+        branches = candidate_columns(self.tables, columns, rows, shown_at, given, user)
         root = Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
         limits = None if shown_at is None else branches.root_limits
         return root, self._inputs(branches.columns.arrays()), limits
@@ -94,8 +96,8 @@ class RankerRoots:
             columns = window_columns(self.tables, events.slice(0, stop), start, split, self.salt)
             yield columns.keys, columns.shared
 
-    def _columns(self, history: History) -> RankingRoot:
-        """The root's columns, kept for users who come back before they do anything new."""
+    def _kept_of(self, history: History) -> tuple[RankingRoot, UserSide]:
+        """What does not depend on the candidates, for users who come back before they act."""
         events = self._events(history)
         key = b"".join((events.rows.data, events.times.data, events.types.data, events.values.data))
         with self._lock:
@@ -103,11 +105,12 @@ class RankerRoots:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         columns = root_columns(self.tables, events, self.salt)
+        kept = columns, user_side(self.tables, columns)
         with self._lock:
-            self._kept[key] = columns
+            self._kept[key] = kept
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return columns
+        return kept
 
     def forget(self) -> None:
         """Drop all kept columns: nothing of a deleted user stays."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recserve.features.cross_features import Contexts, cross_features
+from recserve.features.cross_features import Contexts, UserSide, cross_features
 from recserve.features.event_features import UserEvents, moment_features
 from recserve.features.events import EventLog
 from recserve.features.ranking import (
@@ -128,7 +128,8 @@ class RankingData:
         own_values[:, 0] = self.train.values[where]
         owners = np.repeat(np.arange(rows.shape[0]), width)
         tables = self.folds[plan.fold]
-        cross = cross_features(tables, contexts, owners, rows.ravel(), own_values.ravel())
+        user = UserSide.of(tables, contexts)
+        cross = cross_features(tables, user, owners, rows.ravel(), own_values.ravel())
         settings = self.tables.settings
         # The moment is left out for half of the contexts: a request need not name one.
         moments = moment_features(settings, times, last, limits > 1)
