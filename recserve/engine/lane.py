@@ -242,7 +242,7 @@ class Lane:
             shared = torch.tensor([root.shared], device=inputs.tokens.device)
             tree = replace(tree, shared=shared)
         slots = sequence.root_slots
-        return Piece(tree, inputs, None, slots[start:], (slots[:start],))
+        return Piece(tree, inputs, None, slots[start:], (slots[:start],), prefill=True)
 
     def _keep_root(self, sequence: Sequence, states: Tensor) -> None:
         """The root is computed: remember its last state, and let others find it."""

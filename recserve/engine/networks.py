@@ -25,9 +25,11 @@ class RecommenderTrunk:
         self.dtype: torch.dtype = model.tokens.weight.dtype
         self.device: torch.device = model.tokens.weight.device
 
-    def hidden(self, inputs: NodeInputs, positions: Tensor, attend: Attend) -> Tensor:
-        """[Tq, E]."""
-        return self.model(inputs.tokens, positions, attend)  # type: ignore[no-any-return]
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """[Tq, E], or [R, E] of the given rows."""
+        return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]
 
 
 class RankerTrunk:
@@ -41,7 +43,9 @@ class RankerTrunk:
         self.dtype: torch.dtype = model.vector_projection.weight.dtype
         self.device: torch.device = model.vector_projection.weight.device
 
-    def hidden(self, inputs: NodeInputs, positions: Tensor, attend: Attend) -> Tensor:
-        """[Tq, E]."""
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """[Tq, E], or [R, E] of the given rows."""
         assert inputs.groups is not None
-        return self.model(self.model.embed(inputs), inputs.groups, attend)  # type: ignore[no-any-return]
+        return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]

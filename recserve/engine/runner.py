@@ -22,8 +22,10 @@ class Trunk(Protocol):
 
     activation: Activation
 
-    def hidden(self, inputs: NodeInputs, positions: Tensor, attend: Attend) -> Tensor:
-        """Packed rows to final hidden states [Tq, E]."""
+    def hidden(
+        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        """Packed rows to final hidden states [Tq, E], or [R, E] of the given rows [R]."""
         ...
 
 
@@ -32,6 +34,7 @@ class Piece:
     """Trees of some sequences, placed: what goes into a forward beside other pieces.
 
     slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
+    prefill: only the state of the last computed node is read; the others leave keys and values.
     """
 
     tree: TokenTree
@@ -39,6 +42,12 @@ class Piece:
     queries: Tensor | None
     slots: Tensor
     root_slots: tuple[Tensor, ...]
+    prefill: bool = False
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states that the forward gives back."""
+        return 1 if self.prefill else len(self.inputs)
 
 
 class Runner:
@@ -49,7 +58,7 @@ class Runner:
         self.pool = pool
 
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
-        """Hidden states of the computed nodes of each piece, [Tq, E] each."""
+        """Hidden states of each piece: all computed nodes [Tq, E]; the last [1, E] of a prefill."""
         batch = pack(pieces)
         attention = dispatch.tree_attention(batch, self.trunk.activation)
         slots, pool = batch.query_slots(), self.pool
@@ -59,8 +68,21 @@ class Runner:
             return attention(query, key, value, pool.keys[layer], pool.values[layer])
 
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.trunk.hidden(inputs, batch.positions(), attend)
-        return list(torch.split(hidden, [len(piece.inputs) for piece in pieces]))
+        hidden = self.trunk.hidden(inputs, batch.positions(), attend, _wanted(pieces, slots.device))
+        return list(torch.split(hidden, [piece.num_states for piece in pieces]))
+
+
+def _wanted(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
+    """Rows whose hidden states are read; None: all."""
+    if not any(piece.prefill for piece in pieces):
+        return None
+    rows: list[int] = []
+    start = 0
+    for piece in pieces:
+        stop = start + len(piece.inputs)
+        rows += [stop - 1] if piece.prefill else range(start, stop)
+        start = stop
+    return torch.tensor(rows, device=device)
 
 
 def pack(pieces: Seq[Piece]) -> TreeBatch:

@@ -63,8 +63,10 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, size, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, layer: int, attend: Attend) -> Tensor:
-        """x [..., T, E] -> [..., T, E]."""
+    def forward(
+        self, x: Tensor, rope: Rope, layer: int, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """x [..., T, E] -> [..., T, E], or [..., R, E] of the given rows [R]."""
         c = self.config
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, c.head_dim))
         turned, value = qkv.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=-2)
@@ -73,6 +75,8 @@ class DecoderLayer(nn.Module):
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
         mixed = attend(layer, query, key, value).flatten(-2)
+        if rows is not None:
+            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
         x = x + self._dropout(self.output(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self._dropout(self.down(F.silu(gate) * up))
@@ -93,14 +97,18 @@ class Decoder(nn.Module):
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
         self._frequencies = config.rope_theta**-exponents
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
         """Embedded tokens to final hidden states.
 
-        x: [..., T, E]. positions: [..., T] int, broadcast against x. Returns [..., T, E], final
-        norm applied.
+        x: [..., T, E]. positions: [..., T] int, broadcast against x. rows [R]: the tokens whose
+        states are wanted, None: all; the others stop at the last layer's keys and values. Returns
+        [..., T, E] or [..., R, E], final norm applied.
         """
         rope = Rope(positions, self._frequencies.to(x.device), x.dtype)
+        last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            x = layer(x, rope, number, attend)
+            x = layer(x, rope, number, attend, rows if number == last else None)
         hidden: Tensor = self.norm(x)
         return hidden

@@ -106,11 +106,16 @@ class RankerLayer(nn.Module):
             nn.Linear(inner, size), nn.SiLU(), nn.Dropout(config.dropout), nn.Linear(size, size)
         )
 
-    def forward(self, x: Tensor, groups: Tensor, layer: int, attend: Attend) -> Tensor:
-        """x [..., T, E], groups [..., T] -> [..., T, E]."""
+    def forward(
+        self, x: Tensor, groups: Tensor, layer: int, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """x [..., T, E], groups [..., T] -> [..., T, E], or [..., R, E] of the given rows [R]."""
         projected = F.silu(self.qkvu(self.input_norm(x, groups)))
         query, key, value, gate = projected.view(*x.shape[:-1], *self.shape).unbind(-3)
         mixed = (attend(layer, query, key, value) * gate).flatten(-2)
+        if rows is not None:
+            x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
+            groups = groups.index_select(-1, rows)
         update: Tensor = self.output(self.mixed_norm(mixed, groups))
         return x + update
 
@@ -213,10 +218,18 @@ class Ranker(nn.Module):
         projected: Tensor = self.vector_projection(F.embedding(rows, self.item_vectors))
         return ids * known[..., None] + projected
 
-    def forward(self, x: Tensor, groups: Tensor, attend: Attend) -> Tensor:
-        """x [..., T, E] embedded rows, groups [..., T] -> [..., T, E], final norm applied."""
+    def forward(
+        self, x: Tensor, groups: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """x [..., T, E] embedded rows, groups [..., T] -> [..., T, E], final norm applied.
+
+        rows [R]: the tokens whose states are wanted, None: all; [..., R, E] then.
+        """
+        last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            x = layer(x, groups, number, attend)
+            x = layer(x, groups, number, attend, rows if number == last else None)
+        if rows is not None:
+            groups = groups.index_select(-1, rows)
         hidden: Tensor = self.norm(x, groups)
         return hidden
 

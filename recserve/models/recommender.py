@@ -200,9 +200,11 @@ class Recommender(nn.Module):
                 x = torch.where(is_item[..., None], self.embed_items(rows), x)
         return F.dropout(x, self.config.decoder.dropout, self.training)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [..., T] -> hidden [..., T, E], final norm applied."""
-        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """tokens, positions [..., T] -> hidden [..., T, E], of `rows` alone where given."""
+        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows)
         return hidden
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
