@@ -134,7 +134,7 @@ def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     body = RecommendBody(user=UserRef(id=user), k=3)
     work = service._recommendations.begin(body, None, None)
     slate = work.future.result()
-    seen = service.runtime.snapshot.rows[seen_items(service, user)[0]]
+    seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
     wrong = type(slate)(
         np.array([slate.rows[0], seen, 10_000]), slate.scores, True, 1, slate.timing
     )

@@ -155,6 +155,12 @@ class Engine:
             for lane in self._lanes.values():
                 lane.cache.forget(keys, shared)
 
+    def forget_all(self) -> None:
+        """Drop every cached root."""
+        with self._stepping:
+            for lane in self._lanes.values():
+                lane.cache.clear()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the engine between two steps: what is submitted inside shares the next step."""
