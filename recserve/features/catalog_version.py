@@ -42,8 +42,8 @@ class CatalogVersion:
     num_rows: rows of bundle and tail. visible: item id to row, of items that may be answered.
     owners: bytes of a semantic id that the bundle lacks or that changed hands, to its row.
     keys [p] uint64 ascending, key_rows [p]: rows of changed items by item key, hidden ones too.
-    gone [g] ascending: rows that must not be answered; successors [g]: the row that came in their
-    place, -1: hidden. owning: rows of the tail that have their semantic id, ascending.
+    gone [g] ascending: rows that must not be answered; successors [g]: the row that came last in
+    their place (which may be hidden now), -1: none did. owning: rows of the tail that have their semantic id, ascending.
     record_rows ascending, record_places: rows with a record in the log. num_records: of the log.
     """
 
@@ -145,7 +145,7 @@ class CatalogVersion:
         if self.gone.size:
             at = np.minimum(np.searchsorted(self.gone, head), self.gone.size - 1)
             head = np.where(self.gone[at] == head, self.successors[at], head)
-            head = head[head >= 0]
+            head = head[(head >= 0) & ~np.isin(head, self.gone)]
         if head.size >= count or not self.num_tail:
             return head
         fresh = np.flatnonzero(self.learned < 0) + len(self.base)
@@ -156,14 +156,19 @@ def first_version(base: Catalog, rows: dict[str, int]) -> CatalogVersion:
     """The bundle's own catalogue. rows: item id to row."""
     log = RecordLog(base.items.attributes.schema)
     return CatalogVersion(
-        0,
-        base,
-        Tail(base),
-        log,
-        len(base),
-        RowMap(rows),
-        RowMap({}),
-        np.zeros(0, np.uint64),
-        *[NO_ROWS] * 6,
-        0,
+        number=0,
+        base=base,
+        tail=Tail(base),
+        log=log,
+        num_rows=len(base),
+        visible=RowMap(rows),
+        owners=RowMap({}),
+        keys=np.zeros(0, np.uint64),
+        key_rows=NO_ROWS,
+        gone=NO_ROWS,
+        successors=NO_ROWS,
+        owning=NO_ROWS,
+        record_rows=NO_ROWS,
+        record_places=NO_ROWS,
+        num_records=0,
     )

@@ -148,7 +148,7 @@ class _Edit:
         if not self.gone and not self.back:
             return old.gone, old.successors
         successors = old.successors
-        replaced = [pair for pair in self.gone.items() if pair[0] >= len(old.base)]
+        replaced = [(r, new) for r, new in self.gone.items() if r >= len(old.base) and new >= 0]
         if replaced:
             successors = successors.copy()
             for row, new in replaced:
@@ -166,7 +166,7 @@ def _merged(
     """Ascending keys and their values, with changes."""
     if not changes:
         return keys, values
-    new = np.fromiter(changes, kind, len(changes))
+    new: np.ndarray = np.fromiter(changes, kind, len(changes))
     order = np.argsort(new)
     new, said = new[order], np.fromiter(changes.values(), np.int64, len(changes))[order]
     at = np.searchsorted(keys, new)

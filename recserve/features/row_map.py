@@ -29,10 +29,10 @@ class RowMap(Generic[K]):
     def get_many(self, keys: Iterable[K]) -> list[int]:
         """Row of each key, -1 where there is none."""
         keys = list(keys)
-        found: Iterable[int] = map(self.base.get, keys, repeat(-1))  # type: ignore[arg-type]
+        found: Iterable[int] = map(self.base.get, keys, repeat(-1))
         for layer in (self.older, self.recent):
             if layer:
-                found = map(layer.get, keys, found)  # type: ignore[arg-type]
+                found = map(layer.get, keys, found)
         return list(found)
 
     def with_rows(self, changes: Mapping[K, int]) -> RowMap[K]:
