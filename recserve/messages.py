@@ -117,9 +117,10 @@ class EventBody(_Body, frozen=True, kw_only=True, gc=False):
 
 
 class EventsBody(_Body, frozen=True, kw_only=True):
-    """POST /v1/events."""
+    """POST /v1/events. warm: compute the users' roots now, so that their next answer is quick."""
 
     events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
+    warm: bool = False
     request_id: RequestId | None = None
 
 
@@ -254,11 +255,15 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 
 class EventsAnswer(Struct, frozen=True, kw_only=True):
-    """What became of each event."""
+    """What became of each event. warmed: roots under way; those the queue has no room for are not.
+
+    Fewer than users times models: the rest is computed when it is asked for.
+    """
 
     accepted: int
     duplicates: int
     rejected: list[Rejection]
+    warmed: int | UnsetType = UNSET
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):

@@ -71,7 +71,16 @@ class RankRequest:
     deadline_s: float | None = None
 
 
-Request = RecommendRequest | LikelihoodRequest | RankRequest
+@dataclass(frozen=True)
+class WarmRequest:
+    """Compute a root, so that the next request on it pays for its tree alone."""
+
+    root: Root
+    model: Literal["recommender", "ranker"]
+    deadline_s: float | None = None
+
+
+Request = RecommendRequest | LikelihoodRequest | RankRequest | WarmRequest
 
 
 @dataclass
@@ -121,7 +130,14 @@ class Scores:
     timing: Timing = field(default_factory=Timing)
 
 
-Result = Slate | Scores
+@dataclass(frozen=True)
+class Warmed:
+    """Answer to a WarmRequest."""
+
+    timing: Timing = field(default_factory=Timing)
+
+
+Result = Slate | Scores | Warmed
 
 
 class DeadlineExceeded(TimeoutError):

@@ -85,9 +85,12 @@ class RankerRoots:
         tables = _tables(snapshot)
         columns, user = self._kept_of(snapshot, history)
         branches = candidate_columns(tables, columns, rows, shown_at, given, user)
-        root = Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
         limits = None if shown_at is None else branches.root_limits
-        return root, self._inputs(branches.columns.arrays()), limits
+        return self._root(columns), self._inputs(branches.columns.arrays()), limits
+
+    def bare(self, snapshot: Snapshot, history: History) -> Root:
+        """The user's root alone."""
+        return self._root(self._kept_of(snapshot, history)[0])
 
     def keys(self, snapshot: Snapshot, history: History) -> Iterator[tuple[np.ndarray, int]]:
         """Keys and shared rows of every root that this history has had while it grew."""
@@ -113,6 +116,9 @@ class RankerRoots:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return kept
+
+    def _root(self, columns: RankingRoot) -> Root:
+        return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self) -> None:
         """Drop all kept columns: nothing of a deleted user stays."""

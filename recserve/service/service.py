@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+from msgspec import structs
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
@@ -61,6 +62,7 @@ from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
+from recserve.service.warming import Warming
 from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class Service:
             scorers["likelihood"] = LikelihoodScorer(roots)
         if scorers:
             self._rankings = Rankings(runtime, scorers)
+        self._warming = Warming(runtime, self._recommender_roots, self._ranker_roots)
         self._items = LiveItems(runtime, models, bundle, journal, ranking)
         self._items.replay()
 
@@ -242,9 +245,14 @@ class Service:
         self.runtime.engine.cancel(future)
 
     def add_events(self, body: EventsBody) -> EventsAnswer:
-        """Store events. Raises StoreUnavailable."""
+        """Store events, and compute roots anew where asked. Raises StoreUnavailable."""
         self._check_open()
-        return self.runtime.histories.add(body, self.runtime.snapshot)
+        answer = self.runtime.histories.add(body, self.runtime.snapshot)
+        if not body.warm:
+            return answer
+        refused = {rejection.index for rejection in answer.rejected}
+        users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
+        return structs.replace(answer, warmed=self._warming.warm(users))
 
     def history(self, user_id: str) -> HistoryAnswer:
         """A user's stored events. Raises StoreUnavailable or CorruptHistory."""
