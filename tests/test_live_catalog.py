@@ -85,7 +85,7 @@ def drawn(steps, seed):
             n for n in puts if n not in model.items or n in model.hidden or draw.random() < 0.4
         ]
         vectors = draw.standard_normal((len(fresh), 8)).astype(np.float32)
-        codes = assigner.assign(version, vectors, [version.known_row(n) for n in fresh])
+        codes = assigner.assign(version, vectors, version.known_rows(fresh))
         places = {n: (v, c) for n, v, c in zip(fresh, vectors, codes, strict=True) if c is not None}
         changes = []
         for name in puts:
@@ -119,7 +119,7 @@ def test_every_version_is_its_model_to_the_end(history):
         known = version.rows_of_keys(item_keys(list(model.items)))
         for name, row in zip(model.items, known.tolist(), strict=True):
             record, vector = model.items[name]
-            assert version.item_id(row) == name and version.known_row(name) == row
+            assert version.item_id(row) == name and version.known_rows([name]) == [row]
             assert version.record(row) == record
             assert np.array_equal(version.vectors[row], vector)
             assert version.is_gone(row) == (name in model.hidden)
@@ -187,6 +187,13 @@ def test_unknown_items_are_refused_before_anything_changes():
     with pytest.raises(ValueError, match="no item 'none'"):
         changed(version, 1, [], ["none"])
     assert not version.log.records and not version.tail.ids
+
+
+def test_two_ids_of_one_key_are_refused(monkeypatch):
+    (version, _), *_ = drawn(0, 0)
+    monkeypatch.setattr("recserve.features.catalog.item_key", lambda _: int(version.base.keys[3]))
+    with pytest.raises(ValueError, match="'other' and 'i3' have the same 64-bit key"):
+        version.known_rows(["i5", "other"])
 
 
 def test_a_full_neighbourhood_has_no_id_left():

@@ -50,7 +50,10 @@ class Changed:
         hidden = draw.permutation(sorted(owners.values()))[: len(owners) // 4].tolist()
         self.hidden = hidden
         gone = torch.tensor(sorted(superseded + hidden))
-        self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone)
+        # In two steps, as versions come: the second finds most of the way walked.
+        most = rows[: 2 * len(rows) // 3]
+        first = overlay_trie(self.base, codes[: len(most)], most, self.num_rows)
+        self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone, first)
         every = torch.tensor(sorted(owners))
         self.rebuilt = build_trie(
             every, sizes, torch.tensor([owners[tuple(c)] for c in every.tolist()]), self.num_rows

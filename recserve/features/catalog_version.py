@@ -8,13 +8,14 @@ versions live in one tail, records in one log; a version knows how far it reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from recserve.features.catalog import Catalog, item_key
+from recserve.features.catalog import Catalog, item_keys
 from recserve.features.item_records import ItemRecord, RecordLog
 from recserve.features.row_map import RowMap
 from recserve.features.row_tables import Extended, Growing
@@ -123,13 +124,24 @@ class CatalogVersion:
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, self.key_rows[at], rows)
 
-    def known_row(self, item_id: str) -> int:
-        """Row of an item, hidden or not; -1 where it is unknown."""
-        row = self.visible.get(item_id)
-        if row >= 0:
-            return row
-        row = int(self.rows_of_keys(np.array([item_key(item_id)], np.uint64))[0])
-        return row if row >= 0 and self.item_id(row) == item_id else -1
+    def known_rows(self, item_ids: Sequence[str]) -> list[int]:
+        """Row of each item, hidden or not; -1 where it is unknown.
+
+        Raises ValueError for an unknown item whose 64-bit key another item has.
+        """
+        rows = self.visible.get_many(item_ids)
+        lacking = [place for place, row in enumerate(rows) if row < 0]
+        if not lacking:
+            return rows
+        found = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
+        for place, row in zip(lacking, found.tolist(), strict=True):
+            if row >= 0 and self.item_id(row) != item_ids[place]:
+                raise ValueError(
+                    f"items {item_ids[place]!r} and {self.item_id(row)!r} have the same 64-bit "
+                    "key; choose another id"
+                )
+            rows[place] = row
+        return rows
 
     def is_gone(self, row: int) -> bool:
         """Whether a row must not be answered."""

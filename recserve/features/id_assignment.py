@@ -43,12 +43,14 @@ class IdAssigner:
             return []
         taken: set[bytes] = set()
         assigned: list[np.ndarray | None] = []
-        for codes, vector, row in zip(self.quantizer.encode(vectors), vectors, rows, strict=True):
+        encoded = self.quantizer.encode(vectors)
+        sharing = self.index.decode(encoded)
+        for number, (codes, vector, row) in enumerate(zip(encoded, vectors, rows, strict=True)):
             found = self._own(version, codes, row, taken)
             if found is None:
-                found = self._free(version, codes[None], taken)
+                found = self._free(version, codes, sharing[number], taken)
             if found is None:
-                found = self._free(version, self._nearby(codes, vector), taken)
+                found = self._near(version, codes, vector, taken)
             if found is not None:
                 taken.add(found.tobytes())
             assigned.append(found)
@@ -69,27 +71,32 @@ class IdAssigner:
         return own if mine == row or version.is_gone(mine) else None
 
     def _free(
-        self, version: CatalogVersion, prefixes: np.ndarray, taken: set[bytes]
+        self, version: CatalogVersion, codes: np.ndarray, rows: np.ndarray, taken: set[bytes]
     ) -> np.ndarray | None:
-        """The first free id under the first prefix [n, l] that has one."""
-        found = self.index.decode(prefixes)
-        for number, prefix in enumerate(prefixes):
-            rows = found[number]
-            owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
-            for code in range(self.room):
-                last = [code] if self.index.has_disambiguation else []
-                full = np.append(prefix, last).astype(np.uint16)
-                name = full.tobytes()
-                owner = version.owners.get(name)
-                owner = owners.get(name, -1) if owner < 0 else owner
-                if name not in taken and (owner < 0 or version.is_gone(owner)):
-                    return full
+        """The first free id of these codes. rows: of the bundle's items that have them."""
+        owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
+        for code in range(self.room):
+            last = [code] if self.index.has_disambiguation else []
+            full = np.append(codes, last).astype(np.uint16)
+            name = full.tobytes()
+            owner = version.owners.get(name)
+            owner = owners.get(name, -1) if owner < 0 else owner
+            if name not in taken and (owner < 0 or version.is_gone(owner)):
+                return full
         return None
 
-    def _nearby(self, codes: np.ndarray, vector: np.ndarray) -> np.ndarray:
-        """[C, l] the codes with each other last code, the nearest to the vector first."""
+    def _near(
+        self, version: CatalogVersion, codes: np.ndarray, vector: np.ndarray, taken: set[bytes]
+    ) -> np.ndarray | None:
+        """A free id of other last codes, the nearest to the vector first."""
         size = self.quantizer.codebook_sizes[-1]
         others = np.repeat(codes[None], size, axis=0)
         others[:, -1] = np.arange(size)
         distances = np.square(self.quantizer.decode(others) - vector).sum(1)
-        return np.ascontiguousarray(others[np.argsort(distances, kind="stable")])
+        others = others[np.argsort(distances, kind="stable")]
+        sharing = self.index.decode(others)
+        for number, near in enumerate(others):
+            found = self._free(version, near, sharing[number], taken)
+            if found is not None:
+                return found
+        return None

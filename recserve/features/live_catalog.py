@@ -29,18 +29,20 @@ def changed(
     Raises ValueError for a change without a vector of an item that has none, or a hidden item that
     is unknown.
     """
-    for change in changes:
-        item_id = change.record.item_id
-        if change.vector is None and version.known_row(item_id) < 0:
-            raise ValueError(f"item {item_id[:80]!r} is new and came without a vector")
-    for item_id in hidden:
-        if version.known_row(item_id) < 0:
+    rows = version.known_rows([*(change.record.item_id for change in changes), *hidden])
+    for change, row in zip(changes, rows, strict=False):
+        if change.vector is None and row < 0:
+            raise ValueError(
+                f"item {change.record.item_id[:80]!r} is new and came without a vector"
+            )
+    for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
+        if row < 0:
             raise ValueError(f"no item {item_id[:80]!r} in the catalogue")
     edit = _Edit(version)
-    for change in changes:
-        edit.put(change)
-    for item_id in hidden:
-        edit.hide(item_id)
+    for change, row in zip(changes, rows, strict=False):
+        edit.put(change, row)
+    for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
+        edit.hide(item_id, row)
     return edit.version(number)
 
 
@@ -79,10 +81,9 @@ class _Edit:
         self.fresh: list[int] = []
         self.records: dict[int, int] = {}
 
-    def put(self, change: ItemChange) -> None:
-        """Insert or update an item."""
+    def put(self, change: ItemChange, row: int) -> None:
+        """Insert or update an item. row: that it has, -1: none."""
         item_id = change.record.item_id
-        row = self.old.known_row(item_id)
         if change.vector is not None and change.codes is not None:
             row = self._new_row(item_id, row, change.vector, change.codes)
         elif self.old.is_gone(row):
@@ -92,10 +93,10 @@ class _Edit:
         self.records[row] = len(log.records)
         log.records.append(change.record)
 
-    def hide(self, item_id: str) -> None:
+    def hide(self, item_id: str, row: int) -> None:
         """Take an item out of all answers; histories that name it keep their meaning."""
         self.visible[item_id] = -1
-        self.gone[self.old.known_row(item_id)] = -1
+        self.gone[row] = -1
 
     def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
         row, tail = self.num_rows, self.old.tail

@@ -2,65 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from recserve.kernels.trie import Trie, lexicographic_order
-from recserve.kernels.trie_overlay import Grown, TrieOverlay
-
-
-@dataclass(frozen=True)
-class _Descent:
-    """How far m semantic ids are in the base already.
-
-    nodes [m, L + 1]: node of each prefix, -1 from where the base lacks it. depths [m]: codes of
-    the longest prefix there. before [m]: base leaves before the id.
-    """
-
-    nodes: Tensor
-    depths: Tensor
-    before: Tensor
+from recserve.kernels.trie_overlay import Descent, Grown, TrieOverlay
 
 
 def overlay_trie(
-    base: Trie, codes: Tensor, rows: Tensor, num_rows: int, gone: Tensor | None = None
+    base: Trie,
+    codes: Tensor,
+    rows: Tensor,
+    num_rows: int,
+    gone: Tensor | None = None,
+    earlier: TrieOverlay | None = None,
 ) -> TrieOverlay:
     """The base with further semantic ids.
 
     codes [n, L]: distinct semantic ids; where the base has one already, its item is replaced.
-    rows [n]: item row of each, base.num_rows .. num_rows - 1. gone [g]: rows of base or overlay
-    that must not be returned. Everything on the base's device.
+    rows [n]: item row of each, ascending, base.num_rows .. num_rows - 1. gone [g]: rows of base or
+    overlay that must not be returned. earlier: overlay of an earlier version, which spares the ids
+    it has the way down the base. Everything on the base's device.
     """
     codes, rows = codes.to(base.device, torch.int64), rows.to(base.device, torch.int64)
+    descent = _descent(base, codes, rows, earlier)
     order = lexicographic_order(codes, base.codebook_sizes)
-    codes, rows = codes[order], rows[order]
-    descent = _descend(base, codes)
-    there = descent.depths == base.num_levels
-    leaves = descent.nodes[there, -1]
-    new = ~there
-    found = _Descent(descent.nodes[new], descent.depths[new], descent.before[new])
-    levels = _Levels(base, codes[new], found)
+    codes, ordered = codes[order], descent.at(order)
+    there = ordered.depths == base.num_levels
+    old, found = ordered.at(there), ordered.at(~there)
+    leaves = old.nodes[:, -1]
+    levels = _Levels(base, codes[~there], found)
     row_leaves = torch.full((num_rows - base.num_rows,), -1, device=base.device)
-    row_leaves[rows[there] - base.num_rows] = leaves
-    row_leaves[rows[new] - base.num_rows] = levels.paths[:, -1]
+    row_leaves[old.rows - base.num_rows] = leaves
+    row_leaves[found.rows - base.num_rows] = levels.paths[:, -1]
     return TrieOverlay(
         base,
         levels.grown(),
         *levels.own_nodes(),
         levels.starts,
         found.before,
-        rows[new],
+        found.rows,
         levels.paths[:, 1:],
         leaves - base.any_leaf,
-        rows[there],
+        old.rows,
         row_leaves,
         None if gone is None or not gone.numel() else gone.to(base.device, torch.int64),
+        descent,
     )
 
 
-def _descend(base: Trie, codes: Tensor) -> _Descent:
+def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | None) -> Descent:
+    """Of each id, in the given order; looked up where an earlier overlay has it."""
+    if earlier is None or earlier.base is not base or not earlier.descent.rows.shape[0]:
+        return _descend(base, codes, rows)
+    known = earlier.descent
+    at = torch.searchsorted(known.rows, rows).clamp(max=known.rows.shape[0] - 1)
+    lacking = known.rows[at] != rows
+    found, fresh = known.at(at), _descend(base, codes[lacking], rows[lacking])
+    for name in ("rows", "nodes", "depths", "before"):
+        getattr(found, name)[lacking] = getattr(fresh, name)
+    return found
+
+
+def _descend(base: Trie, codes: Tensor, rows: Tensor) -> Descent:
     """Walk down the base, a binary search among the children of each level. codes [m, L]."""
     m, levels = codes.shape
     node = torch.zeros(m, dtype=torch.int64, device=codes.device)
@@ -85,7 +89,7 @@ def _descend(base: Trie, codes: Tensor) -> _Descent:
         node = torch.where(found, child, node)
         inside = found
         nodes.append(torch.where(found, child, -1))
-    return _Descent(torch.stack(nodes, dim=1), depths, before)
+    return Descent(rows, torch.stack(nodes, dim=1), depths, before)
 
 
 class _Levels:
@@ -96,7 +100,7 @@ class _Levels:
     lacks the prefix.
     """
 
-    def __init__(self, base: Trie, codes: Tensor, descent: _Descent) -> None:
+    def __init__(self, base: Trie, codes: Tensor, descent: Descent) -> None:
         self.base, self.codes, self.descent = base, codes, descent
         m, levels = codes.shape
         device = codes.device

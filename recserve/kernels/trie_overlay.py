@@ -35,6 +35,25 @@ class Grown:
 
 
 @dataclass(frozen=True)
+class Descent:
+    """How far n semantic ids are in the base already.
+
+    rows [n] ascending: item row of each. nodes [n, L + 1]: node of each prefix, -1 from where the
+    base lacks it. depths [n]: codes of the longest prefix there. before [n]: base leaves before the
+    id.
+    """
+
+    rows: Tensor
+    nodes: Tensor
+    depths: Tensor
+    before: Tensor
+
+    def at(self, index: Tensor) -> Descent:
+        """Those at the given places, or where the given bools are true."""
+        return Descent(self.rows[index], self.nodes[index], self.depths[index], self.before[index])
+
+
+@dataclass(frozen=True)
 class TrieOverlay:
     """Base trie and m inserted semantic ids; methods as in `Trie`.
 
@@ -43,7 +62,7 @@ class TrieOverlay:
     each inserted id. rows [m]: item row of each. paths [m, L]: node of each of its prefixes.
     taken_leaves [t] ascending, taken_rows [t]: base leaf ranks that another row has now.
     row_leaves: leaf node of each row that the base does not have, -1 where it has none.
-    gone: as in Trie.
+    gone: as in Trie. descent: of all ids that came, kept for the overlay of the next version.
     """
 
     base: Trie
@@ -58,6 +77,7 @@ class TrieOverlay:
     taken_rows: Tensor
     row_leaves: Tensor
     gone: Tensor | None
+    descent: Descent
 
     @property
     def codebook_sizes(self) -> tuple[int, ...]:

@@ -78,12 +78,8 @@ class ItemChanges:
         if body.item_id in self._drafts:
             raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
         items = self.snapshot.items
-        row = items.known_row(body.item_id)
-        record = ItemRecord(body.item_id, "", [], {})
-        if row >= 0:
-            record = items.record(row)
-        elif self.snapshot.history_rows([body.item_id])[0] >= 0:
-            raise ValueError("another item has the same 64-bit key; choose another id")
+        (row,) = items.known_rows([body.item_id])
+        record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
         said = checked_attributes({**others, **body.attributes}, items.log.schema)
         nulls = {name for name, value in {**others, **body.attributes}.items() if value is None}
         kept = {name: value for name, value in record.attributes.items() if name not in nulls}

@@ -16,7 +16,7 @@ from recserve.features.ranking_tables import RankingTables
 from recserve.features.row_map import RowMap
 from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Snapshot:
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
             torch.from_numpy(items.gone),
+            self.trie if isinstance(self.trie, TrieOverlay) else None,
         )
         return Snapshot(items, base, trie, self.filters, ranking)
 
