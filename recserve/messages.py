@@ -18,12 +18,14 @@ MAX_HISTORY = 4096
 MAX_CANDIDATES = 4096
 MAX_EXCLUDED = 4096
 MAX_EVENTS = 1000
+MAX_ITEMS = 1000
 MAX_BATCH = 256
 MAX_ID_LENGTH = 256
 MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+Category = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
@@ -120,10 +122,34 @@ class EventBody(_Body, frozen=True, kw_only=True, gc=False):
 
 
 class EventsBody(_Body, frozen=True, kw_only=True):
-    """POST /v1/events."""
+    """POST /v1/events. warm: compute the users' roots now, so that their next answer is quick."""
 
     events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
+    warm: bool = False
     request_id: RequestId | None = None
+
+
+class ItemBody(_Body, frozen=True, kw_only=True):
+    """One item. What is not said stays as it was; an embedding gives the item a new place."""
+
+    item_id: Id
+    title: Annotated[str, Meta(max_length=4096)] | None = None
+    categories: Annotated[list[Category], Meta(max_length=64)] | None = None
+    embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
+    attributes: dict[str, Any] = {}
+
+
+class ItemsBody(_Body, frozen=True, kw_only=True):
+    """PUT /v1/items. Each is an ItemBody, judged by itself; further fields are attributes."""
+
+    items: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ITEMS)]
+    request_id: RequestId | None = None
+
+
+class RollbackBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/items:rollback. catalog_version: one of those that are kept."""
+
+    catalog_version: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TimingMs(Struct, frozen=True, kw_only=True):
@@ -229,18 +255,22 @@ class RankBatchAnswer(Struct, frozen=True, kw_only=True):
 
 
 class Rejection(Struct, frozen=True, kw_only=True):
-    """Why the event at `index` was not stored."""
+    """Why the event or item at `index` was not taken."""
 
     index: int
     reason: str
 
 
 class EventsAnswer(Struct, frozen=True, kw_only=True):
-    """What became of each event."""
+    """What became of each event. warmed: roots under way; those the queue has no room for are not.
+
+    Fewer than users times models: the rest is computed when it is asked for.
+    """
 
     accepted: int
     duplicates: int
     rejected: list[Rejection]
+    warmed: int | UnsetType = UNSET
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):
@@ -269,3 +299,30 @@ class ItemAnswer(Struct, frozen=True, kw_only=True):
     semantic_id: list[int]
     popularity: float
     catalog_version: str
+
+
+class ItemsAnswer(Struct, frozen=True, kw_only=True):
+    """What became of each item, and the version that has them all.
+
+    degraded: items that are in, but not as well placed as they could be.
+    """
+
+    catalog_version: str
+    inserted: int
+    updated: int
+    rejected: list[Rejection]
+    degraded: list[Rejection]
+
+
+class HiddenAnswer(Struct, frozen=True, kw_only=True):
+    """The version that no longer answers the item."""
+
+    item_id: str
+    catalog_version: str
+
+
+class RollbackAnswer(Struct, frozen=True, kw_only=True):
+    """catalog_version: the new version; restored: whose content it has."""
+
+    catalog_version: str
+    restored: str

@@ -143,7 +143,9 @@ def test_events_histories_items_models_version(client, samples):
         ("GET", "/v1/items/gone", None, 404, "unknown_item", None),
         ("GET", "/v1/nothing", None, 404, "unknown_route", None),
         ("GET", "/v1/recommend", None, 405, "method_not_allowed", None),
-        ("PUT", "/v1/items", b"{}", 404, "unknown_route", None),
+        ("PUT", "/v1/items", b"{}", 422, "out_of_range", "items"),
+        ("DELETE", "/v1/items/none", None, 404, "unknown_item", None),
+        ("POST", "/v1/items", b"{}", 405, "method_not_allowed", None),
         ("GET", "/v1/users/" + "u" * 300 + "/history", None, 422, "out_of_range", "user_id"),
     ],
 )

@@ -7,9 +7,10 @@ import time
 import lmdb
 import numpy as np
 import pytest
+from msgspec import UNSET, structs
 from tiny_bundle import shared_bundle, tiny_bundle
 
-from recserve.core.request import DeadlineExceeded
+from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.messages import (
     Candidate,
     EventBody,
@@ -142,7 +143,7 @@ def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     body = RecommendBody(user=UserRef(id=user), k=3)
     work = service._recommendations.begin(body, None, None)
     slate = work.future.result()
-    seen = service.runtime.snapshot.rows[seen_items(service, user)[0]]
+    seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
     wrong = type(slate)(
         np.array([slate.rows[0], seen, 10_000]), slate.scores, True, 1, slate.timing
     )
@@ -424,3 +425,50 @@ def test_a_bundle_without_models_says_so(tmp_path):
     service.close()
     with pytest.raises(ServiceClosed):
         recommend(service, "u")
+
+
+@pytest.mark.parametrize("model", ["recommender", "ranker"])
+def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, model):
+    """The next answer finds its whole root cached, and is the answer of a service that was cold."""
+    body = EventsBody(events=[EventBody(user_id="me", item_id=i) for i in ids[:9]], warm=True)
+    answer = service.add_events(body)
+    assert (answer.accepted, answer.warmed) == (9, 2)
+    more = service.add_events(view("me", ids[9]))
+    assert more.warmed is UNSET
+
+    def ask(opened):
+        if model == "ranker":
+            begun = opened.begin_rank(
+                RankBody(
+                    user=UserRef(id="me"), candidates=[Candidate(item_id=i) for i in ids[20:60]]
+                )
+            )
+        else:
+            begun = opened.begin_recommend(RecommendBody(user=UserRef(id="me"), k=30))
+        result = begun.future.result()
+        return result.timing, {i.item_id: i.score for i in begun.finish(result).items}
+
+    again = structs.replace(view("me", ids[10]), warm=True)
+    assert service.add_events(again).warmed == 2
+    while service.runtime.engine.stats().running or service.runtime.engine.stats().queue_depth:
+        time.sleep(0.001)
+    timing, warm = ask(service)
+    assert timing.root_computed == 0 < timing.root_cached
+    with Service.open(
+        shared_bundle(), f"lmdb:{tmp_path}/cold", "cpu", journal=tmp_path / "items"
+    ) as cold:
+        for item in ids[:11]:
+            cold.add_events(view("me", item))
+        timing, expected = ask(cold)
+    assert timing.root_cached == 0 < timing.root_computed
+    assert list(warm) == list(expected)
+    assert warm == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
+    def full(_):
+        raise QueueFull("full", 0.1)
+
+    monkeypatch.setattr(service.runtime.engine, "submit", full)
+    body = structs.replace(view("me", ids[0]), warm=True)
+    assert service.add_events(body).warmed == 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recserve.core.filtering import LeafFilter
 from recserve.core.sequence import Sequence
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Beams:
 
     sequences: tuple[Sequence, ...]
     filters: tuple[LeafFilter | None, ...]
-    trie: Trie
+    trie: AnyTrie
     level: int
     nodes: Tensor
     log_probs: Tensor
@@ -93,7 +93,7 @@ class Beams:
         """Keys as in Scored. nodes: [B, ...] trie nodes; same shape back."""
         owners = torch.arange(nodes.shape[0], device=nodes.device)
         owners = owners.view(-1, *[1] * (nodes.ndim - 1))
-        return owners * self.trie.node_codes.shape[0] + nodes
+        return owners * self.trie.num_nodes + nodes
 
     def forked(self) -> Tensor:
         """[B, W] bool: alive and with more than one child."""

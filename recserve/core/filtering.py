@@ -1,9 +1,8 @@
 """Which items a request allows, counted at every prefix of the trie.
 
 Leaves are numbered in trie order, so the items under a prefix are a range of leaf ranks and the
-allowed
-ones among them are a difference of two counts: no beam is spent on a subtree that the filter
-empties.
+allowed ones among them are a difference of two counts: no beam is spent on a subtree that the
+filter empties. What the catalogue version hides is left out in the same way.
 """
 
 from __future__ import annotations
@@ -14,54 +13,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie import Leaves
+from recserve.kernels.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)
 class LeafFilter:
     """Allowed leaves, in the cheaper of two forms.
 
-    excluded [X]: sorted ranks of the leaves that are not allowed. before [I + 1]: allowed leaves
-    before each rank; used instead of `excluded` when the request allows by bitmap.
+    excluded: ascending ranks of the leaves that are not allowed, in lists that have no leaf in
+    common. before [I + 1]: allowed leaves before each rank; used instead of `excluded` when the
+    request allows by bitmap.
     """
 
-    excluded: Tensor | None
-    before: Tensor | None
+    excluded: tuple[Tensor, ...]
+    before: Tensor | None = None
 
-    def remaining(self, first: Tensor, last: Tensor) -> Tensor:
-        """Allowed leaves in the ranges `first : last`, any shape."""
+    def remaining(self, leaves: Leaves) -> Tensor:
+        """Allowed leaves in each range, any shape."""
         if self.before is not None:
-            return self.before[last] - self.before[first]
-        assert self.excluded is not None
-        gone = torch.searchsorted(self.excluded, last) - torch.searchsorted(self.excluded, first)
-        return (last - first) - gone
+            return self.before[leaves.last] - self.before[leaves.first]
+        left = leaves.last - leaves.first
+        for ranks in self.excluded:
+            gone = torch.searchsorted(ranks, leaves.last) - torch.searchsorted(ranks, leaves.first)
+            left = left - gone
+        return left
 
 
 def leaf_filter(
-    trie: Trie, excluded: np.ndarray | None, allowed: np.ndarray | None
+    trie: AnyTrie, excluded: np.ndarray | None, allowed: np.ndarray | None
 ) -> LeafFilter | None:
     """Filter of one request; None where it allows everything.
 
     excluded: [X] item rows, duplicates allowed. allowed: [I] bool over item rows.
     Raises ValueError for a row outside the catalogue or a bitmap of another length.
     """
+    hidden = trie.hidden
     if excluded is not None and excluded.size:
         low, high = int(excluded.min()), int(excluded.max())
-        if low < 0 or high >= trie.num_items:
-            raise ValueError(
-                f"excluded rows span {low}..{high}; the catalogue has {trie.num_items}"
-            )
+        if low < 0 or high >= trie.num_rows:
+            raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
     if allowed is not None:
-        if allowed.shape != (trie.num_items,):
-            raise ValueError(
-                f"allowed is {allowed.shape}; the catalogue has {trie.num_items} items"
-            )
-        kept = torch.from_numpy(allowed).to(trie.device)[trie.leaf_items]
+        if allowed.shape != (trie.num_rows,):
+            raise ValueError(f"allowed is {allowed.shape}; the catalogue has {trie.num_rows} items")
+        kept = torch.from_numpy(allowed).to(trie.device)[trie.leaf_rows]
         if excluded is not None and excluded.size:
-            kept[trie.item_leaves[torch.from_numpy(excluded).to(trie.device)].long()] = False
+            kept[_ranks(trie, excluded)] = False
+        if hidden is not None:
+            kept[hidden] = False
         zero = torch.zeros(1, dtype=torch.int64, device=trie.device)
-        return LeafFilter(None, torch.cat([zero, kept.cumsum(0)]))
-    if excluded is None or not excluded.size:
-        return None
-    rows = torch.from_numpy(excluded).to(trie.device, torch.int64)
-    return LeafFilter(torch.unique(trie.item_leaves[rows]), None)
+        return LeafFilter((), torch.cat([zero, kept.cumsum(0)]))
+    lists = () if hidden is None else (hidden,)
+    if excluded is not None and excluded.size:
+        ranks = torch.unique(_ranks(trie, excluded))
+        if hidden is not None:
+            ranks = ranks[~torch.isin(ranks, hidden)]
+        lists = (*lists, ranks)
+    return LeafFilter(lists) if lists else None
+
+
+def _ranks(trie: AnyTrie, rows: np.ndarray) -> Tensor:
+    """Leaf ranks of item rows; rows without a leaf are left out."""
+    ranks = trie.leaf_ranks(torch.from_numpy(rows).to(trie.device, torch.int64)).long()
+    return ranks if trie.gone is None else ranks[ranks >= 0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense"]
@@ -43,7 +43,7 @@ class RecommendRequest:
     """
 
     root: Root
-    trie: Trie
+    trie: AnyTrie
     k: int
     beam_width: int
     strategy: StrategyName = "beam"
@@ -61,7 +61,7 @@ class LikelihoodRequest:
     """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
 
     root: Root
-    trie: Trie
+    trie: AnyTrie
     rows: np.ndarray
     deadline_s: float | None = None
 
@@ -80,7 +80,16 @@ class RankRequest:
     deadline_s: float | None = None
 
 
-Request = RecommendRequest | LikelihoodRequest | RankRequest
+@dataclass(frozen=True)
+class WarmRequest:
+    """Compute a root, so that the next request on it pays for its tree alone."""
+
+    root: Root
+    model: Literal["recommender", "ranker"]
+    deadline_s: float | None = None
+
+
+Request = RecommendRequest | LikelihoodRequest | RankRequest | WarmRequest
 
 
 @dataclass
@@ -130,7 +139,14 @@ class Scores:
     timing: Timing = field(default_factory=Timing)
 
 
-Result = Slate | Scores
+@dataclass(frozen=True)
+class Warmed:
+    """Answer to a WarmRequest."""
+
+    timing: Timing = field(default_factory=Timing)
+
+
+Result = Slate | Scores | Warmed
 
 
 class DeadlineExceeded(TimeoutError):

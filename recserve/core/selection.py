@@ -1,6 +1,7 @@
 """Choosing the best children of all beams, the same for target and draft.
 
-Ties go to the lower trie node, which is the lexicographically smaller semantic id.
+Ties go to the lower trie node, which is the lexicographically smaller semantic id; prefixes that
+came after the trie was built (kernels/trie_overlay.py) stand after all others of their level.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> 
     trie, width = beams.trie, beams.nodes.shape[1]
     for b, allowed in enumerate(beams.filters):
         if allowed is not None:
-            left = allowed.remaining(trie.first_leaf[nodes[b]], trie.last_leaf[nodes[b]])
-            total[b].masked_fill_(left <= 0, DEAD)
+            total[b].masked_fill_(allowed.remaining(trie.leaves(nodes[b])) <= 0, DEAD)
     kept, index = _best(total, nodes, min(max(widths), total.shape[1]))
     rank = torch.arange(kept.shape[1], device=nodes.device)
     kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)

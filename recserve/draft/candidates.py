@@ -13,7 +13,7 @@ from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 
@@ -45,7 +45,7 @@ def _root_limits(request: RankRequest) -> Tensor:
 
 
 def propose_paths(
-    trie: Trie,
+    trie: AnyTrie,
     trie_nodes: Tensor,
     owners: Tensor,
     num_trees: int,
@@ -65,7 +65,7 @@ def propose_paths(
     return draft_of_keys(trie, keys, num_trees, level_offsets)
 
 
-def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+def needed_prefixes(trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
     """Keys (as in Scored) of the prefixes that decide the items' log-probabilities, the root aside.
 
     trie_nodes [M, L], owners [M], skip: as in `propose_paths`. Returns [n].
@@ -76,5 +76,5 @@ def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) 
         needed = forks.int().flip(1).cumsum(1).flip(1) > 0
     else:
         needed = torch.ones_like(prefixes, dtype=torch.bool)
-    keys: Tensor = (owners[:, None] * trie.node_codes.shape[0] + prefixes)[needed]
+    keys: Tensor = (owners[:, None] * trie.num_nodes + prefixes)[needed]
     return keys

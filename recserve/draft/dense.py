@@ -55,7 +55,7 @@ def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:
     left = places - whole.sum(1)
     order = np.argsort(whole - exact, axis=1, kind="stable")
     ranks = np.argsort(order, axis=1, kind="stable")
-    return whole + (ranks < left[:, None])
+    return np.asarray(whole + (ranks < left[:, None]))
 
 
 def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
@@ -115,13 +115,14 @@ def _first_depth(request: RecommendRequest, num_items: int) -> int:
     if request.allowed is not None:
         wanted *= num_items / max(int(np.count_nonzero(request.allowed)), 1)
     excluded = 0 if request.excluded is None else request.excluded.size
+    excluded += 0 if request.trie.gone is None else request.trie.gone.shape[0]
     return min(num_items, int(wanted) + excluded)
 
 
 def _allowed(
     rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendRequest], num_items: int
 ) -> np.ndarray:
-    """[n, F] bool: neither excluded nor filtered away. rows [n, F], owners [n]."""
+    """[n, F] bool: not excluded, hidden or filtered away. rows [n, F], owners [n]."""
     excluded = [
         b * num_items + r.excluded.astype(np.int64)
         for b, r in enumerate(requests)
@@ -131,6 +132,9 @@ def _allowed(
     if excluded:
         keys = owners[:, None] * num_items + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
+    gone = requests[0].trie.gone
+    if gone is not None:
+        allowed &= ~np.isin(rows, gone.cpu().numpy())
     for b in np.unique(owners).tolist():
         bitmap = requests[b].allowed
         if bitmap is not None:

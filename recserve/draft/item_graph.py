@@ -61,8 +61,10 @@ def best_items(
 def usable_items(
     requests: Seq[RecommendRequest], items: int, device: torch.device
 ) -> Tensor | None:
-    """[B, I] bool: what each request allows; None where all allow everything."""
-    if all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests):
+    """[B, I] bool: what each request and the catalogue allow; None: everything."""
+    gone = requests[0].trie.gone
+    open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
+    if open_ and gone is None:
         return None
     usable = torch.ones(len(requests), items, dtype=torch.bool, device=device)
     for b, request in enumerate(requests):
@@ -70,6 +72,8 @@ def usable_items(
             usable[b] = torch.from_numpy(request.allowed).to(device)
         if request.excluded is not None:
             usable[b, torch.from_numpy(request.excluded).to(device, torch.int64)] = False
+    if gone is not None:
+        usable[:, gone] = False
     return usable
 
 

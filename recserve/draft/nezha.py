@@ -10,7 +10,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.selection import DEAD, keep_best
 from recserve.draft.beam import wanted
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
@@ -61,7 +61,7 @@ def likely_prefixes(
 
 
 def item_log_probs(
-    head: SelfDraftHead, trie: Trie, rows: Tensor, tails: Tensor, contexts: Tensor
+    head: SelfDraftHead, trie: AnyTrie, rows: Tensor, tails: Tensor, contexts: Tensor
 ) -> Tensor:
     """[M] the head's log-probability of given items.
 
@@ -74,10 +74,10 @@ def item_log_probs(
         children = trie.children(parents[:, level])
         logits = head.level_logits(contexts[:, level], state, level).float()
         logits = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
-        slots = (nodes[:, level] - trie.first_child[parents[:, level]])[:, None]
+        slots = trie.places(nodes[:, level], parents[:, level])[:, None]
         total += logits.log_softmax(-1).gather(1, slots.long())[:, 0]
         if level + 1 < trie.num_levels:
-            state = head.step(level, state, trie.node_codes[nodes[:, level]])
+            state = head.step(level, state, trie.codes_of(nodes[:, level]))
     return total
 
 
@@ -86,17 +86,17 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> _States:
     batch, width = beams.nodes.shape
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
-        state = head.step(level, state, beams.trie.node_codes[beams.paths[..., level].flatten()])
+        state = head.step(level, state, beams.trie.codes_of(beams.paths[..., level].flatten()))
     return _States(torch.arange(batch * width, device=state.device), state)
 
 
 def _step(before: Beams, beams: Beams, states: _States, head: SelfDraftHead) -> _States:
     """States one level deeper."""
     trie, width = beams.trie, beams.nodes.shape[1]
-    forks_below = trie.last_leaf[beams.nodes] - trie.first_leaf[beams.nodes] > 1
-    rows = (forks_below & beams.alive()).flatten().nonzero().flatten()
+    below = trie.leaves(beams.nodes)
+    rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
     above = rows // width * before.nodes.shape[1] + beams.parents.flatten()[rows]
-    codes = trie.node_codes[beams.nodes.flatten()[rows]]
+    codes = trie.codes_of(beams.nodes.flatten()[rows])
     values = head.step(before.level, states.values[states.slots[above]], codes)
     slots = torch.zeros(beams.nodes.numel(), dtype=torch.int64, device=rows.device)
     slots[rows] = torch.arange(rows.shape[0], device=rows.device)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from recserve.core.beams import Scored
 from recserve.core.drafting import Draft
-from recserve.kernels.trie import Trie, tree_of_nodes
+from recserve.kernels.trie import tree_of_nodes
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 
@@ -21,7 +22,7 @@ class PrefixDraft(Draft):
 
 
 def draft_of_keys(
-    trie: Trie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None = None
+    trie: AnyTrie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None = None
 ) -> PrefixDraft:
     """The nodes of these keys as token trees; those scored before are only read.
 
@@ -30,7 +31,7 @@ def draft_of_keys(
     """
     built = tree_of_nodes(trie, keys, num_trees)
     tree = built.tree
-    tokens = level_offsets[tree.depths] + trie.node_codes[tree.tokens]
+    tokens = level_offsets[tree.depths] + trie.codes_of(tree.tokens)
     scored, node_keys = torch.full_like(tokens, -1), torch.empty_like(tokens)
     node_keys[built.index] = built.keys
     if before is not None:

@@ -27,13 +27,19 @@ from recserve.core.request import (
     RecommendRequest,
     Request,
     Result,
+    WarmRequest,
 )
 from recserve.core.sequence import Sequence
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk
 from recserve.engine.runner import Runner
-from recserve.engine.strategies import RankStrategy, likelihood_strategy, recommend_strategies
+from recserve.engine.strategies import (
+    RankStrategy,
+    WarmStrategy,
+    likelihood_strategy,
+    recommend_strategies,
+)
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
@@ -100,6 +106,7 @@ class Engine:
         if ranker is not None:
             self._lanes["ranker"] = self._lane(RankerTrunk(ranker.eval()))
             self._strategies["ranker"] = RankStrategy(ranker)
+        self._strategies["warm"] = WarmStrategy()
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -154,6 +161,12 @@ class Engine:
         with self._stepping:
             for lane in self._lanes.values():
                 lane.cache.forget(keys, shared)
+
+    def forget_all(self) -> None:
+        """Drop every cached root."""
+        with self._stepping:
+            for lane in self._lanes.values():
+                lane.cache.clear()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -289,6 +302,8 @@ def _needs(request: Request) -> tuple[str, str]:
             return "recommender", "likelihood"
         case RankRequest():
             return "ranker", "ranker"
+        case WarmRequest():
+            return request.model, "warm"
 
 
 def _expired(request: Request) -> bool:

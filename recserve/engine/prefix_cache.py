@@ -131,6 +131,12 @@ class PrefixCache:
             if entry is not None and entry.page is not None:
                 self._allocator.release([entry.page])
 
+    def clear(self) -> None:
+        """Drop everything; pages that running requests hold stay theirs."""
+        held = [entry.page for entry in self._entries.values() if entry.page is not None]
+        self._entries.clear()
+        self._allocator.release(held)
+
     def evict(self, count: int) -> None:
         """Drop the least recently used until `count` pages are free; nothing if that cannot be."""
         if self._allocator.num_free >= count:

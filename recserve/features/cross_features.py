@@ -130,7 +130,7 @@ def cross_features(
     counts = tables.item_counts[rows]
     if own_values is not None:
         counts = counts - ~np.isnan(own_values)
-    wanted = owners * tables.num_items + rows
+    wanted = owners * tables.num_items + tables.fitted_rows(rows)
     out = np.empty((rows.size, len(CROSS_COLUMNS)), np.float32)
     out[:, 0] = np.log1p(counts)
     out[:, 1:4] = _cooccurrence(user, wanted, counts, own_values)
@@ -155,9 +155,8 @@ def _links(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Neighbours of the last ten items; weights: decayed cosine, the last item's alone, one."""
     context, rank = np.nonzero(seen[:, :NUM_LINKED])
-    items = latest[context, rank]
-    starts = tables.neighbour_offsets[items]
-    lengths = tables.neighbour_offsets[items + 1] - starts
+    items = tables.fitted_rows(latest[context, rank])
+    starts, lengths = tables.neighbour_ranges(items)
     link = np.repeat(np.arange(items.size), lengths)
     place = np.arange(link.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + starts[link]
     keys, where = np.unique(
@@ -246,7 +245,7 @@ def _repeated(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys of the items seen, ascending, and how many events ago each was."""
     context, rank = np.nonzero(seen)
-    keys = context * tables.num_items + latest[context, rank]
+    keys = context * tables.num_items + tables.fitted_rows(latest[context, rank])
     order = np.argsort(keys, kind="stable")
     return keys[order], rank[order]
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.features.row_tables import Table
+
 BOS = 0
 InputForm = Literal["codes", "items"]
 
@@ -33,7 +35,7 @@ def level_offsets(codebook_sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def root_tokens(
-    rows: np.ndarray, codes: np.ndarray, codebook_sizes: tuple[int, ...], form: InputForm
+    rows: np.ndarray, codes: Table, codebook_sizes: tuple[int, ...], form: InputForm
 ) -> np.ndarray:
     """Tokens of a history, int64, BOS first: [1 + n * L] as `codes`, [1 + n] as `items`.
 

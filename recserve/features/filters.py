@@ -13,13 +13,11 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from recserve.features.items import ItemTable
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -35,6 +33,24 @@ class FilterError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class Columns(Protocol):
+    """What filters read of n items: an ItemTable, or records."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Item ids."""
+
+    @property
+    def categories(self) -> list[list[str]]:
+        """Category paths."""
+
+    @property
+    def attributes(self) -> pa.Table:
+        """The other columns."""
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,7 @@ class ItemFilters:
     cache_bytes.
     """
 
-    def __init__(self, items: ItemTable, cache_bytes: int = 64 << 20) -> None:
+    def __init__(self, items: Columns, cache_bytes: int = 64 << 20) -> None:
         self._items = items
         self._columns: dict[str, Texts | Numbers] = {}
         self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()

@@ -149,18 +149,18 @@ def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
         max_points_per_centroid=64,
     )
     means.train(vectors)
+    assert means.centroids is not None
     return np.unique(faiss.knn(means.centroids, vectors, 1)[1]).astype(np.int32)
 
 
 def _search(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
     """[I, count] int32 other items of the largest inner products, -1 where fewer were found."""
     items, dim = vectors.shape
-    if items <= EXACT_ITEMS:
-        index = faiss.IndexFlatIP(dim)
-    else:
+    index: faiss.Index = faiss.IndexFlatIP(dim)
+    if items > EXACT_ITEMS:
         lists = 4 * math.isqrt(items)
-        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
-        index.cp.seed, index.cp.niter, index.nprobe = seed + 1, ENTRY_ROUNDS, PROBES
+        index = coarse = faiss.IndexIVFFlat(index, dim, lists, faiss.METRIC_INNER_PRODUCT)
+        coarse.cp.seed, coarse.cp.niter, coarse.nprobe = seed + 1, ENTRY_ROUNDS, PROBES
         index.train(vectors[np.random.default_rng(seed).permutation(items)[: 40 * lists]])
     index.add(vectors)
     found = np.empty((items, count), dtype=np.int32)

@@ -22,6 +22,7 @@ from recserve.features.cooccurrence import neighbours
 from recserve.features.events import EventLog
 from recserve.features.item_categories import category_matrix, category_vocabulary
 from recserve.features.items import ItemTable
+from recserve.features.row_tables import Table
 
 MAX_VECTOR_SIZE = 256
 CONVERSION_TYPES = ("purchase", "buy", "order", "conversion")
@@ -78,24 +79,36 @@ class RankingTables:
     neighbour_offsets [I+1] int64, neighbours int32, neighbour_counts float32: co-occurrence.
     categories [I, K] int32, rarest first, G where padded. category_weights [G+1] float32, 0 for the
     padding. vectors [I, D] float32, rows of length 1 (or 0). side [I, S] float32, standardised, 0
-    where unknown.
+    where unknown. learned [I] int64: the fitted row whose events a row inherits, itself if none;
+    None: every row its own.
     """
 
     settings: RankingSettings
-    item_counts: np.ndarray
-    value_sums: np.ndarray
+    item_counts: Table
+    value_sums: Table
     neighbour_offsets: np.ndarray
     neighbours: np.ndarray
     neighbour_counts: np.ndarray
-    categories: np.ndarray
+    categories: Table
     category_weights: np.ndarray
-    vectors: np.ndarray
-    side: np.ndarray
+    vectors: Table
+    side: Table
+    learned: Table | None = None
 
     @property
     def num_items(self) -> int:
         """I of the catalogue version the tables are bound to."""
         return int(self.item_counts.shape[0])
+
+    def fitted_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The rows under which the events of items were counted. rows: any shape."""
+        return rows if self.learned is None else self.learned[rows]
+
+    def neighbour_ranges(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First neighbour of each fitted row, and how many; none of rows that came later."""
+        last = len(self.neighbour_offsets) - 1
+        starts = self.neighbour_offsets[np.minimum(rows, last)]
+        return starts, self.neighbour_offsets[np.minimum(rows + 1, last)] - starts
 
     @staticmethod
     def fit(
@@ -117,7 +130,7 @@ class RankingTables:
         sums = np.bincount(train.item_rows, train.values, num_items).astype(np.float32)
         has_values = bool(np.ptp(train.values)) if train.num_events else False
         names, weights = category_vocabulary(items.categories)
-        sides = _numeric_attributes(items.attributes)
+        sides = numeric_attributes(items.attributes)
         columns = np.stack([*sides.values()], 1) if sides else np.zeros((num_items, 0))
         settings = RankingSettings(
             num_items,
@@ -141,7 +154,7 @@ class RankingTables:
         """Write features.json and features.safetensors; each is replaced whole or not at all."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        fitted = {name: np.ascontiguousarray(getattr(self, name)) for name in FITTED}
+        fitted = {name: np.ascontiguousarray(np.asarray(getattr(self, name))) for name in FITTED}
         save_file(fitted, folder / "features.safetensors.new")
         (folder / "features.json.new").write_text(json.dumps(asdict(self.settings)))
         for name in ("features.safetensors", "features.json"):
@@ -182,7 +195,7 @@ def _bind(
         )
     counts, sums, offsets, neighbour_rows, pair_counts = fitted
     later = num_items - settings.num_items
-    sides = _numeric_attributes(items.attributes)
+    sides = numeric_attributes(items.attributes)
     unknown = np.full(num_items, np.nan)
     columns = [sides.get(name, unknown) for name in settings.side_names]
     side = np.stack(columns, 1) if columns else np.zeros((num_items, 0))
@@ -219,7 +232,7 @@ def _conversion_rule(train: EventLog, has_values: bool) -> tuple[tuple[str, ...]
     return (), None
 
 
-def _numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
+def numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
     """Numeric and boolean columns as float64, NaN for null; other columns are left out."""
     found = {}
     for name in attributes.column_names:

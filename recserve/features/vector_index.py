@@ -27,7 +27,8 @@ class FaissIndex:
         if vectors.ndim != 2 or not vectors.shape[0]:
             raise ValueError(f"vectors are {vectors.shape}; expected [items >= 1, dimensions]")
         vectors = np.ascontiguousarray(vectors, np.float32)
-        self.num_items, dimensions = vectors.shape
+        self.num_items: int = vectors.shape[0]
+        dimensions = vectors.shape[1]
         self.num_lists = 0
         self._index: faiss.Index = faiss.IndexFlatIP(dimensions)
         if self.num_items >= flat_below:
@@ -51,7 +52,40 @@ class FaissIndex:
         parameters = None
         if self.num_lists:
             read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_READ)
-            parameters = faiss.SearchParametersIVF(nprobe=read)
+            parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
         scores, rows = index.search(queries, k, params=parameters)
         return rows, scores
+
+
+class GrownIndex:
+    """An index of a catalogue's first items and the vectors of those that came later.
+
+    The later ones are compared with every query, which is cheap while they are few.
+    """
+
+    def __init__(self, base: FaissIndex, later: np.ndarray) -> None:
+        """later: [m, E] float32 of length 1, rows `base.num_items` and on."""
+        self.base, self.later = base, np.ascontiguousarray(later, np.float32)
+
+    @property
+    def num_items(self) -> int:
+        """Those of the base and the later ones."""
+        return self.base.num_items + len(self.later)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As core/retrieval.py says."""
+        queries = np.ascontiguousarray(queries, np.float32)
+        rows, scores = self.base.search(queries, min(k, self.base.num_items))
+        later = self.base.num_items + np.arange(len(self.later))
+        rows = np.concatenate([rows, np.tile(later, (len(rows), 1))], axis=1)
+        scores = np.concatenate([scores, queries @ self.later.T], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
+
+
+def grown(index: FaissIndex | GrownIndex, vectors: np.ndarray) -> GrownIndex:
+    """The index with further items [n, E] behind its own."""
+    if isinstance(index, GrownIndex):
+        return GrownIndex(index.base, np.concatenate([index.later, vectors]))
+    return GrownIndex(index, vectors)

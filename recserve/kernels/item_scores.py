@@ -26,7 +26,8 @@ def keys_of(scores: Tensor, rows: Tensor) -> Tensor:
 
 def rows_of(keys: Tensor) -> Tensor:
     """Item row of each rank key; meaningless for NOTHING."""
-    return LAST_ROW - (keys & LAST_ROW)
+    rows: Tensor = LAST_ROW - (keys & LAST_ROW)
+    return rows
 
 
 def scores_of(keys: Tensor) -> Tensor:

@@ -11,11 +11,15 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from recserve.kernels.tree import TokenTree
+
+if TYPE_CHECKING:
+    from recserve.kernels.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,19 @@ class Children:
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """Leaf ranks under nodes: `first : last` of each, any shape."""
+
+    first: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
 class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
+
+    `kernels/trie_overlay.py` has the same methods for a catalogue that changes; whoever may get
+    either calls the methods and leaves the arrays alone.
 
     first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
     the
@@ -43,7 +58,8 @@ class Trie:
     node_codes [nodes]: the last code of the node's prefix (0 at node 0).
     first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf :
     last_leaf`.
-    leaf_items [I]: item row at each leaf rank. item_leaves [I]: leaf rank of each item row.
+    leaf_items [I]: item row at each leaf rank. item_leaves [rows]: leaf rank of each item row, -1
+        of a row that has none.
     level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is
     node 0
         alone, level L holds the leaves.
@@ -70,6 +86,42 @@ class Trie:
         return self.leaf_items.shape[0]
 
     @property
+    def num_rows(self) -> int:
+        """Item rows of the catalogue version; more than items where rows were replaced."""
+        return self.item_leaves.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the empty prefix included."""
+        return self.node_codes.shape[0]
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Nodes of each level, the empty prefix first."""
+        starts = self.level_starts
+        return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
+
+    @property
+    def any_leaf(self) -> int:
+        """A node of level L, whichever."""
+        return self.level_starts[self.num_levels]
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Ascending ranks of the leaves whose items must not be returned; None: there are none."""
+        return None
+
+    @property
+    def gone(self) -> Tensor | None:
+        """Item rows that must not be returned: hidden or replaced; None: there are none."""
+        return None
+
+    @property
+    def leaf_rows(self) -> Tensor:
+        """[I] item row at each leaf rank."""
+        return self.leaf_items
+
+    @property
     def device(self) -> torch.device:
         """Where the arrays are."""
         return self.first_child.device
@@ -77,6 +129,26 @@ class Trie:
     def num_children(self, nodes: Tensor) -> Tensor:
         """Branching of each node. nodes: any shape; same shape back."""
         return self.first_child[nodes + 1] - self.first_child[nodes]
+
+    def codes_of(self, nodes: Tensor) -> Tensor:
+        """Last code of each node's prefix. nodes: any shape; same shape back."""
+        return self.node_codes[nodes]
+
+    def parents_of(self, nodes: Tensor) -> Tensor:
+        """The node one code shorter. nodes: any shape; same shape back."""
+        return self.parents[nodes]
+
+    def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
+        """Column of each node in `children` of its parent. Same shapes; same shape back."""
+        return nodes - self.first_child[parents]
+
+    def leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks under each node. nodes: any shape."""
+        return Leaves(self.first_leaf[nodes], self.last_leaf[nodes])
+
+    def leaf_ranks(self, rows: Tensor) -> Tensor:
+        """Leaf rank of each item row. rows: any shape; same shape back."""
+        return self.item_leaves[rows]
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
         """All children of each node.
@@ -100,7 +172,10 @@ class Trie:
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
         """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
-        leaves = self.item_leaves[rows]
+        return self.nodes_of_leaves(self.item_leaves[rows])
+
+    def nodes_of_leaves(self, leaves: Tensor) -> Tensor:
+        """[n, L] the node of each prefix of the semantic id at each leaf rank. leaves: [n]."""
         columns = []
         for level in range(1, self.num_levels + 1):
             start, stop = self.level_starts[level], self.level_starts[level + 1]
@@ -140,7 +215,7 @@ class TrieTree:
     index: Tensor
 
 
-def tree_of_nodes(trie: Trie, keys: Tensor, num_trees: int) -> TrieTree:
+def tree_of_nodes(trie: AnyTrie, keys: Tensor, num_trees: int) -> TrieTree:
     """One token tree per request out of sets of trie nodes.
 
     keys: [n] `tree number * nodes of the trie + trie node`, duplicates allowed; with a node all
@@ -149,27 +224,33 @@ def tree_of_nodes(trie: Trie, keys: Tensor, num_trees: int) -> TrieTree:
     last.
     """
     keys = torch.unique(keys)
-    size = trie.node_codes.shape[0]
+    size = trie.num_nodes
     owners, nodes = keys // size, keys % size
     depths = trie.levels(nodes) - 1
     spread = trie.num_items + 1
-    first = owners * spread + trie.first_leaf[nodes]
+    leaves = trie.leaves(nodes)
+    first = owners * spread + leaves.first
     order = torch.sort(first * trie.num_levels + depths).indices
     ranked = nodes[order]
-    ends = torch.searchsorted(first[order], owners[order] * spread + trie.last_leaf[ranked])
+    ends = torch.searchsorted(first[order], owners[order] * spread + leaves.last[order])
     index = torch.empty_like(order)
     index[order] = torch.arange(order.shape[0], device=order.device)
-    above = torch.searchsorted(keys, owners[order] * size + trie.parents[ranked])
+    above = torch.searchsorted(keys, owners[order] * size + trie.parents_of(ranked))
     parents = torch.where(depths[order] > 0, index[above.clamp(max=max(keys.shape[0] - 1, 0))], -1)
     offsets = torch.searchsorted(owners[order], torch.arange(num_trees + 1, device=keys.device))
     return TrieTree(TokenTree(ranked, parents, depths[order], ends, offsets), keys, index)
 
 
-def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
+def build_trie(
+    codes: Tensor,
+    codebook_sizes: tuple[int, ...],
+    rows: Tensor | None = None,
+    num_rows: int | None = None,
+) -> Trie:
     """Trie of all rows of `codes`.
 
-    codes: [I, L] int, row i is the semantic id of item row i; rows must be distinct.
-    codebook_sizes: C of each level. Node arrays are int32 (int64 only in what is computed from
+    codes: [I, L] int, distinct semantic ids. codebook_sizes: C of each level. rows: [I] item row of
+    each, out of num_rows; None: 0 .. I-1. Node arrays are int32 (int64 only in what is computed from
     them).
     Raises ValueError if two items share a semantic id, a code is out of range, or there are no
     items.
@@ -186,7 +267,7 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
             raise ValueError(
                 f"codes of level {level} span {low}..{high}; the codebook holds {size}"
             )
-    order = _lexicographic_order(codes, codebook_sizes)
+    order = lexicographic_order(codes, codebook_sizes)
     ranked = codes[order]
     opens = torch.zeros(items, dtype=torch.bool)
     opens[0] = True
@@ -213,22 +294,23 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Trie:
         above.append(opened + level_starts[level])
     leaves = torch.full((items + 1,), level_starts[-1], dtype=torch.int64)
     lasts = [torch.cat([first[1:], first.new_tensor([items])]) for first in starts]
-    item_leaves = torch.empty(items, dtype=torch.int64)
-    item_leaves[order] = torch.arange(items)
+    leaf_items = order if rows is None else rows.to(torch.int64)[order]
+    item_leaves = torch.full((num_rows or items,), -1, dtype=torch.int64)
+    item_leaves[leaf_items] = torch.arange(items)
     return Trie(
         torch.cat([*firsts, leaves]).to(torch.int32),
         torch.cat(above).to(torch.int32),
         torch.cat(node_codes).to(torch.int32),
         torch.cat(starts).to(torch.int32),
         torch.cat(lasts).to(torch.int32),
-        order.to(torch.int32),
+        leaf_items.to(torch.int32),
         item_leaves.to(torch.int32),
         tuple(level_starts),
         codebook_sizes,
     )
 
 
-def _lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
+def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
     """Rows in lexicographic order: one sort when the codes pack into 63 bits, else one per
     level.
     """

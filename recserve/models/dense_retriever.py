@@ -97,12 +97,12 @@ class DenseRetriever(nn.Module):
 
 @torch.no_grad()
 def item_vectors(
-    retriever: DenseRetriever, recommender: Recommender, chunk: int = 16_384
+    retriever: DenseRetriever, recommender: Recommender, first: int = 0, chunk: int = 16_384
 ) -> Tensor:
-    """[I, E] float32 on the host: unit vectors of all items bound to the recommender."""
+    """[I - first, E] float32 on the host: unit vectors of the items bound to the recommender."""
     device = recommender.item_tokens.device
-    rows = torch.arange(recommender.num_bound_items, device=device)
-    parts = [retriever.items(recommender.embed_items(part)) for part in rows.split(chunk)]
+    rows = torch.arange(first, recommender.num_bound_items, device=device)
+    parts = [retriever.items(recommender.embed_items(part)) for part in torch.split(rows, chunk)]
     return torch.cat(parts).float().cpu()
 
 

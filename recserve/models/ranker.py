@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.inputs import NodeInputs
+from recserve.models.spare_rows import with_rows
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
 NUM_GROUPS = 4
@@ -149,6 +150,7 @@ class Ranker(nn.Module):
         self.register_buffer("dense_scale", torch.ones(config.dense_size))
         self.register_buffer("item_vectors", torch.zeros(0, config.vector_size), persistent=False)
         self.register_buffer("item_table", None, persistent=False)
+        self.num_bound_items = 0
 
     def bind_items(self, vectors: Tensor) -> None:
         """Attach the catalogue's item vectors [I, F]; they are not saved with the weights.
@@ -167,8 +169,27 @@ class Ranker(nn.Module):
                 f"{vectors.shape[0]} item vectors, but {c.num_items} items were trained"
             )
         self.item_vectors = vectors.to(self.vector_projection.weight)
+        self.num_bound_items = vectors.shape[0]
         if self.item_table is not None:
             self.freeze_items()
+
+    @torch.inference_mode()
+    def append_items(self, vectors: Tensor, learned: Tensor) -> None:
+        """Take further items into a frozen ranker, while others read those that are bound.
+
+        vectors [n, F]. learned [n]: bound row whose id embedding the item keeps, -1: none.
+        Raises ValueError before `freeze_items`.
+        """
+        if self.item_table is None:
+            raise ValueError("items are appended to frozen item embeddings; call freeze_items")
+        vectors = vectors.to(self.vector_projection.weight)
+        learned = learned.to(vectors.device)
+        known = (learned >= 0) & (learned < self.config.num_items)
+        ids = self.id_embedding(torch.where(known, learned, 0)) * known[:, None]
+        count = self.num_bound_items
+        self.item_table = with_rows(self.item_table, count, self.vector_projection(vectors) + ids)
+        self.item_vectors = with_rows(self.item_vectors, count, vectors)
+        self.num_bound_items = count + len(vectors)
 
     @torch.no_grad()
     def freeze_items(self) -> None:

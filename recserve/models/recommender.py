@@ -24,6 +24,7 @@ from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
+from recserve.models.spare_rows import with_rows
 
 BOS = 0
 
@@ -139,6 +140,8 @@ class Recommender(nn.Module):
         self.register_buffer("item_tokens", torch.empty(0, config.num_levels).long(), False)
         self.register_buffer("item_vectors", None, False)
         self.register_buffer("placeholders", None, False)
+        self.num_bound_items = 0
+        self._learned: Tensor | None = None
         self._dense_table: Tensor | None = None
         self.apply(_initialise)
         if config.tied:
@@ -167,16 +170,32 @@ class Recommender(nn.Module):
         self.item_tokens = codes.to(device, torch.int64) + offsets
         if c.vector_dim and vectors is not None:
             self.item_vectors = F.normalize(vectors.to(device, torch.float32), dim=-1)
-        self._dense_table = None
+        self.num_bound_items = codes.shape[0]
+        self._learned = self._dense_table = None
 
     def bind_placeholders(self, vectors: Tensor) -> None:
         """Take the learned vectors [P, E] of a draft head: token -1 is the first, -2 the next."""
         self.placeholders = vectors.detach()
 
-    @property
-    def num_bound_items(self) -> int:
-        """I of the bound catalogue, 0 before `bind_items`."""
-        return self.item_tokens.shape[0]
+    @torch.inference_mode()
+    def append_items(self, codes: Tensor, vectors: Tensor, learned: Tensor) -> None:
+        """Take further items, while others read those that are bound.
+
+        codes [n, L], vectors [n, F]: as in bind_items. learned [n]: bound row whose id embedding the
+        item keeps, -1: none.
+        """
+        count, device = self.num_bound_items, self.item_tokens.device
+        offsets = torch.tensor(self.config.level_offsets, device=device)
+        self.item_tokens = with_rows(self.item_tokens, count, codes.to(device) + offsets)
+        if self.item_vectors is not None:
+            unit = F.normalize(vectors.to(device, torch.float32), dim=-1)
+            self.item_vectors = with_rows(self.item_vectors, count, unit)
+        known = torch.arange(count, device=device) if self._learned is None else self._learned
+        self._learned = with_rows(known, count, learned)
+        if self._dense_table is not None:
+            rows = torch.arange(count, count + len(codes), device=device)
+            self._dense_table = with_rows(self._dense_table, count, self.dense_item_rows(rows))
+        self.num_bound_items = count + len(codes)
 
     def embed_items(self, rows: Tensor) -> Tensor:
         """What a history item is to the decoder. rows: any shape [...] -> [..., E]."""
@@ -184,8 +203,9 @@ class Recommender(nn.Module):
         if self.item_vectors is not None:
             x = x + self.vector_projection(self.item_vectors[rows])
         if self.config.id_embedding:
-            known = rows < self.config.num_items
-            x = x + torch.where(known[..., None], self.ids(torch.where(known, rows, 0)), 0)
+            ids = rows if self._learned is None else self._learned[rows]
+            known = (ids >= 0) & (ids < self.config.num_items)
+            x = x + torch.where(known[..., None], self.ids(torch.where(known, ids, 0)), 0)
         return x
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -253,21 +273,25 @@ class Recommender(nn.Module):
         if not self.config.level_heads:
             raise ValueError("this recommender was trained without level heads")
         codebooks = [self.level_codes(level) for level in range(self.config.num_levels)]
-        return stack_heads(list(self.level_heads), codebooks, self.config.level_temperature)
+        return stack_heads(list(self.level_heads), codebooks,  # type: ignore[arg-type]
+            self.config.level_temperature)
 
     def dense_query_rows(self, hidden: Tensor) -> Tensor:
         """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
         return F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
 
-    def dense_scores(self, hidden: Tensor) -> Tensor:
-        """Log-probability of every bound item: hidden [n, E] -> [n, I] float32.
+    def dense_scores(self, hidden: Tensor, num_items: int | None = None) -> Tensor:
+        """Log-probability of the first `num_items` bound items (None: all of them).
+
+        hidden [n, E] -> [n, I] float32.
 
         Raises ValueError if the model has no dense head.
         """
         if not self.config.dense_head:
             raise ValueError("this recommender was trained without a dense head")
         query = self.dense_query_rows(hidden)
-        return F.linear(query, self.dense_item_rows().to(query.dtype)).float().log_softmax(-1)
+        items = self.dense_item_rows()[:num_items].to(query.dtype)
+        return F.linear(query, items).float().log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
         """As nn.Module.train; forgets the item table that eval mode keeps."""
@@ -283,7 +307,7 @@ class Recommender(nn.Module):
             return F.normalize(self.embed_items(rows), dim=-1)
         table = self._dense_table
         if table is not None and table.device == self.item_tokens.device:
-            return table
+            return table[: self.num_bound_items]
         rows = torch.arange(self.num_bound_items, device=self.item_tokens.device)
         table = F.normalize(self.embed_items(rows), dim=-1)
         if not self.training and not torch.is_grad_enabled():

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.engine.lane import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
+from recserve.features.item_journal import JournalError
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
-from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel, UnknownVersion
 
 
 class BodyTooLarge(ValueError):
@@ -58,6 +59,7 @@ TABLE: dict[type[Exception], Row] = {
     CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
+    UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
     RequestTooLarge: Row(
@@ -86,6 +88,13 @@ TABLE: dict[type[Exception], Row] = {
         "history_unavailable",
         "features_down",
         "the history store does not answer",
+    ),
+    JournalError: Row(
+        503,
+        "unavailable_error",
+        "items_read_only",
+        "features_down",
+        "items cannot be changed here now: another process does, or the disk refuses",
     ),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }

@@ -1,15 +1,40 @@
-"""GET /v1/items/{id} and /v1/models."""
+"""The catalogue: GET, PUT and DELETE of items, rollback, and GET /v1/models."""
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
+from recserve.messages import ItemsBody, RollbackBody
 from recserve.server.exchange import Exchange, json_response
+
+ITEMS = msgspec.json.Decoder(ItemsBody)
+ROLLBACK = msgspec.json.Decoder(RollbackBody)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the catalogue and the models."""
+    """Routes of the catalogue and the models; changes wait for the disk on a thread."""
+
+    @app.put("/v1/items", operation_id="put_items")
+    async def put_items(request: Request) -> Response:
+        """Insert and update items; the next answer knows them."""
+        body = await exchange.body(request, ITEMS)
+        return json_response(await asyncio.to_thread(exchange.service.put_items, body))
+
+    @app.post("/v1/items:rollback", operation_id="rollback_items")
+    async def rollback_items(request: Request) -> Response:
+        """Go back to the items of an earlier catalogue version."""
+        body = await exchange.body(request, ROLLBACK)
+        return json_response(await asyncio.to_thread(exchange.service.rollback_items, body))
+
+    @app.delete("/v1/items/{item_id:path}", operation_id="hide_item")
+    async def hide_item(item_id: str) -> Response:
+        """Take an item out of all answers."""
+        return json_response(await asyncio.to_thread(exchange.service.hide_item, item_id))
 
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:

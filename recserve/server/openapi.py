@@ -18,6 +18,8 @@ BODIES = {
     "rank": m.RankBody,
     "rank_batch": m.RankBatchBody,
     "add_events": m.EventsBody,
+    "put_items": m.ItemsBody,
+    "rollback_items": m.RollbackBody,
 }
 ANSWERS = {
     "recommend": m.RecommendAnswer,
@@ -26,13 +28,16 @@ ANSWERS = {
     "add_events": m.EventsAnswer,
     "history": m.HistoryAnswer,
     "item": m.ItemAnswer,
+    "put_items": m.ItemsAnswer,
+    "hide_item": m.HiddenAnswer,
+    "rollback_items": m.RollbackAnswer,
 }
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of the app."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer]
+    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer, m.ItemBody]
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )

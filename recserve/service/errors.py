@@ -7,6 +7,10 @@ class UnknownItem(LookupError):
     """The item is not in the catalogue."""
 
 
+class UnknownVersion(LookupError):
+    """The catalogue version is not kept, or never was."""
+
+
 class UnknownModel(LookupError):
     """The bundle holds no such model."""
 

@@ -110,10 +110,10 @@ class Histories:
         """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
         _check_user("user_id", user_id)
         history = _known(self.store.get(user_id), snapshot)
-        ids = snapshot.catalog.items.ids
+        item_id = snapshot.items.item_id
         columns = (history.rows.tolist(), history.times.tolist(), history.types.tolist())
         events = [
-            HistoryEvent(item_id=ids[row], type=EVENT_TYPES[kind], timestamp=_moment(time_us))
+            HistoryEvent(item_id=item_id(row), type=EVENT_TYPES[kind], timestamp=_moment(time_us))
             for row, time_us, kind in zip(*columns, strict=True)
         ]
         unknown = history.num_events - len(events)
@@ -134,8 +134,8 @@ class Histories:
         self.store.close()
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
-        found = snapshot.rows_of(item_ids)
-        rows = np.array([row for row in found if row >= 0], dtype=np.int64)
+        found = snapshot.history_rows(item_ids)
+        rows = found[found >= 0]
         zeros = np.zeros(rows.size, dtype=np.int64)
         values = np.full(rows.size, self.default_value, dtype=np.float32)
         degraded = ("unknown_history_items",) if rows.size < len(found) else ()
@@ -144,7 +144,7 @@ class Histories:
 
 def _known(stored: np.ndarray, snapshot: Snapshot) -> History:
     """Stored events (EVENT_DTYPE) of items that the catalogue has."""
-    rows = snapshot.catalog.rows_of_keys(np.ascontiguousarray(stored["item_key"])).astype(np.int64)
+    rows = snapshot.items.rows_of_keys(np.ascontiguousarray(stored["item_key"]))
     degraded: tuple[str, ...] = ()
     total = rows.size
     if total and rows.min() < 0:

@@ -58,7 +58,7 @@ class Incoming:
         if len(event.user_id) > MAX_ID_LENGTH:
             raise ValueError(f"user_id: at most {MAX_ID_LENGTH} characters, got more")
         user_key(event.user_id)
-        if event.item_id not in self.rows:
+        if self.rows.get(event.item_id) < 0:
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
         if event.event_id is not None and not 1 <= len(event.event_id) <= MAX_ID_LENGTH:
             raise ValueError(

@@ -63,6 +63,9 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         heads = load_heads(bundle, recommender)
+        if recommender.config.dense_head:
+            with torch.inference_mode():
+                recommender.dense_item_rows()  # once here, and then grown with the catalogue
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
     return Models(recommender, ranker, heads)
@@ -116,6 +119,12 @@ def default_store(bundle: Path) -> str:
     """URL of the store that is used when none is named: an LMDB folder beside the bundle."""
     bundle = bundle.resolve()
     return f"lmdb:{bundle.with_name(bundle.name + '.history')}"
+
+
+def default_journal(bundle: Path) -> Path:
+    """Folder of the changes of items where none is named: beside the bundle."""
+    bundle = bundle.resolve()
+    return bundle.with_name(bundle.name + ".items")
 
 
 def resolve_device(name: Device) -> torch.device:

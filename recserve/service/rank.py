@@ -57,7 +57,7 @@ class RankerScorer:
         deadline_s: float | None,
     ) -> tuple[Request, list[str]]:
         """Raises InvalidRequest for a feature that the ranker does not have."""
-        settings = self.roots.tables.settings
+        settings = self.roots.settings
         shown_at, notes = None, []
         if any([c.shown_at for c in candidates]):
             if settings.has_timestamps:
@@ -65,7 +65,7 @@ class RankerScorer:
             else:
                 notes.append("shown_at_ignored")
         given = self._given(candidates) if any([c.features for c in candidates]) else {}
-        root, branches, limits = self.roots.root(history, rows, shown_at, given)
+        root, branches, limits = self.roots.root(snapshot, history, rows, shown_at, given)
         return RankRequest(root, branches, limits, deadline_s), notes
 
     def scores(self, values: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ class RankerScorer:
 
     def _given(self, candidates: Sequence[Candidate]) -> dict[str, np.ndarray]:
         """[M] of each feature that a candidate came with, NaN where it did not."""
-        names = self.roots.tables.settings.side_names
+        names = self.roots.settings.side_names
         given: dict[str, np.ndarray] = {}
         for place, candidate in enumerate(candidates):
             for name, value in (candidate.features or {}).items():

@@ -183,8 +183,7 @@ class _Slate:
 
     def legal(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: exists, is not excluded, fulfils the filter."""
-        legal = (rows >= 0) & (rows < self.snapshot.num_items)
-        legal &= ~np.isin(rows, self.excluded)
+        legal = self.snapshot.answerable(rows) & ~np.isin(rows, self.excluded)
         if self.allowed is not None:
             legal &= self.allowed[np.where(legal, rows, 0)]
         return np.asarray(legal)
@@ -198,11 +197,11 @@ class _Slate:
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
     ) -> list[RecommendedItem]:
         """rows and scores [n] from the model, then filled [m] by popularity."""
-        ids = self.snapshot.catalog.items.ids
+        item_id = self.snapshot.items.item_id
         answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
         return [
             RecommendedItem(
-                item_id=ids[row],
+                item_id=item_id(row),
                 score=score,
                 rank=rank,
                 source=POPULAR if score is None else "model",
@@ -229,7 +228,7 @@ class _Slate:
     def _codes(self, row: int) -> list[int] | UnsetType:
         if not self.body.explain:
             return UNSET
-        codes: list[int] = self.snapshot.catalog.index.codes[row].tolist()
+        codes: list[int] = self.snapshot.items.codes[row].tolist()
         return codes
 
 
@@ -237,7 +236,7 @@ def _allowed(snapshot: Snapshot, body: RecommendBody) -> np.ndarray | None:
     if body.filter is None:
         return None
     try:
-        return snapshot.filters.allowed(body.filter)
+        return snapshot.allowed(body.filter)
     except FilterError as error:
         place = f"filter.{error.param}" if error.param else "filter"
         raise InvalidRequest(place, str(error)) from None

@@ -59,7 +59,7 @@ class RecommenderRoots:
         return window_start(num_events, self.config.max_history_items, self.block)
 
     def _tokens(self, snapshot: Snapshot, rows: np.ndarray) -> np.ndarray:
-        codes = snapshot.catalog.index.codes
+        codes = snapshot.items.codes
         return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
 
 
@@ -67,7 +67,7 @@ class RankerRoots:
     """Roots and branches of the ranker."""
 
     def __init__(self, tables: RankingTables, salt: int, device: torch.device) -> None:
-        self.tables = tables
+        self.settings = tables.settings
         self.salt = salt
         self.device = device
         self._kept: OrderedDict[bytes, tuple[RankingRoot, UserSide]] = OrderedDict()
@@ -75,42 +75,50 @@ class RankerRoots:
 
     def root(
         self,
+        snapshot: Snapshot,
         history: History,
         rows: np.ndarray,
         shown_at: np.ndarray | None,
         given: Mapping[str, np.ndarray],
     ) -> tuple[Root, NodeInputs, np.ndarray | None]:
         """The user's root, the candidates under it, and how much of it each may see (None: all)."""
-        columns, user = self._kept_of(history)
-        branches = candidate_columns(self.tables, columns, rows, shown_at, given, user)
-        root = Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
+        tables = _tables(snapshot)
+        columns, user = self._kept_of(snapshot, history)
+        branches = candidate_columns(tables, columns, rows, shown_at, given, user)
         limits = None if shown_at is None else branches.root_limits
-        return root, self._inputs(branches.columns.arrays()), limits
+        return self._root(columns), self._inputs(branches.columns.arrays()), limits
 
-    def keys(self, history: History) -> Iterator[tuple[np.ndarray, int]]:
+    def bare(self, snapshot: Snapshot, history: History) -> Root:
+        """The user's root alone."""
+        return self._root(self._kept_of(snapshot, history)[0])
+
+    def keys(self, snapshot: Snapshot, history: History) -> Iterator[tuple[np.ndarray, int]]:
         """Keys and shared rows of every root that this history has had while it grew."""
-        events = self._events(history)
-        settings = self.tables.settings
-        windows = {split_history(n, settings): n for n in range(len(events) + 1)}
+        events, tables = self._events(history), _tables(snapshot)
+        windows = {split_history(n, self.settings): n for n in range(len(events) + 1)}
         for (start, split), stop in windows.items():
-            columns = window_columns(self.tables, events.slice(0, stop), start, split, self.salt)
+            columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
             yield columns.keys, columns.shared
 
-    def _kept_of(self, history: History) -> tuple[RankingRoot, UserSide]:
+    def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
         """What does not depend on the candidates, for users who come back before they act."""
         events = self._events(history)
-        key = b"".join((events.rows.data, events.times.data, events.types.data, events.values.data))
+        parts = (events.rows.data, events.times.data, events.types.data, events.values.data)
+        key = b"".join((*parts, snapshot.items.number.to_bytes(8)))
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        columns = root_columns(self.tables, events, self.salt)
-        kept = columns, user_side(self.tables, columns)
+        columns = root_columns(_tables(snapshot), events, self.salt)
+        kept = columns, user_side(_tables(snapshot), columns)
         with self._lock:
             self._kept[key] = kept
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return kept
+
+    def _root(self, columns: RankingRoot) -> Root:
+        return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self) -> None:
         """Drop all kept columns: nothing of a deleted user stays."""
@@ -119,7 +127,7 @@ class RankerRoots:
 
     def _events(self, history: History) -> UserEvents:
         """The history in the ranker's own numbering of types; a type it does not know is none."""
-        numbers = {name: index for index, name in enumerate(self.tables.settings.type_names)}
+        numbers = {name: index for index, name in enumerate(self.settings.type_names)}
         types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
         return UserEvents(history.rows, history.times, types[history.types], history.values)
 
@@ -129,3 +137,8 @@ class RankerRoots:
             return inputs
         moved = {name: getattr(inputs, name).to(self.device) for name in arrays}
         return NodeInputs(**moved)
+
+
+def _tables(snapshot: Snapshot) -> RankingTables:
+    assert snapshot.ranking is not None, "a ranker answers from a snapshot without its tables"
+    return snapshot.ranking

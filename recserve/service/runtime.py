@@ -44,7 +44,7 @@ class Runtime:
     ) -> dict[str, Any]:
         """The fields that all answers of a model have, but `strategy`, `exact` and `rounds`."""
         request_id = request_id or str(uuid.uuid4())
-        version = snapshot.catalog.version
+        version = snapshot.items.name
         user_id = None if user is None else user.id
         return {
             "request_id": request_id,

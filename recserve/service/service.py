@@ -16,32 +16,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
+from msgspec import structs
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.history import open_store
+from recserve.features.item_journal import ItemJournal
+from recserve.features.live_ranking import LiveRanking
 from recserve.features.ranking_tables import RankingTables
 from recserve.messages import (
     EventsAnswer,
     EventsBody,
+    HiddenAnswer,
     HistoryAnswer,
     ItemAnswer,
+    ItemsAnswer,
+    ItemsBody,
     RankAnswer,
     RankBatchBody,
     RankBody,
     RecommendAnswer,
     RecommendBody,
+    RollbackAnswer,
+    RollbackBody,
 )
 from recserve.metrics import Gauges
 from recserve.service.attribution import Signer
-from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.histories import Histories
 from recserve.service.incoming import import_events
+from recserve.service.live_items import LiveItems
 from recserve.service.loading import (
     Device,
     Models,
+    default_journal,
     default_store,
     item_index,
     load_item_graph,
@@ -53,6 +64,7 @@ from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
+from recserve.service.warming import Warming
 from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)
@@ -66,7 +78,10 @@ MANY_IN_FLIGHT = 64
 class Service:
     """Answers from one bundle, from any thread; the engine runs on its own."""
 
-    def __init__(self, bundle: Bundle, runtime: Runtime, models: Models) -> None:
+    def __init__(
+        self, bundle: Bundle, runtime: Runtime, models: Models, journal: ItemJournal | None = None
+    ) -> None:
+        """journal: where changes of items are kept and replayed from; None: in memory only."""
         self.bundle = bundle
         self.runtime = runtime
         self._models = models
@@ -74,12 +89,15 @@ class Service:
         self._rankings: Rankings | None = None
         self._closed = False
         scorers: dict[str, Scorer] = {}
+        ranking: LiveRanking | None = None
         self._ranker_roots: RankerRoots | None = None
         self._recommender_roots: RecommenderRoots | None = None
         manifest = bundle.manifest
         if models.ranker is not None:
             catalog = runtime.snapshot.catalog
             tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
+            ranking = LiveRanking(tables)
+            runtime.snapshot = replace(runtime.snapshot, ranking=tables)
             salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
             self._ranker_roots = RankerRoots(tables, salt, runtime.device)
             if tables.settings.has_values:
@@ -95,6 +113,9 @@ class Service:
             scorers["likelihood"] = LikelihoodScorer(roots)
         if scorers:
             self._rankings = Rankings(runtime, scorers)
+        self._warming = Warming(runtime, self._recommender_roots, self._ranker_roots)
+        self._items = LiveItems(runtime, models, bundle, journal, ranking)
+        self._items.replay()
 
     @staticmethod
     def open(
@@ -104,12 +125,16 @@ class Service:
         *,
         signing_key: bytes | None = None,
         max_queue: int = 1024,
+        journal: Path | None = None,
     ) -> Service:
         """Load everything.
 
+        journal: folder of the changes of items, None: beside the bundle.
+
         store: URL of the history store, None: `default_store`. An empty store is filled with the
         bundle's own events. signing_key: None draws one, whose tokens end with the process.
-        Raises BundleError, StoreUnavailable, or ValueError for a device that is not here.
+        Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not
+        here.
         """
         opened = Bundle.open(bundle)
         place = resolve_device(device)
@@ -127,12 +152,15 @@ class Service:
         signer = Signer(signing_key or secrets.token_bytes(32))
         version = opened.manifest.model_version
         runtime = Runtime(engine, snapshot, histories, signer, version, place)
-        return Service(opened, runtime, models)
+        folder = default_journal(Path(bundle)) if journal is None else journal
+        kept = ItemJournal(folder / f"{opened.manifest.catalog_version}.jsonl")
+        return Service(opened, runtime, models, kept)
 
     def close(self) -> None:
         """Finish what the engine has, then close engine and store. May be called again."""
         if not self._closed:
             self._closed = True
+            self._items.close()
             self.runtime.engine.close()
             self.runtime.histories.close()
 
@@ -223,9 +251,14 @@ class Service:
         self.runtime.engine.cancel(future)
 
     def add_events(self, body: EventsBody) -> EventsAnswer:
-        """Store events. Raises StoreUnavailable."""
+        """Store events, and compute roots anew where asked. Raises StoreUnavailable."""
         self._check_open()
-        return self.runtime.histories.add(body, self.runtime.snapshot)
+        answer = self.runtime.histories.add(body, self.runtime.snapshot)
+        if not body.warm:
+            return answer
+        refused = {rejection.index for rejection in answer.rejected}
+        users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
+        return structs.replace(answer, warmed=self._warming.warm(users))
 
     def history(self, user_id: str) -> HistoryAnswer:
         """A user's stored events. Raises StoreUnavailable or CorruptHistory."""
@@ -237,30 +270,34 @@ class Service:
         self._check_open()
         runtime = self.runtime
         history = runtime.histories.delete(user_id, runtime.snapshot)
+        if self._items.was_read_otherwise(history):
+            runtime.engine.forget_all()
         if self._recommender_roots is not None:
             for keys, shared in self._recommender_roots.keys(runtime.snapshot, history.rows):
                 runtime.engine.forget(keys, shared)
         if self._ranker_roots is not None:
-            for keys, shared in self._ranker_roots.keys(history):
+            for keys, shared in self._ranker_roots.keys(runtime.snapshot, history):
                 runtime.engine.forget(keys, shared)
             self._ranker_roots.forget()
 
     def item(self, item_id: str) -> ItemAnswer:
         """One item of the catalogue. Raises UnknownItem."""
-        snapshot = self.runtime.snapshot
-        row = snapshot.rows.get(item_id)
-        if row is None:
-            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
-        catalog = snapshot.catalog
-        return ItemAnswer(
-            item_id=item_id,
-            title=catalog.items.titles[row] or None,
-            categories=catalog.items.categories[row],
-            attributes=catalog.items.attribute(row),
-            semantic_id=catalog.index.codes[row].tolist(),
-            popularity=float(catalog.popularity[row]),
-            catalog_version=catalog.version,
-        )
+        return self._items.get(item_id)
+
+    def put_items(self, body: ItemsBody) -> ItemsAnswer:
+        """Insert and update items. Raises JournalError."""
+        self._check_open()
+        return self._items.put(body)
+
+    def hide_item(self, item_id: str) -> HiddenAnswer:
+        """Take an item out of all answers. Raises UnknownItem or JournalError."""
+        self._check_open()
+        return HiddenAnswer(item_id=item_id, catalog_version=self._items.hide(item_id))
+
+    def rollback_items(self, body: RollbackBody) -> RollbackAnswer:
+        """Restore the items of an earlier version. Raises UnknownVersion or JournalError."""
+        self._check_open()
+        return self._items.rollback(body.catalog_version)
 
     def models(self) -> list[dict[str, Any]]:
         """The loaded models in OpenAI's form, with what is ours under `recserve`."""
@@ -279,14 +316,15 @@ class Service:
         """Versions of what is served."""
         return {
             "model_version": self.runtime.model_version,
-            "catalog_version": self.runtime.snapshot.catalog.version,
+            "catalog_version": self.runtime.snapshot.items.name,
         }
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
         """Some users and popular items to try things with."""
         snapshot = self.runtime.snapshot
-        ids = snapshot.catalog.items.ids
-        items = [ids[row] for row in snapshot.popular[:num_items].tolist()]
+        nothing = np.zeros(0, np.int64)
+        popular = snapshot.most_popular(num_items, nothing, None)
+        items = [snapshot.items.item_id(row) for row in popular.tolist()]
         users: list[str] = []
         if EVENTS in self.bundle.manifest.files:
             column = pq.read_table(self.bundle.path(EVENTS), columns=["user_id"]).column(0)

@@ -3,67 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from recserve.core.retrieval import VectorIndex
-from recserve.features.catalog import Catalog
+from recserve.features.catalog import Catalog, item_keys
+from recserve.features.catalog_version import CatalogVersion, first_version
 from recserve.features.filters import ItemFilters
+from recserve.features.ranking_tables import RankingTables
+from recserve.features.row_map import RowMap
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
-    rows: item id to row. popular [I] int32: rows, most popular first. graph: of similar items;
-    None: the recommender has none. index: the items' vectors, where a retriever was trained.
+    items: the version. base_trie: of an earlier version, under `trie`. filters: of the bundle's own
+    items. ranking: tables of the ranker, None where there is none. graph: of similar items, None:
+    the recommender has none. index: the items' vectors, where a retriever was trained.
     """
 
-    catalog: Catalog
-    trie: Trie
+    items: CatalogVersion
+    base_trie: Trie
+    trie: AnyTrie
     filters: ItemFilters
-    rows: dict[str, int]
-    popular: np.ndarray
+    ranking: RankingTables | None = None
     graph: ItemGraph | None = None
     index: VectorIndex | None = None
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:
-        """Build the lookups of a catalogue, the trie on the device."""
+        """Build the lookups of a bundle's catalogue, the trie on the device."""
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-        return Snapshot(
-            catalog,
-            build_trie(codes, catalog.index.codebook_sizes).to(device),
-            ItemFilters(catalog.items),
-            {item_id: row for row, item_id in enumerate(catalog.items.ids)},
-            catalog.popular,
+        trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
+        rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+        return Snapshot(first_version(catalog, rows), trie, trie, ItemFilters(catalog.items))
+
+    def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
+        """The lookups of another version, its trie over a base of it or of an earlier one."""
+        same = base is self.base_trie and items.num_rows == self.items.num_rows
+        if same and items.gone is self.items.gone:  # only words changed
+            return replace(self, items=items, ranking=ranking)
+        rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
+        trie = overlay_trie(
+            base,
+            torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
+            torch.from_numpy(rows).to(base.device),
+            items.num_rows,
+            torch.from_numpy(items.gone),
+            self.trie if isinstance(self.trie, TrieOverlay) else None,
         )
+        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
+
+    def compacted_trie(self) -> Trie:
+        """A trie of this version without an overlay; hidden items keep their leaves."""
+        rows = self.trie.leaf_rows.cpu().long()
+        codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
+        sizes = self.catalog.index.codebook_sizes
+        return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The bundle's own catalogue, which all versions stand on."""
+        return self.items.base
+
+    @property
+    def rows(self) -> RowMap[str]:
+        """Item id to row, of the items that may be answered."""
+        return self.items.visible
 
     @property
     def num_items(self) -> int:
-        """I."""
-        return len(self.catalog)
+        """Item rows, hidden and replaced ones included."""
+        return self.items.num_rows
 
     def rows_of(self, item_ids: Iterable[str]) -> list[int]:
-        """Row of each id, -1 where it is unknown."""
-        return list(map(self.rows.get, item_ids, repeat(-1)))
+        """Row of each id, -1 where it is unknown or hidden."""
+        return self.rows.get_many(item_ids)
+
+    def history_rows(self, item_ids: Iterable[str]) -> np.ndarray:
+        """[n] int64 row of each id, hidden items too: what a user did stays what it was."""
+        ids = list(item_ids)
+        rows = np.array(self.rows_of(ids), dtype=np.int64)
+        lacking = np.flatnonzero(rows < 0)
+        if lacking.size and self.items.gone.size:
+            rows[lacking] = self.items.rows_of_keys(item_keys([ids[i] for i in lacking]))
+        return rows
+
+    def allowed(self, tree: Any) -> np.ndarray:
+        """[num_items] bool: the items that fulfil a filter. Raises FilterError."""
+        base = self.filters.allowed(tree)
+        items = self.items
+        if not items.num_records:
+            return base
+        allowed = np.zeros(items.num_rows, dtype=bool)
+        allowed[: len(base)] = base
+        said = items.log.allowed(tree, items.num_records)
+        allowed[items.record_rows] = said[items.record_places]
+        return allowed
+
+    def answerable(self, rows: np.ndarray) -> np.ndarray:
+        """[n] bool: rows of items that exist in this version and are not hidden."""
+        there = (rows >= 0) & (rows < self.num_items)
+        return np.asarray(there & ~np.isin(rows, self.items.gone))
 
     def most_popular(
         self, count: int, excluded: np.ndarray, allowed: np.ndarray | None
     ) -> np.ndarray:
         """At most `count` rows, most popular first, that are allowed and not excluded.
 
-        excluded: item rows, any order, repeats allowed. allowed: bool [I], None: all.
+        excluded: item rows, any order, repeats allowed. allowed: bool [num_items], None: all.
         """
         if allowed is None:
             # Of the first count + X rows at most X are excluded, so the rest of the order is idle.
-            head = self.popular[: count + excluded.size]
+            head = self.items.popular(count + excluded.size)
             return np.asarray(head[~np.isin(head, excluded)][:count])
         usable = allowed.copy()
         usable[excluded] = False
-        return np.asarray(self.popular[usable[self.popular]][:count])
+        order = self.items.popular(self.num_items)
+        return np.asarray(order[usable[order]][:count])

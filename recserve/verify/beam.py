@@ -58,7 +58,7 @@ def verify(
     """
     assert draft.queries is not None and draft.query_keys is not None
     scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
-    owners = draft.query_keys // beams.trie.node_codes.shape[0]
+    owners = draft.query_keys // beams.trie.num_nodes
     worked = torch.bincount(owners, minlength=len(beams.sequences)).clamp(max=1)
     return advance(replace(beams, scored=scored, rounds=beams.rounds + worked), model)
 

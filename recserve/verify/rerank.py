@@ -27,8 +27,10 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     requests = _requests(beams)
     if not any(r.dense_weight for r in requests):
         return beams
-    dense = model.dense_scores(beams.tails)
+    dense = model.dense_scores(beams.tails, beams.trie.num_rows)
     open_scores = dense.clone()
+    if beams.trie.gone is not None:
+        open_scores[:, beams.trie.gone] = DEAD
     for b, request in enumerate(requests):
         if request.excluded is not None and request.excluded.size:
             open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
@@ -79,8 +81,8 @@ def slates(beams: Beams, rival_scores: Tensor | None, exact: bool) -> list[Slate
     rival_scores [n]: log-probability of the semantic id of each valid rival, None without rivals.
     exact: whether all scores are the target's own.
     """
-    leaves = beams.trie.level_starts[beams.trie.num_levels]
-    rows = beams.trie.items_of_leaves(torch.where(beams.alive(), beams.nodes, leaves)).long()
+    leaves = torch.where(beams.alive(), beams.nodes, beams.trie.any_leaf)
+    rows = beams.trie.items_of_leaves(leaves).long()
     scores, alive = beams.log_probs, beams.alive()
     requests = _requests(beams)
     if beams.rivals is not None and rival_scores is not None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Scored
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.recommender import Recommender
 from recserve.verify.beam import level_log_probs
 
 
 def root_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, tails: Tensor, model: Recommender
+    trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, tails: Tensor, model: Recommender
 ) -> Tensor:
     """Log-probability of each candidate's first code.
 
@@ -23,18 +23,18 @@ def root_scores(
     children = trie.children(top)
     codes = children.codes.long().expand(tails.shape[0], -1)
     log_probs = level_log_probs(model, tails, 0, codes, children.valid.expand_as(codes))
-    return log_probs[owners, trie_nodes[:, 0] - trie.first_child[0]]
+    return log_probs[owners, trie.places(trie_nodes[:, 0], top)]
 
 
 def path_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
+    trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
 ) -> Tensor:
     """Log-probability of each candidate's codes after the first.
 
     trie_nodes [M, L], owners [M]. Prefixes that were not scored have one child and add 0. Returns
     [M].
     """
-    size = trie.node_codes.shape[0]
+    size = trie.num_nodes
     out = torch.zeros(trie_nodes.shape[0], device=trie.device)
     levels = trie.levels(scored.keys % size)
     for level in range(1, trie.num_levels):
@@ -48,6 +48,6 @@ def path_scores(
         )
         parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
         row = part.find(owners * size + parents)
-        gain = log_probs[row.clamp(min=0), nodes - trie.first_child[parents]]
+        gain = log_probs[row.clamp(min=0), trie.places(nodes, parents)]
         out += torch.where(row >= 0, gain, 0.0)
     return out

@@ -44,8 +44,7 @@ class LikelihoodStrategy:
 
     def tree_room(self, request: LikelihoodRequest) -> int:
         """A node for each prefix of each candidate, and no more than the trie has."""
-        starts = request.trie.level_starts
-        sizes = [starts[n + 1] - starts[n] for n in range(1, request.trie.num_levels)]
+        sizes = request.trie.level_sizes[1:-1]
         return sum(min(size, len(request.rows)) for size in sizes)
 
     def start(self, sequences: Seq[Sequence]) -> Likelihoods:

@@ -50,7 +50,7 @@ class ParallelStrategy:
         requests = [request_of(s) for s in sequences]
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         log_probs = self.tables.log_probs(tails)
-        item_tokens = self.model.item_tokens[: requests[0].trie.num_items]
+        item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
         best = best_items(requests, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3

@@ -1,0 +1,153 @@
+"""The journal of a live catalogue: every accepted change set, on disk before it is served.
+
+One file per catalogue of a bundle, one line per change set: checksum and JSON. A line that a kill
+cut short was never answered for and is dropped; any other damage is an error. Whoever opens a
+bundle replays the journal, one process at a time may write to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from recserve.features.item_records import ItemRecord
+from recserve.features.live_catalog import ItemChange
+
+
+class JournalError(RuntimeError):
+    """The journal is damaged, cannot be written, or belongs to another process."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One change set, as `number` of the catalogue's versions.
+
+    restored: the version whose content this one has; None: items were put or hidden.
+    """
+
+    number: int
+    changes: tuple[ItemChange, ...] = ()
+    hidden: tuple[str, ...] = ()
+    restored: int | None = None
+
+
+@dataclass
+class ItemJournal:
+    """path: of the file, which need not exist. length: bytes that were read or written here."""
+
+    path: Path
+    length: int = 0
+    _file: IO[bytes] | None = field(default=None, repr=False)
+
+    def read(self) -> list[JournalEntry]:
+        """Every change set, in order. Raises JournalError where the file is damaged."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().split(b"\n")
+        entries, self.length = [], 0
+        for number, line in enumerate(lines):
+            if number == len(lines) - 1:
+                break  # what follows the last line end: nothing, or a line cut short
+            entries.append(_entry(line, self.path, number + 1))
+            self.length += len(line) + 1
+        return entries
+
+    def append(self, entry: JournalEntry) -> None:
+        """Write a change set through to the disk.
+
+        Raises JournalError where another process writes, or has written since `read`.
+        """
+        file = self._opened()
+        line = _line(entry)
+        try:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            # The line may be there in part: cut it off, or the next one would stand behind it.
+            file.truncate(self.length)
+            raise JournalError(f"{self.path}: not writable ({error})") from error
+        self.length += len(line)
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is not None:
+            return self._file
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise JournalError(f"{self.path}: not writable ({error})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise JournalError(f"{self.path}: another process changes these items") from error
+        if b"\n" in self._unread():
+            file.close()
+            raise JournalError(f"{self.path}: another process changed items; restart this one")
+        file.truncate(self.length)
+        self._file = file
+        return file
+
+    def _unread(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.length)
+            return file.read()
+
+
+def _line(entry: JournalEntry) -> bytes:
+    said: dict[str, Any] = {"number": entry.number}
+    if entry.changes:
+        said["put"] = [_said(change) for change in entry.changes]
+    if entry.hidden:
+        said["hide"] = list(entry.hidden)
+    if entry.restored is not None:
+        said["restore"] = entry.restored
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), default=str).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _said(change: ItemChange) -> dict[str, Any]:
+    said: dict[str, Any] = dict(vars(change.record))
+    said["attributes"] = dict(change.record.attributes)
+    if change.vector is not None and change.codes is not None:
+        raw = np.ascontiguousarray(change.vector, "<f4").tobytes()
+        said["vector"] = base64.b64encode(raw).decode()
+        said["codes"] = change.codes.tolist()
+    return said
+
+
+def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
+    text = line[9:]
+    try:
+        if int(line[:8], 16) != zlib.crc32(text):
+            raise ValueError("the checksum differs")
+        said = json.loads(text)
+        changes = tuple(_change(one) for one in said.get("put", ()))
+        return JournalEntry(
+            int(said["number"]), changes, tuple(said.get("hide", ())), said.get("restore")
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise JournalError(f"{path}: line {number} is damaged ({error})") from error
+
+
+def _change(said: dict[str, Any]) -> ItemChange:
+    record = ItemRecord(said["item_id"], said["title"], said["categories"], said["attributes"])
+    if "vector" not in said:
+        return ItemChange(record)
+    vector = np.frombuffer(base64.b64decode(said["vector"]), "<f4").astype(np.float32)
+    return ItemChange(record, vector, np.array(said["codes"], np.uint16))

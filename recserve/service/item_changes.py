@@ -1,0 +1,153 @@
+"""Items on their way into the catalogue: judged one by one, then given vectors and semantic ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from recserve.features.id_assignment import IdAssigner
+from recserve.features.item_records import ItemRecord, checked_attributes
+from recserve.features.live_catalog import ItemChange
+from recserve.features.new_vectors import NewVectors
+from recserve.features.vectors import unit
+from recserve.messages import ItemBody, Rejection
+from recserve.service.snapshot import Snapshot
+
+FIELDS = frozenset(ItemBody.__struct_fields__)
+
+
+@dataclass
+class _Draft:
+    """A change that still lacks its vector or its semantic id."""
+
+    index: int
+    row: int
+    record: ItemRecord
+    vector: np.ndarray | None
+    change: ItemChange | None = None
+
+
+class ItemChanges:
+    """The items of one call. rejected: what was refused; degraded: what was made do with."""
+
+    def __init__(self, snapshot: Snapshot, vectors: NewVectors, assigner: IdAssigner) -> None:
+        self.snapshot = snapshot
+        self.vectors = vectors
+        self.assigner = assigner
+        self.rejected: list[Rejection] = []
+        self.degraded: list[Rejection] = []
+        self._drafts: dict[str, _Draft] = {}
+
+    def take(self, index: int, raw: dict[str, Any]) -> None:
+        """Keep an item, or note why not."""
+        try:
+            draft = self._draft(index, raw)
+        except ValueError as error:
+            self._reject(index, str(error))
+        else:
+            self._drafts[draft.record.item_id] = draft
+
+    def finish(self) -> list[ItemChange]:
+        """The changes of all items that can be had, in their order."""
+        drafts = list(self._drafts.values())
+        self._fill_vectors([d for d in drafts if d.vector is None and self._needs_vector(d)])
+        moving = [d for d in drafts if d.vector is not None]
+        wanted = [d.vector for d in moving if d.vector is not None]
+        codes = self.assigner.assign(
+            self.snapshot.items,
+            np.stack(wanted) if wanted else np.zeros((0, 0), np.float32),
+            [d.row for d in moving],
+        )
+        for draft, found in zip(moving, codes, strict=True):
+            if found is None:
+                self._reject(draft.index, "every semantic id near this item is taken")
+                del self._drafts[draft.record.item_id]
+            else:
+                draft.change = ItemChange(draft.record, draft.vector, found)
+        return [d.change or ItemChange(d.record) for d in self._drafts.values()]
+
+    def _draft(self, index: int, raw: dict[str, Any]) -> _Draft:
+        """Raises ValueError in words for the client."""
+        known = {name: value for name, value in raw.items() if name in FIELDS}
+        body = _converted(known)
+        others = {name: value for name, value in raw.items() if name not in FIELDS}
+        if body.item_id in self._drafts:
+            raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
+        items = self.snapshot.items
+        (row,) = items.known_rows([body.item_id])
+        record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
+        said = checked_attributes({**others, **body.attributes}, items.log.schema)
+        nulls = {name for name, value in {**others, **body.attributes}.items() if value is None}
+        kept = {name: value for name, value in record.attributes.items() if name not in nulls}
+        record = ItemRecord(
+            body.item_id,
+            record.title if body.title is None else body.title,
+            record.categories if body.categories is None else body.categories,
+            {**kept, **said},
+        )
+        return _Draft(index, row, record, self._vector(body.embedding, row))
+
+    def _vector(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
+        """[F] of a given embedding; None where there is none, or the item has this one already."""
+        if embedding is None:
+            return None
+        given = np.array(embedding, dtype=np.float32)
+        sizes = self.vectors.sizes
+        if given.size not in sizes:
+            wanted = " or ".join(map(str, sizes))
+            raise ValueError(f"embedding: expected {wanted} numbers, got {given.size}")
+        if not np.isfinite(given).all():
+            raise ValueError("embedding: holds a number that is not finite in single precision")
+        if given.size < sizes[0]:
+            vector = self.vectors.of_content(given[None])[0]
+        else:
+            vector = given if self.vectors.raw else unit(given[None])[0]
+        if row >= 0 and np.array_equal(self.snapshot.items.vectors[row], vector):
+            return None
+        return np.asarray(vector)
+
+    def _needs_vector(self, draft: _Draft) -> bool:
+        """New items do, and hidden ones whose semantic id another item has taken."""
+        if draft.row < 0:
+            return True
+        if not self.snapshot.items.is_gone(draft.row) or self._owns_id(draft.row):
+            return False
+        draft.vector = np.asarray(self.snapshot.items.vectors[draft.row])
+        return False
+
+    def _owns_id(self, row: int) -> bool:
+        name = np.ascontiguousarray(self.snapshot.items.codes[row], np.uint16).tobytes()
+        return self.snapshot.items.owners.get(name) in (-1, row)
+
+    def _fill_vectors(self, drafts: list[_Draft]) -> None:
+        """Vectors from text, or from the items of the same category."""
+        if not drafts:
+            return
+        content = self.vectors.of_text([d.record for d in drafts])
+        made = None if content is None else self.vectors.of_content(content)
+        for number, draft in enumerate(drafts):
+            if made is not None and content is not None and content[number].any():
+                draft.vector = made[number]
+                continue
+            draft.vector = self.vectors.of_categories(draft.record.categories, self._rows_of_path)
+            reason = "no embedding and no known word; placed by its categories alone"
+            if not draft.vector.any():
+                reason = "no embedding, known word or category; placed anywhere"
+            self.degraded.append(Rejection(index=draft.index, reason=reason))
+
+    def _rows_of_path(self, path: str) -> np.ndarray:
+        return np.flatnonzero(self.snapshot.filters.allowed({"eq": ["category", path]}))
+
+    def _reject(self, index: int, reason: str) -> None:
+        self.rejected.append(Rejection(index=index, reason=reason))
+
+
+def _converted(raw: dict[str, Any]) -> ItemBody:
+    try:
+        return msgspec.convert(raw, ItemBody)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error).replace("`", "").replace("$.", "")) from None

@@ -1,0 +1,257 @@
+"""Items that change while answers go out: one writer, versions that readers keep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import replace
+
+import torch
+
+from recserve.bundle import Bundle
+from recserve.core.retrieval import VectorIndex
+from recserve.features.catalog_version import CatalogVersion
+from recserve.features.id_assignment import IdAssigner
+from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.live_catalog import changed, restored, with_short_log
+from recserve.features.live_ranking import LiveRanking
+from recserve.features.new_vectors import NewVectors
+from recserve.features.vector_index import FaissIndex, GrownIndex, grown
+from recserve.kernels.trie import Trie
+from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
+from recserve.models.dense_retriever import item_vectors
+from recserve.service.errors import UnknownItem, UnknownVersion
+from recserve.service.histories import History
+from recserve.service.item_changes import ItemChanges
+from recserve.service.loading import Models
+from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT = 32
+# From here on the overlay is folded into a new base: changes cost what the overlay holds.
+MAX_OVERLAY = 16_384
+
+
+class LiveItems:
+    """Makes versions and publishes them: `runtime.snapshot` is replaced, nothing is written to.
+
+    journal: None: nothing is kept on disk.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        models: Models,
+        bundle: Bundle,
+        journal: ItemJournal | None,
+        ranking: LiveRanking | None,
+    ) -> None:
+        self.runtime = runtime
+        self.models = models
+        self.journal = journal
+        self.ranking = ranking
+        self._bundle = bundle
+        self._tools: tuple[NewVectors, IdAssigner] | None = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
+        self._folding: threading.Thread | None = None
+        self._lineage = 0
+        self._keep(runtime.snapshot)
+
+    def replay(self) -> None:
+        """Take over what the journal says. Raises JournalError."""
+        if self.journal is None:
+            return
+        entries = self.journal.read()
+        first = self.runtime.snapshot
+        for entry in entries:
+            try:
+                items, _ = self._content(entry)
+            except (ValueError, LookupError) as error:
+                raise JournalError(f"{self.journal.path}: {error}") from error
+            self.runtime.snapshot = replace(first, items=items)
+            self._keep(self.runtime.snapshot)
+        if entries:
+            items, self.runtime.snapshot = self.runtime.snapshot.items, first
+            self._publish(items, first.base_trie)
+            log.info("replayed %d change sets of items", len(entries))
+
+    def get(self, item_id: str) -> ItemAnswer:
+        """One item. Raises UnknownItem."""
+        items = self.runtime.snapshot.items
+        row = items.visible.get(item_id)
+        if row < 0:
+            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        record = items.record(row)
+        return ItemAnswer(
+            item_id=item_id,
+            title=record.title or None,
+            categories=record.categories,
+            attributes=items.attributes(row),
+            semantic_id=items.codes[row].tolist(),
+            popularity=items.popularity(row),
+            catalog_version=items.name,
+        )
+
+    def put(self, body: ItemsBody) -> ItemsAnswer:
+        """Insert and update items, each judged by itself. Raises JournalError."""
+        with self._lock:
+            before = self.runtime.snapshot
+            incoming = ItemChanges(before, *self._made_tools())
+            for index, raw in enumerate(body.items):
+                incoming.take(index, raw)
+            changes = incoming.finish()
+            if changes:
+                self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
+            updated = sum(before.rows.get(c.record.item_id) >= 0 for c in changes)
+            return ItemsAnswer(
+                catalog_version=self.runtime.snapshot.items.name,
+                inserted=len(changes) - updated,
+                updated=updated,
+                rejected=sorted(incoming.rejected, key=lambda one: one.index),
+                degraded=sorted(incoming.degraded, key=lambda one: one.index),
+            )
+
+    def hide(self, item_id: str) -> str:
+        """Take an item out of all answers; the version without it.
+
+        Raises UnknownItem or JournalError.
+        """
+        with self._lock:
+            items = self.runtime.snapshot.items
+            if items.visible.get(item_id) < 0:
+                raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+            self._commit(JournalEntry(items.number + 1, hidden=(item_id,)))
+            return self.runtime.snapshot.items.name
+
+    def rollback(self, name: str) -> RollbackAnswer:
+        """Go back to what an earlier version held, as a version of its own.
+
+        Raises UnknownVersion for one that is not kept, or JournalError.
+        """
+        with self._lock:
+            there = self._kept.get(name)
+            if there is None:
+                listed = ", ".join(reversed(self._kept))
+                raise UnknownVersion(
+                    f"no catalog_version {name[:80]!r} is kept; there are {listed}"
+                )
+            number = self.runtime.snapshot.items.number + 1
+            self._commit(JournalEntry(number, restored=there.items.number))
+            version = self.runtime.snapshot.items.name
+            return RollbackAnswer(catalog_version=version, restored=name)
+
+    def was_read_otherwise(self, history: History) -> bool:
+        """Whether an earlier version may have read this history as other rows.
+
+        So it is where an item of it has had several rows, or is of no version now.
+        """
+        items = self.runtime.snapshot.items
+        if not items.tail.ids:
+            return False
+        names = {items.item_id(row) for row in set(history.rows.tolist())}
+        rows = Counter(name for name in items.tail.ids if name in names)
+        rows.update(names & items.visible.base.keys())
+        return history.num_events > history.rows.size or max(rows.values(), default=0) > 1
+
+    def close(self) -> None:
+        """Wait for what is being folded, and let others write the journal."""
+        if self._folding is not None:
+            self._folding.join()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _commit(self, entry: JournalEntry) -> None:
+        """Write a change set down, then serve it."""
+        if self.journal is not None:
+            self.journal.append(entry)
+        self._publish(*self._content(entry))
+        self._fold_if_large()
+
+    def _content(self, entry: JournalEntry) -> tuple[CatalogVersion, Trie]:
+        """What a change set makes of the current version, and the trie it builds on."""
+        current = self.runtime.snapshot
+        if entry.restored is None:
+            items = changed(current.items, entry.number, entry.changes, entry.hidden)
+            return items, current.base_trie
+        numbers = {snapshot.items.number: snapshot for snapshot in self._kept.values()}
+        there = numbers[entry.restored]
+        self._lineage += 1
+        return restored(there.items, current.items, entry.number), there.base_trie
+
+    def _publish(self, items: CatalogVersion, base_trie: Trie) -> None:
+        """Models first, then the version that needs them."""
+        self._follow(items)
+        ranking = None if self.ranking is None else self.ranking.at(items)
+        snapshot = self.runtime.snapshot.at(items, ranking, base_trie)
+        snapshot = replace(snapshot, index=self._index(items.num_rows))
+        self._keep(snapshot)
+        self.runtime.snapshot = snapshot
+
+    def _follow(self, items: CatalogVersion) -> None:
+        """Rows that the models do not have yet."""
+        first_tail = len(items.base)
+        for model in (self.models.recommender, self.models.ranker):
+            if model is None or model.num_bound_items >= items.num_rows:
+                continue
+            first = model.num_bound_items - first_tail
+            vectors = torch.from_numpy(items.vectors.tail[first:])
+            learned = torch.from_numpy(items.learned[first:])
+            if model is self.models.recommender:
+                codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
+                self.models.recommender.append_items(codes, vectors, learned)
+            elif self.models.ranker is not None:
+                self.models.ranker.append_items(vectors, learned)
+
+    def _index(self, num_rows: int) -> VectorIndex | None:
+        """The retriever's vectors of all rows."""
+        index, retriever = self.runtime.snapshot.index, self.models.heads.retriever
+        if index is None or retriever is None or self.models.recommender is None:
+            return index
+        if num_rows == index.num_items:
+            return index
+        assert isinstance(index, FaissIndex | GrownIndex)
+        later = item_vectors(retriever, self.models.recommender, index.num_items)
+        return grown(index, later.numpy())
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._kept[snapshot.items.name] = snapshot
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def _made_tools(self) -> tuple[NewVectors, IdAssigner]:
+        """What new items need, read when the first one comes."""
+        if self._tools is None:
+            bundle, catalog = self._bundle, self.runtime.snapshot.catalog
+            build = bundle.manifest.build
+            content = catalog.vectors.shape[1] - int(build.get("collaborative_dim", 0))
+            raw = bool(build.get("own_vectors")) and content == catalog.vectors.shape[1]
+            vectors = NewVectors(catalog, bundle.text_encoder(), content, raw)
+            self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
+        return self._tools
+
+    def _fold_if_large(self) -> None:
+        """Build a new base of a large overlay on a thread; changes go on meanwhile."""
+        snapshot = self.runtime.snapshot
+        size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
+        busy = self._folding is not None and self._folding.is_alive()
+        if size < MAX_OVERLAY and snapshot.items.num_records < MAX_OVERLAY * 4 or busy:
+            return
+        self._folding = threading.Thread(
+            target=self._fold, args=(snapshot, self._lineage), name="fold-items", daemon=True
+        )
+        self._folding.start()
+
+    def _fold(self, snapshot: Snapshot, lineage: int) -> None:
+        """Replace the base by one of the given version, if versions still descend from it."""
+        trie = snapshot.compacted_trie()
+        with self._lock:
+            if self._lineage != lineage:
+                return
+            items = self.runtime.snapshot.items
+            if items.num_records > 2 * len(items.record_rows):
+                items = with_short_log(items)
+            self._publish(items, trie)

@@ -1,0 +1,88 @@
+"""Strategies that keep structures of their own follow a live catalogue: `parallel` and `dense`."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_bundle import shared_bundle
+
+from recserve.bundle import Bundle
+from recserve.features.vector_index import FaissIndex, GrownIndex, grown
+from recserve.messages import Exclude, ItemsBody, RecommendBody
+from recserve.models.recommender import load_recommender, save_recommender
+from recserve.service import Service
+from recserve.training.loop import Schedule
+from recserve.training.options import TrainOptions
+from recserve.training.retriever import RetrieverRecipe, train_retriever
+
+
+def unit(count: int, seed: int) -> np.ndarray:
+    vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_a_grown_index_finds_what_one_of_all_items_finds():
+    vectors, queries = unit(90, 0), unit(7, 1)
+    index = FaissIndex(vectors[:50])
+    for stop in (53, 80, 90):
+        index = grown(index, vectors[index.num_items : stop])
+        assert isinstance(index, GrownIndex) and index.num_items == stop
+        for k in (1, 10, stop):
+            rows, scores = index.search(queries, k)
+            expected_rows, expected = FaissIndex(vectors[:stop]).search(queries, k)
+            np.testing.assert_array_equal(rows, expected_rows)
+            np.testing.assert_allclose(scores, expected, atol=1e-6)
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A bundle with a retriever, and level heads that were never trained."""
+    root = tmp_path / "bundle"
+    shutil.copytree(shared_bundle(), root)
+    bundle = Bundle.open(root)
+    folder = bundle.directory("recommender")
+    catalog = bundle.catalog()
+    model = load_recommender(
+        folder,
+        torch.from_numpy(catalog.index.codes.astype(np.int64)),
+        torch.from_numpy(catalog.vectors),
+    )
+    changed = type(model)(type(model.config)(**{**vars(model.config), "level_heads": True}))
+    changed.load_state_dict(model.state_dict(), strict=False)
+    save_recommender(changed, folder)
+    bundle.commit("recommender", {})
+    bundle = Bundle.open(root)
+    recipe = RetrieverRecipe(drawn=64, in_batch=64, validation_users=5, schedule=Schedule(1, 1e-3))
+    train_retriever(bundle, TrainOptions(device="cpu"), recipe, Console(quiet=True))
+    with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("strategy", ["beam", "parallel", "dense"])
+def test_new_items_come_and_hidden_ones_go(service, strategy):
+    ids = service.runtime.snapshot.catalog.items.ids
+    count = len(ids)
+
+    def everything() -> list[str]:
+        body = RecommendBody(
+            history=list(ids[:4]),
+            k=min(count + 3, 1000),
+            strategy=strategy,
+            exclude=Exclude(seen=False),
+        )
+        answer = service.recommend(body)
+        assert answer.strategy == strategy
+        return [item.item_id for item in answer.items if item.source == "model"]
+
+    before = everything()
+    assert len(before) == len(set(before))
+    new = [{"item_id": f"new-{n}", "title": f"quiet lamp number {n}"} for n in range(3)]
+    service.put_items(ItemsBody(items=new))
+    gone = before[0]
+    service.hide_item(gone)
+    after = everything()
+    assert gone not in after
+    assert set(after) == (set(before) - {gone}) | {item["item_id"] for item in new}
+    assert service.runtime.illegal_items == 0

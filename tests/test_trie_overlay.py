@@ -1,0 +1,211 @@
+"""The overlay against a trie that is built anew: its arrays, and the answers of the engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.filtering import leaf_filter
+from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.heads import Heads
+from recserve.kernels.trie import build_trie, tree_of_nodes
+from recserve.kernels.trie_insertion import overlay_trie
+from recserve.models.config import DecoderConfig
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender, RecommenderConfig
+
+SHAPES = {
+    "narrow": ((3, 3, 3), 12, 9),
+    "drawn": ((8, 8, 8, 3), 200, 90),
+    "wide": ((256, 256, 4), 150, 60),
+    "deep": ((2,) * 9, 60, 80),
+    "one-item": ((4, 4), 1, 5),
+    "nothing-new": ((5, 5, 2), 20, 0),
+}
+
+
+class Changed:
+    """A base, semantic ids that came later, and the same built in one go.
+
+    Some of the later ids are the base's own: their items are replaced. Rows out of `gone` are
+    hidden.
+    """
+
+    def __init__(self, sizes, items, later, seed=0):
+        draw = np.random.default_rng(seed)
+        ids = np.unique(draw.integers(0, sizes, (20 * (items + later) + 50, len(sizes))), axis=0)
+        ids = torch.from_numpy(draw.permutation(ids)[: items + later])
+        self.base_codes, fresh = ids[:items], ids[items:]
+        replaced = self.base_codes[: items // 5] if later else self.base_codes[:0]
+        codes = torch.cat([fresh, replaced])[draw.permutation(len(fresh) + len(replaced))]
+        self.num_rows = items + len(codes) + 3  # three rows were replaced once more
+        places = np.sort(draw.choice(len(codes) + 3, len(codes), replace=False))
+        rows = items + torch.from_numpy(places)
+        self.base = build_trie(self.base_codes, sizes)
+        owners = {tuple(code): row for row, code in enumerate(self.base_codes.tolist())}
+        owners |= dict(zip(map(tuple, codes.tolist()), rows.tolist(), strict=True))
+        self.owners = owners
+        superseded = sorted(set(range(self.num_rows)) - set(owners.values()))
+        hidden = draw.permutation(sorted(owners.values()))[: len(owners) // 4].tolist()
+        self.hidden = hidden
+        gone = torch.tensor(sorted(superseded + hidden))
+        # In two steps, as versions come: the second finds most of the way walked.
+        most = rows[: 2 * len(rows) // 3]
+        first = overlay_trie(self.base, codes[: len(most)], most, self.num_rows)
+        self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone, first)
+        every = torch.tensor(sorted(owners))
+        self.rebuilt = build_trie(
+            every, sizes, torch.tensor([owners[tuple(c)] for c in every.tolist()]), self.num_rows
+        )
+        # Node numbers of the overlay by those of the rebuilt trie.
+        self.rows = torch.tensor(sorted(owners.values()))
+        self.node = torch.zeros(self.rebuilt.num_nodes, dtype=torch.int64)
+        self.node[self.rebuilt.nodes_of_items(self.rows)] = self.overlay.nodes_of_items(self.rows)
+
+
+@pytest.fixture(params=SHAPES, ids=SHAPES.keys())
+def changed(request):
+    return Changed(*SHAPES[request.param])
+
+
+def test_every_node_is_the_rebuilt_one(changed):
+    overlay, rebuilt, node = changed.overlay, changed.rebuilt, changed.node
+    assert sorted(node.tolist()) == list(range(overlay.num_nodes))
+    every = torch.arange(rebuilt.num_nodes)
+    assert torch.equal(overlay.codes_of(node), rebuilt.codes_of(every).long())
+    assert torch.equal(overlay.levels(node), rebuilt.levels(every))
+    assert torch.equal(overlay.parents_of(node), node[rebuilt.parents_of(every)])
+    ranges = rebuilt.leaves(every)
+    assert torch.equal(overlay.leaves(node).first, ranges.first.long())
+    assert torch.equal(overlay.leaves(node).last, ranges.last.long())
+    assert torch.equal(overlay.num_children(node), rebuilt.num_children(every).long())
+    assert overlay.level_sizes == rebuilt.level_sizes
+    assert overlay.num_items == rebuilt.num_items and overlay.num_rows == rebuilt.num_rows
+
+
+def test_children_are_those_of_the_rebuilt_trie_old_ones_first(changed):
+    overlay, rebuilt, node = changed.overlay, changed.rebuilt, changed.node
+    mine, theirs = overlay.children(node), rebuilt.children(torch.arange(rebuilt.num_nodes))
+    assert mine.nodes.shape == theirs.nodes.shape
+    for row in range(rebuilt.num_nodes):
+        found = mine.nodes[row][mine.valid[row]]
+        assert found.tolist() == sorted(node[theirs.nodes[row][theirs.valid[row]]].tolist())
+        assert torch.equal(mine.codes[row][mine.valid[row]], overlay.codes_of(found))
+        places = overlay.places(found, node[row].expand_as(found))
+        assert places.tolist() == list(range(found.shape[0]))
+    assert torch.equal(overlay.children(node, 300).valid.sum(1), mine.valid.sum(1))
+
+
+def test_items_and_ranks_are_those_of_the_rebuilt_trie(changed):
+    overlay, rebuilt = changed.overlay, changed.rebuilt
+    assert torch.equal(overlay.leaf_rows, rebuilt.leaf_rows.long())
+    assert torch.equal(overlay.leaf_ranks(changed.rows), rebuilt.leaf_ranks(changed.rows).long())
+    leaves = overlay.nodes_of_items(changed.rows)[:, -1]
+    assert torch.equal(overlay.items_of_leaves(leaves), changed.rows)
+    ranks = sorted(rebuilt.leaf_ranks(torch.tensor(changed.hidden)).tolist()) or None
+    assert (None if overlay.hidden is None else overlay.hidden.tolist()) == ranks
+
+
+@pytest.mark.parametrize("bitmap", [False, True], ids=["list", "bitmap"])
+def test_filters_count_what_is_left_at_every_node(changed, bitmap):
+    draw = np.random.default_rng(3)
+    excluded = draw.choice(changed.rows.numpy(), min(len(changed.rows), 20))
+    allowed = draw.random(changed.num_rows) < 0.6 if bitmap else None
+    found = leaf_filter(changed.overlay, excluded, allowed)
+    left = found.remaining(changed.overlay.leaves(changed.node))
+    banned = set(excluded.tolist()) | set(changed.hidden)
+    rows, ranges = (
+        changed.rebuilt.leaf_rows.tolist(),
+        changed.rebuilt.leaves(torch.arange(changed.rebuilt.num_nodes)),
+    )
+    for number, (first, last) in enumerate(zip(ranges.first, ranges.last, strict=True)):
+        under = [r for r in rows[first:last] if r not in banned and (not bitmap or allowed[r])]
+        assert int(left[number]) == len(under)
+
+
+def test_without_a_filter_only_hidden_items_are_left_out(changed):
+    found = leaf_filter(changed.overlay, None, None)
+    assert (found is None) == (not changed.hidden)
+    plain = overlay_trie(
+        changed.base, changed.base_codes[:0], torch.arange(0), len(changed.base_codes)
+    )
+    assert leaf_filter(plain, None, None) is None and plain.hidden is None and plain.gone is None
+
+
+def test_token_trees_are_those_of_the_rebuilt_trie(changed):
+    overlay, rebuilt, node = changed.overlay, changed.rebuilt, changed.node
+    draw = np.random.default_rng(5)
+    picked = torch.from_numpy(draw.choice(changed.rows.numpy(), (2, 6)))
+    theirs, mine = [], []
+    for owner, rows in enumerate(picked):
+        nodes = rebuilt.nodes_of_items(rows).flatten()
+        theirs.append(owner * rebuilt.num_nodes + nodes)
+        mine.append(owner * overlay.num_nodes + node[nodes])
+    expected = tree_of_nodes(rebuilt, torch.cat(theirs), 2).tree
+    built = tree_of_nodes(overlay, torch.cat(mine), 2).tree
+    assert torch.equal(built.tokens, node[expected.tokens])
+    for name in ("parents", "depths", "ends", "offsets"):
+        assert torch.equal(getattr(built, name), getattr(expected, name)), name
+
+
+def test_rows_outside_the_version_are_refused():
+    changed = Changed(*SHAPES["narrow"])
+    with pytest.raises(ValueError, match=f"the catalogue has {changed.num_rows}"):
+        leaf_filter(changed.overlay, np.array([changed.num_rows]), None)
+    with pytest.raises(ValueError, match="allowed is"):
+        leaf_filter(changed.overlay, None, np.ones(changed.num_rows - 1, bool))
+
+
+def engine_of(changed):
+    """A drawn model with a dense head and a self-draft head, over all rows there ever were."""
+    torch.manual_seed(0)
+    sizes = changed.base.codebook_sizes
+    decoder = DecoderConfig(32, 2, 4, 2, 8, 48)
+    config = RecommenderConfig(decoder, sizes, num_items=changed.num_rows, dense_head=True)
+    model = Recommender(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.mul_(8)
+    codes = torch.zeros(changed.num_rows, len(sizes), dtype=torch.int64)
+    for code, row in changed.owners.items():
+        codes[row] = torch.tensor(code)
+    model.bind_items(codes)
+    head = SelfDraftHead(SelfDraftConfig(32, sizes)).eval()
+    return model, Engine(model, None, EngineConfig(kv_bytes=8 * 2**20), Heads(head))
+
+
+@pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
+@pytest.mark.parametrize("strategy", ["beam", "speculative"])
+def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
+    """Ids, order and scores; the rebuilt trie is told by a bitmap what the overlay hides."""
+    model, engine = engine_of(changed)
+    live = np.zeros(changed.num_rows, bool)
+    live[changed.rows] = True
+    live[changed.hidden] = False
+    draw = np.random.default_rng(7)
+    asked, expected = [], []
+    for width in (1, 4, 60):
+        rows = torch.from_numpy(draw.choice(changed.rows.numpy(), 5))
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), rows + model.config.num_code_tokens])
+        root = Root(NodeInputs(tokens), tokens.numpy())
+        excluded = draw.choice(changed.rows.numpy(), 3)
+        fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
+        fields["dense_weight"] = dense_weight
+        asked.append(RecommendRequest(root, changed.overlay, **fields))
+        expected.append(RecommendRequest(root, changed.rebuilt, allowed=live, **fields))
+    for mine, theirs in zip(engine.run_many(asked), engine.run_many(expected), strict=True):
+        assert mine.rows.tolist() == theirs.rows.tolist()
+        assert live[mine.rows].all()
+        torch.testing.assert_close(mine.scores, theirs.scores)
+
+
+def test_likelihoods_are_those_of_the_rebuilt_trie(changed):
+    model, engine = engine_of(changed)
+    tokens = torch.tensor([0, *(changed.rows[:3] + model.config.num_code_tokens).tolist()])
+    root = Root(NodeInputs(tokens), tokens.numpy())
+    tries = (changed.overlay, changed.rebuilt)
+    mine, theirs = engine.run_many(
+        [LikelihoodRequest(root, trie, changed.rows.numpy()) for trie in tries]
+    )
+    torch.testing.assert_close(mine.values, theirs.values)
