@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 from recserve.core.request import Root
@@ -56,6 +55,9 @@ def drawn_catalogue(num_items: int, seed: int = 0) -> Catalogue:
 
 def published_catalogue(data: Path) -> Catalogue:
     """Amazon Beauty under its published rqkmeans ids: five levels, the last one disambiguates."""
+    # Imported here: the other catalogues are drawn where only torch is installed.
+    import pyarrow.parquet as pq
+
     table = pq.read_table(data / "amazon-beauty" / "reference_semantic_ids.parquet")
     return _catalogue("Beauty, published ids", np.array(table.column("rqkmeans").to_pylist()))
 

@@ -77,6 +77,18 @@ def graph_milliseconds(call: Callable[[], object], launches: int = 20) -> float:
     return milliseconds(graph.replay, "cuda") / launches
 
 
+def host_microseconds(call: Callable[[], object], calls: int = 30) -> float:
+    """What the host needs to launch one call on CUDA, whose work is not waited for."""
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return taken / calls * 1e6
+
+
 def ceilings(device: str, smoke: bool = False) -> dict[str, float]:
     """Measured: bytes read plus written per second of a large copy (GB/s), and the rate of a large
     product of random matrices (TFLOP/s), bfloat16 on CUDA, float32 on a CPU.

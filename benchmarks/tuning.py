@@ -1,0 +1,76 @@
+"""Block sizes, warps and stages of tree attention, tried one after another on a few shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attention
+import torch
+from attention import Shape
+from timing import milliseconds
+
+TEXT = (32, 8, 128)
+SHAPES = [
+    Shape("tree", 1, 32768, 64, *TEXT),
+    Shape("tree", 1, 8192, 64, *TEXT),
+    Shape("tree", 16, 8192, 64, *TEXT),
+    Shape("tree", 1, 32768, 1, *TEXT),
+    Shape("branches", 1, 200, 2000, 4, 4, 64),
+]
+# BLOCK_ROWS, BLOCK_KEYS, WARPS, STAGES, PROGRAMS; the first are the defaults.
+VARIANTS = [
+    (64, 64, 4, 3, 512),
+    (64, 64, 4, 3, 256),
+    (64, 64, 4, 3, 1024),
+    (64, 64, 4, 2, 512),
+    (64, 64, 4, 4, 512),
+    (128, 64, 8, 3, 512),
+    (64, 128, 4, 3, 512),
+    (128, 128, 8, 3, 512),
+    (64, 64, 8, 3, 512),
+    (128, 64, 4, 3, 512),
+    (32, 64, 4, 3, 512),
+    (16, 64, 4, 3, 512),
+    (64, 32, 4, 4, 512),
+    (256, 64, 8, 3, 512),
+]
+NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARPS", "STAGES", "PROGRAMS")
+
+
+@contextmanager
+def constants(variant: tuple[int, ...]) -> Iterator[None]:
+    """The kernel's module with these numbers, and its own afterwards."""
+    from recserve.kernels import tree_attention as module
+
+    kept = {name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES")}
+    try:
+        for name, value in zip(NAMES, variant, strict=True):
+            setattr(module, name, value)
+        module.KEY_BLOCK_BYTES = 2**15
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+def tuning_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+    """Microseconds of each variant at each shape; nothing on a CPU, which has no such kernel."""
+    if device != "cuda":
+        return
+    shapes = SHAPES[1:2] if smoke else SHAPES
+    problems = [attention.draw(shape, torch.bfloat16, device) for shape in shapes]
+    for variant in VARIANTS:
+        if time.monotonic() > deadline:
+            return
+        row: dict[str, Any] = dict(zip(NAMES, variant, strict=True))
+        with constants(variant):
+            for problem in problems:
+                try:
+                    ms = milliseconds(attention.ours(problem), device)
+                    row[problem.shape.name()] = round(1e3 * ms, 1)
+                except Exception as error:  # too much shared memory is an answer
+                    row[problem.shape.name()] = f"{type(error).__name__}: {error}"[:120]
+        yield row
