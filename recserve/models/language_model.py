@@ -38,9 +38,11 @@ class LanguageModel(nn.Module):
         self.decoder = Decoder(config.decoder)
         self.head = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [..., T, E], final norm applied. tokens, positions: [..., T]."""
-        hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """tokens, positions [..., T] -> hidden [..., T, E], of `rows` alone where given."""
+        hidden: Tensor = self.decoder(self.tokens(tokens), positions, attend, rows)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
