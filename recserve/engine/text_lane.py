@@ -296,7 +296,7 @@ class TextLane:
         )
         slots = sequence.slots
         own = slots[start : start + size]
-        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],))
+        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), 1)
 
     def _make_room(self) -> None:
         """Every text that steps gets a slot for node 0; those served last give theirs up."""
