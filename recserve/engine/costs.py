@@ -18,6 +18,7 @@ from recserve.models.recommender import Recommender
 
 SIZES = (1, 16, 64, 256, 1024)
 ROOT = 64
+RUNS = 4
 BUDGET_S = 0.3
 
 
@@ -77,7 +78,7 @@ def head_cost(head: SelfDraftHead) -> Cost:
 
 
 def measured(work: Callable[[int], None], sizes: tuple[int, ...], device: torch.device) -> Cost:
-    """The fastest of two runs at each size after one to warm up, sizes ascending; none that would
+    """The fastest of some runs at each size after one to warm up, sizes ascending; none that would
     spend more than BUDGET_S.
     """
     began = time.perf_counter()
@@ -85,10 +86,10 @@ def measured(work: Callable[[int], None], sizes: tuple[int, ...], device: torch.
     found: list[float] = []
     for number, size in enumerate(sizes):
         if found:
-            ahead_s = 2e-3 * found[-1] * size / sizes[number - 1]
+            ahead_s = 1e-3 * RUNS * found[-1] * size / sizes[number - 1]
             if time.perf_counter() - began + ahead_s > BUDGET_S:
                 break
-        found.append(min(_run_ms(work, size, device) for _ in range(2)))
+        found.append(min(_run_ms(work, size, device) for _ in range(RUNS)))
     return Cost(sizes[: len(found)], tuple(found))
 
 

@@ -22,6 +22,7 @@ from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
 SPREAD = 4.0  # of a head that was not calibrated
+CLEARLY = 0.9  # costs are estimates: drafting must be expected to save a tenth
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,17 @@ class SpeculativeStrategy(BeamStrategy):
         return self.head.calibration.scaled(width)
 
     def _chosen(self, state: Beams, width: int) -> DraftPlan:
-        """The plan that is expected to end soonest."""
+        """The plan that is expected to end soonest; to draft at all must be clearly worth it."""
         plans = self._plans(width)
         if len(plans) == 1:
             return plans[0]
         if self.costs is None:
             self.costs = self._measure(state)
         costs, batch = self.costs, len(state.sequences)
-        return min(plans, key=lambda plan: costs.expected_ms(plan, batch))
+        return min(
+            plans,
+            key=lambda plan: costs.expected_ms(plan, batch) * (1 if plan.spreads else CLEARLY),
+        )
 
     def _measure(self, state: Beams) -> StepCosts:
         device = state.tails.device
