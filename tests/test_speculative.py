@@ -1,21 +1,46 @@
 """Speculation changes nothing but the rounds: `speculative` against `beam`, good heads and bad."""
 
+import time
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from recserve.core.request import RecommendRequest
+from recserve.engine.costs import Cost, forward_cost, head_cost, measured
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
+from recserve.engine.strategies.speculative import StepCosts
+from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
     SelfDraftHead,
     load_self_draft,
     save_self_draft,
 )
+from recserve.training.calibration import calibrate
+from recserve.training.cases import Cases
+from recserve.training.slates import SlateOptions, Slates
 from tests.test_engine import CATALOGUES, FORMS, draw_root, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
+CPU = torch.device("cpu")
+
+
+def plans_of(levels: int) -> Calibration:
+    """Made up: nothing, a little, all. At beam 10; other widths are scaled."""
+    narrow, wide = ((0.0, 0.0, *[spread] * (levels - 2))[:levels] for spread in (1.0, 50.0))
+    return Calibration(
+        {
+            10: (
+                DraftPlan((), 24.0, 2.0, 0.0),
+                DraftPlan(narrow, 26.0, 1.0, 0.4),
+                DraftPlan(wide, 200.0, 0.0, 1.0),
+            )
+        }
+    )
 
 
 def make_head(model, kind: str) -> SelfDraftHead:
@@ -26,13 +51,15 @@ def make_head(model, kind: str) -> SelfDraftHead:
     if kind == "adversarial":
         head.start_from(model)
         head.head.weight.data.neg_()
+    if kind == "calibrated":
+        head.calibration = plans_of(model.config.num_levels)
     if kind == "constant":
         for weight in head.parameters():
             weight.data.zero_()
     return head.eval()
 
 
-@pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial", "constant"])
+@pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial", "constant", "calibrated"])
 @pytest.mark.parametrize("form,normalization", FORMS)
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
 def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
@@ -57,6 +84,79 @@ def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
         assert drafted.rounds <= max(plain.rounds, 1) + (kind != "from-target")
 
 
+LINE = Cost((1, 100), (1.0, 2.0))
+STEEP = Cost((1, 100), (0.1, 100.0))
+
+
+@pytest.mark.parametrize("dear", ["rounds", "nodes"])
+def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
+    """Where rounds are dear all is drafted; where nodes are, nothing, as in full beam search."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
+    forward, round_ms = (LINE, 10.0) if dear == "rounds" else (STEEP, 0.0)
+    engine._strategies["speculative"].costs = StepCosts(forward, LINE, 0.5, round_ms)
+    requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
+    plain = engine.run_many(requests)
+    drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
+    for one, two in zip(plain, drafted, strict=True):
+        assert one.rows.tolist() == two.rows.tolist()
+        if dear == "rounds":
+            assert two.rounds == 1 < one.rounds and two.timing.nodes > one.timing.nodes
+        else:
+            assert two.rounds == one.rounds and two.timing.nodes == one.timing.nodes
+
+
+def test_expected_costs_by_hand():
+    """A forward of n nodes is 1 ms + (n - 1) / 99; the head is free."""
+    free = Cost((1,), (0.0,))
+    costs = StepCosts(LINE, free, 0.5, 3.0)
+    line = lambda n: 1 + (n - 1) / 99  # noqa: E731
+    # 30 nodes in 3 rounds.
+    plain = DraftPlan((), 30.0, 2.0, 0.0)
+    assert costs.expected_ms(plain, 1) == pytest.approx(3 * (line(10) + 3))
+    # Half of the answers need 2 more rounds: 1 on average.
+    half = DraftPlan((0.0, 0.0, 1.0), 40.0, 1.0, 0.5)
+    assert costs.expected_ms(half, 1) == pytest.approx(0.5 + line(40) + 3 + (line(1) + 3))
+    # Of two requests one is missed in 3 of 4 cases, and both wait.
+    assert costs.expected_ms(half, 2) == pytest.approx(0.5 + line(80) + 3 + 1.5 * (line(2) + 3))
+
+
+def test_measured_costs_are_of_this_machine_and_bounded():
+    model, _ = make(CATALOGUES["ordinary"], "items", "children")
+    for cost in (forward_cost(model), head_cost(make_head(model, "drawn"))):
+        assert cost(0) == 0 and cost(1) > 0
+        assert len(cost.sizes) == len(cost.milliseconds)
+    runs = []
+    slow = measured(lambda n: runs.append(n) or time.sleep(0.02 * n), (1, 4, 16, 64), CPU)
+    assert max(runs) < 64 and slow.sizes[-1] == max(runs)
+    assert slow(2) == pytest.approx((2 * slow.milliseconds[0] + slow.milliseconds[1]) / 3)
+
+
+def test_calibration_finds_what_the_head_is_worth():
+    """The measured shares hold when the plans are carried out, and a plan drafts nothing."""
+    codes = torch.unique(torch.randint(0, 9, (900, 4), generator=torch.manual_seed(3)), dim=0)
+    model, trie = make(codes, "items", "children")
+    head = make_head(model, "from-target")
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, len(codes), 40 * 6)
+    starts = np.arange(40) * 6
+    cases = Cases(rows, starts, starts + 5, rows[starts + 5], np.arange(40))
+    with torch.no_grad():
+        head.calibration = calibrate(head, model, trie, codes.numpy(), cases)
+    plans = head.calibration.plans[10]
+    assert plans[0].spreads == () and plans[0].repairs > 1
+    assert all(a.nodes <= b.nodes and a.proved <= b.proved for a, b in pairwise(plans[1:]))
+    engine = Engine(model, config=SMALL, heads=Heads(head))
+    slates = Slates(model, trie, codes.numpy(), Heads(head))
+    strategy = engine._strategies["speculative"]
+    slates.engine.offer("beam", strategy)
+    for plan in (plans[1], plans[-1]):
+        strategy._plans = lambda _, plan=plan: [plan]
+        answers = slates.answers(cases, np.arange(40), 10, SlateOptions(10))
+        proved = np.mean([answer.rounds <= 1 for answer in answers])
+        assert abs(proved - plan.proved) < 0.1
+
+
 def test_a_wide_draft_needs_one_round():
     """With every prefix drafted the first forward proves the answer."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
@@ -70,9 +170,10 @@ def test_a_wide_draft_needs_one_round():
 
 def test_a_saved_head_drafts_the_same(tmp_path):
     model, _ = make(CATALOGUES["ordinary"], "items", "children")
-    head = make_head(model, "drawn")
+    head = make_head(model, "calibrated")
     save_self_draft(head, tmp_path)
     loaded = load_self_draft(tmp_path, model)
+    assert loaded.calibration == head.calibration
     for name, weight in head.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name])
     other, _ = make(CATALOGUES["deep"], "items", "children")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,21 +42,31 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
 
 
 def likely_prefixes(
-    beams: Beams, head: SelfDraftHead, widths: list[int], skip_single: bool
+    beams: Beams, head: SelfDraftHead, widths: list[list[int]], skip_single: bool
 ) -> Tensor:
     """Keys (as in Scored) of the prefixes below the given beams that may need a score.
 
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
-    kept per level for each request. With a prefix come all those above it.
+    of each length 0 to L - 1 that are kept for each request. With a prefix come all above it.
+    """
+    return torch.cat(
+        [
+            found.keys(found.paths)[wanted(found, skip_single)].flatten()
+            for found in likely_beams(beams, head, widths)
+        ]
+    )
+
+
+def likely_beams(beams: Beams, head: SelfDraftHead, widths: list[list[int]]) -> Iterator[Beams]:
+    """The given beams, then the head's own at each level but the last, likeliest first. widths: as
+    in `likely_prefixes`.
     """
     states = _states_of_paths(beams, head)
-    found = []
     while True:
-        if beams.level > 0:
-            found.append(beams.keys(beams.paths)[wanted(beams, skip_single)].flatten())
+        yield beams
         if beams.level == beams.trie.num_levels - 1:
-            return torch.cat(found)
-        deeper = _expand(beams, states, beams.tails, head, widths)
+            return
+        deeper = _expand(beams, states, beams.tails, head, widths[beams.level + 1])
         states = _step(beams, deeper, states, head)
         beams = deeper
 

@@ -155,6 +155,10 @@ class Engine:
             self._changed.notify()
         return future
 
+    def offer(self, name: str, strategy: Strategy) -> None:
+        """Decode the recommender's requests for this name so, from now on."""
+        self._strategies[name] = strategy
+
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""
         return self.run_many([request])[0]

@@ -24,6 +24,7 @@ from recserve.engine.heads import Heads
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.training.calibration import calibrate
 from recserve.training.data import HistoryTrees
 from recserve.training.evaluate import Cases, leave_one_out_cases
 from recserve.training.loop import Schedule, StepLoss, fit
@@ -56,7 +57,7 @@ RECIPES = {
         validation_users=1000,
         surprise_weight=1.0,
         schedule=Schedule(
-            4,
+            6,
             1e-4,
             weight_decay=0.01,
             rates=(("tokens.", 100.0), ("cells.", 10.0), ("placeholders", 100.0)),
@@ -169,6 +170,10 @@ def train_drafter(
         schedule = replace(schedule, epochs=options.epochs)
     directory = bundle.directory(section, create=True)
     report = fit(trainee, schedule, options, directory, console)
+    if options.name == "speculative":
+        trainee.model.calibration = calibrate(
+            trainee.model, target, trainee.trie, catalog.index.codes, trainee.cases
+        )
     save_self_draft(trainee.model, directory)
     bundle.commit(section, {"validation": report.metrics, "seconds": round(report.seconds, 1)})
     return report

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 
 
@@ -41,7 +42,10 @@ class SelfDraftConfig:
 
 
 class SelfDraftHead(nn.Module):
-    """Code embeddings, one recurrent cell per level, and the target's head to start from."""
+    """Code embeddings, one recurrent cell per level, and the target's head to start from.
+
+    calibration: what drafts of this head are worth, None where it was not measured.
+    """
 
     def __init__(self, config: SelfDraftConfig) -> None:
         super().__init__()
@@ -53,6 +57,7 @@ class SelfDraftHead(nn.Module):
         if config.placeholders:
             levels = len(config.codebook_sizes)
             self.placeholders = nn.Parameter(torch.randn(levels, size) * size**-0.5)
+        self.calibration: Calibration | None = None
         self._inputs: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -107,7 +112,10 @@ def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(asdict(head.config)) + "\n", encoding="utf-8")
+    values = asdict(head.config)
+    if head.calibration is not None:
+        values["calibration"] = head.calibration.to_dict()
+    (folder / "config.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead:
@@ -123,13 +131,16 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
             tuple(values["codebook_sizes"]),
             bool(values.get("placeholders", False)),
         )
+        plans = values.get("calibration")
+        calibration = None if plans is None else Calibration.from_dict(plans)
         weights = load_file(folder / "model.safetensors")
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
     if replace(config, placeholders=False) != wanted:
         raise ValueError(f"{folder} was made for {config}; this recommender is {wanted}")
     head = SelfDraftHead(config)
+    head.calibration = calibration
     try:
         head.load_state_dict(weights)
     except RuntimeError as error:
