@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.trie import Trie
 from recserve.models.inputs import NodeInputs
@@ -35,7 +36,8 @@ class RecommendRequest:
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
     the answer is useless. index, outcome: read by `dense`: the vectors of the trie's items, and the
-    share [O] of each outcome of its retriever in the slate (None: the retriever's own mix).
+    share [O] of each outcome of its retriever in the slate (None: the retriever's own mix). caps:
+    most items of each group in the slate, taken greedily from the best down.
     """
 
     root: Root
@@ -49,6 +51,7 @@ class RecommendRequest:
     deadline_s: float | None = None
     index: VectorIndex | None = None
     outcome: np.ndarray | None = None
+    caps: tuple[Cap, ...] = ()
 
 
 @dataclass(frozen=True)

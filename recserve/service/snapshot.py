@@ -13,14 +13,15 @@ from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog import Catalog
 from recserve.features.filters import ItemFilters
 from recserve.kernels.trie import Trie, build_trie
+from recserve.service.diversity import ItemGroups
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
-    rows: item id to row. popular [I] int32: rows, most popular first. index: the items' vectors,
-    where a retriever was trained.
+    rows: item id to row. popular [I] int32: rows, most popular first. groups: what diversity is
+    counted by. index: the items' vectors, where a retriever was trained.
     """
 
     catalog: Catalog
@@ -28,18 +29,21 @@ class Snapshot:
     filters: ItemFilters
     rows: dict[str, int]
     popular: np.ndarray
+    groups: ItemGroups
     index: VectorIndex | None = None
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:
         """Build the lookups of a catalogue, the trie on the device."""
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         return Snapshot(
             catalog,
-            build_trie(codes, catalog.index.codebook_sizes).to(device),
+            trie,
             ItemFilters(catalog.items),
             {item_id: row for row, item_id in enumerate(catalog.items.ids)},
             catalog.popular,
+            ItemGroups(catalog.items.categories, trie),
         )
 
     @property

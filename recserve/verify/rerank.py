@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
+from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest, Slate
 from recserve.core.selection import DEAD, descending
 from recserve.draft.candidates import needed_prefixes
@@ -56,7 +56,9 @@ def rival_keys(beams: Beams, skip_single: bool) -> Tensor | None:
 
 
 def finish(beams: Beams, model: Recommender) -> list[Slate]:
-    """The k best items of each request, best first; equal scores in the order of item rows."""
+    """The k best items of each request under its caps, best first; equal scores in the order of
+    item rows.
+    """
     leaves = beams.trie.level_starts[beams.trie.num_levels]
     rows = beams.trie.items_of_leaves(torch.where(beams.alive(), beams.nodes, leaves)).long()
     scores, alive = beams.log_probs, beams.alive()
@@ -75,11 +77,12 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
     slates = []
     for b, request in enumerate(requests):
-        n = min(request.k, counts[b])
+        found = ranked_rows[b, : counts[b]].numpy()
+        chosen = first_k(found, request.caps, request.k)
         slates.append(
             Slate(
-                np.ascontiguousarray(ranked_rows[b, :n].numpy()),
-                np.ascontiguousarray(ranked_scores[b, :n].numpy()),
+                found[chosen],
+                ranked_scores[b].numpy()[chosen],
                 True,
                 rounds[b],
                 beams.sequences[b].timing,
