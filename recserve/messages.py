@@ -29,7 +29,10 @@ Category = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
+Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
+Level = Annotated[int, Meta(ge=0, le=63)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
+Mix = Annotated[dict[Name, Weight], Meta(min_length=1, max_length=MAX_OUTCOMES)]
 Moment = Annotated[datetime.datetime, Meta(tz=True)]
 
 
@@ -58,12 +61,22 @@ class Exclude(_Body, frozen=True, kw_only=True):
     seen: bool = True
 
 
+class Diversity(_Body, frozen=True, kw_only=True):
+    """Most items of one kind in a slate. category: that share a category path. prefix: `[level,
+    n]`, at most n items whose codes are the same up to that level, the first of which is 0.
+    """
+
+    category: Cap | None = None
+    prefix: tuple[Level, Cap] | None = None
+
+
 class RecommendBody(_Body, frozen=True, kw_only=True):
     """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
 
     beam_width: None: 50, or k where that is more. dense_weight: weight of the dense head's
     log-probability, whose own best items compete with the beams; None: the bundle's own. outcome:
     what the slate should lead to, with weights; read by `dense`. None: as the training events were.
+    diversity: most items of one kind.
     """
 
     user: UserRef | None = None
@@ -74,9 +87,8 @@ class RecommendBody(_Body, frozen=True, kw_only=True):
     dense_weight: Annotated[float, Meta(ge=0, le=100)] | None = None
     exclude: Exclude = msgspec.field(default_factory=Exclude)
     filter: dict[str, Any] | None = None
-    outcome: Annotated[dict[Name, Weight], Meta(min_length=1, max_length=MAX_OUTCOMES)] | None = (
-        None
-    )
+    outcome: Mix | None = None
+    diversity: Diversity | None = None
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.diversity import Cap
 from recserve.core.request import RecommendRequest
 from recserve.draft import dense
 from recserve.draft.dense import merge_alike, split_budgets
@@ -18,6 +19,7 @@ from recserve.models.dense_retriever import (
     load_retriever,
     save_retriever,
 )
+from tests.test_diversity import plain_first_k
 from tests.test_engine import draw_root, make
 
 ORDINARY = torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0)
@@ -100,8 +102,9 @@ def plain_slate(world, request):
         items.sort()
         taken += items[: budgets[v]]
         rest += items[budgets[v] :]
-    rest.sort()
-    slate = sorted(taken + rest[: request.k - len(taken)])
+    order = sorted(taken) + sorted(rest)
+    kept = set(plain_first_k([row for _, row in order], request.caps, request.k))
+    slate = sorted(item for item in order if item[1] in kept)
     scale = float(world.retriever.scale)
     return [row for _, row in slate], [-minus * scale for minus, _ in slate]
 
@@ -140,7 +143,9 @@ def test_slates_equal_a_plain_loop(form, overfetch, monkeypatch):
         allowed = draw.random(len(ORDINARY)) < 0.3 if seed % 3 else None
         excluded = draw.integers(0, len(ORDINARY), seed * 3) if seed % 2 else None
         outcome = draw.random(2) + 0.01 if seed % 4 else None
-        fields = {"excluded": excluded, "allowed": allowed, "outcome": outcome}
+        offsets = np.cumsum([0, *draw.integers(0, 3, len(ORDINARY))])
+        caps = (Cap(offsets, draw.integers(0, 12, offsets[-1]), 2),) if seed % 5 < 2 else ()
+        fields = {"excluded": excluded, "allowed": allowed, "outcome": outcome, "caps": caps}
         requests.append(world.request(seed, int(draw.integers(1, 30)), **fields))
     for request, slate in zip(requests, world.engine.run_many(requests), strict=True):
         rows, scores = plain_slate(world, request)

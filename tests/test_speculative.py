@@ -129,7 +129,9 @@ def test_measured_costs_are_of_this_machine_and_bounded():
     runs = []
     slow = measured(lambda n: runs.append(n) or time.sleep(0.02 * n), (1, 4, 16, 64), CPU)
     assert max(runs) < 64 and slow.sizes[-1] == max(runs)
-    assert slow(2) == pytest.approx((2 * slow.milliseconds[0] + slow.milliseconds[1]) / 3)
+    known = Cost((1, 4, 16), (2.0, 5.0, 5.0))
+    assert [known(n) for n in (1, 2, 4, 10, 40)] == pytest.approx([2.0, 3.0, 5.0, 5.0, 5.0])
+    assert Cost((4,), (2.0,))(8) == 4.0
 
 
 def test_calibration_finds_what_the_head_is_worth():

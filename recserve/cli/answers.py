@@ -39,6 +39,9 @@ def recommend(
     outcome: Annotated[
         str | None, typer.Option(help='Mix for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.')
     ] = None,
+    diversity: Annotated[
+        str | None, typer.Option(help="Most of one kind, as JSON: '{\"category\": 2}'.")
+    ] = None,
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Whether items of the history may come.")
     ] = False,
@@ -59,6 +62,7 @@ def recommend(
         strategy=strategy,
         beam_width=beam_width,
         filter=filter and json_value(filter, "--filter"),
+        diversity=diversity and json_value(diversity, "--diversity"),
         outcome=outcome and json_value(outcome, "--outcome"),
         exclude={"seen": not seen},
         explain=explain,

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie_overlay import AnyTrie
@@ -39,7 +40,8 @@ class RecommendRequest:
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
     the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
     index, outcome: for `dense`: the vectors of the trie's items, and the share [O] of each outcome
-    of its retriever in the slate (None: the retriever's own mix).
+    of its retriever in the slate (None: the retriever's own mix). caps: most items of each group
+    in the slate, taken greedily from the best down.
     """
 
     root: Root
@@ -54,6 +56,7 @@ class RecommendRequest:
     graph: ItemGraph | None = None
     index: VectorIndex | None = None
     outcome: np.ndarray | None = None
+    caps: tuple[Cap, ...] = ()
 
 
 @dataclass(frozen=True)

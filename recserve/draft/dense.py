@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
 
@@ -88,7 +89,7 @@ def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
 def retrieve(
     queries: Queries, index: VectorIndex, requests: Seq[RecommendRequest]
 ) -> list[Retrieved]:
-    """The items of each request: k of them wherever k are allowed.
+    """The items of each request: k of them wherever k are allowed (and its caps leave k).
 
     One search for all requests; where too few of the found items were allowed, a deeper one for
     those that lack some, at last through the whole catalogue.
@@ -159,8 +160,7 @@ def _slates(
     order = order[np.lexsort((row[order], -cosine[order], query[order]))]
     late = _ranks(query[order]) >= queries.budgets[query[order]]
     order = order[np.lexsort((row[order], -cosine[order], late, owner[order]))]
-    wanted = np.array([request.k for request in requests])
-    order = order[_ranks(owner[order]) < wanted[owner[order]]]
+    order = order[_chosen(owner[order], row[order], requests)]
     order = order[np.lexsort((row[order], -cosine[order], owner[order]))]
     first, last = (
         np.searchsorted(owner[order], np.arange(len(requests)), side) for side in ("left", "right")
@@ -169,6 +169,18 @@ def _slates(
         b: Retrieved(row[order[first[b] : last[b]]], cosine[order[first[b] : last[b]]])
         for b in np.unique(queries.owners).tolist()
     }
+
+
+def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
+    """[n] bool: the first k items of each owner, those that its caps leave out not counted."""
+    wanted = np.array([request.k for request in requests])
+    chosen = _ranks(owner) < wanted[owner]
+    for b in np.unique(owner).tolist():
+        if requests[b].caps:
+            mine = np.flatnonzero(owner == b)
+            chosen[mine] = False
+            chosen[mine[first_k(row[mine], requests[b].caps, requests[b].k)]] = True
+    return np.asarray(chosen)
 
 
 def _ranks(*keys: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from recserve.core.diversity import Cap, first_k
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.features.filters import FilterError
 from recserve.messages import (
@@ -26,6 +27,7 @@ AUTO = ("beam", "parallel")
 CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
+DEEPER = 10  # how many more popular items are looked at where the caps left too few
 
 
 def resolve_strategy(name: str, there: Sequence[str]) -> str:
@@ -79,7 +81,9 @@ class Recommendations:
             degraded.append("unknown_excluded_items")
             given = given[given >= 0]
         seen = history.rows if body.exclude.seen else history.rows[:0]
-        draft = _Slate(body, request_id, snapshot, history, np.concatenate([given, seen]), allowed)
+        caps = snapshot.groups.caps(body.diversity)
+        excluded = np.concatenate([given, seen])
+        draft = _Slate(body, request_id, snapshot, history, excluded, allowed, caps)
         if not history.rows.size:
             degraded.append("cold_start")
             watch.features_done()
@@ -90,13 +94,14 @@ class Recommendations:
             body.k,
             width,
             strategy,  # type: ignore[arg-type]
-            draft.excluded,
+            excluded,
             allowed,
             dense_weight,
             deadline_s,
             snapshot.graph,
             snapshot.index,
             outcome,
+            caps,
         )
         watch.features_done()
         future = self.runtime.engine.submit(request)
@@ -173,6 +178,7 @@ class _Slate:
         history: History,
         excluded: np.ndarray,
         allowed: np.ndarray | None,
+        caps: tuple[Cap, ...],
     ) -> None:
         self.body = body
         self.request_id = request_id
@@ -180,6 +186,7 @@ class _Slate:
         self.history = history
         self.excluded = excluded
         self.allowed = allowed
+        self.caps = caps
 
     def legal(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: exists, is not excluded, fulfils the filter."""
@@ -189,9 +196,16 @@ class _Slate:
         return np.asarray(legal)
 
     def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
-        """Popular rows for the places that the model left empty."""
+        """Popular rows for the places that the model left empty, as far as the caps allow them."""
         taken = np.concatenate([self.excluded, rows])
-        return self.snapshot.most_popular(count, taken, self.allowed)
+        looked_at = count
+        while True:
+            popular = self.snapshot.most_popular(looked_at, taken, self.allowed)
+            both = np.concatenate([rows, popular])
+            slate = both[first_k(both, self.caps, rows.size + count)]
+            if slate.size == rows.size + count or popular.size < looked_at:
+                return np.asarray(slate[rows.size :])
+            looked_at *= DEEPER
 
     def items(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray

@@ -19,6 +19,7 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
+from recserve.service.diversity import ItemGroups
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
     items: the version. base_trie: of an earlier version, under `trie`. filters: of the bundle's own
-    items. ranking: tables of the ranker, None where there is none. graph: of similar items, None:
-    the recommender has none. index: the items' vectors, where a retriever was trained.
+    items. groups: what diversity is counted by. ranking: tables of the ranker, None where there is
+    none. graph: of similar items, None: the recommender has none. index: the items' vectors, where
+    a retriever was trained.
     """
 
     items: CatalogVersion
     base_trie: Trie
     trie: AnyTrie
     filters: ItemFilters
+    groups: ItemGroups
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
     index: VectorIndex | None = None
@@ -44,13 +47,15 @@ class Snapshot:
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
-        return Snapshot(first_version(catalog, rows), trie, trie, ItemFilters(catalog.items))
+        first = first_version(catalog, rows)
+        return Snapshot(first, trie, trie, ItemFilters(catalog.items), ItemGroups(first, trie))
 
     def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
         """The lookups of another version, its trie over a base of it or of an earlier one."""
         same = base is self.base_trie and items.num_rows == self.items.num_rows
         if same and items.gone is self.items.gone:  # only words changed
-            return replace(self, items=items, ranking=ranking)
+            groups = self.groups.of_version(items, self.trie)
+            return replace(self, items=items, ranking=ranking, groups=groups)
         rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
         trie = overlay_trie(
             base,
@@ -60,7 +65,8 @@ class Snapshot:
             torch.from_numpy(items.gone),
             self.trie if isinstance(self.trie, TrieOverlay) else None,
         )
-        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
+        groups = self.groups.of_version(items, trie)
+        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking, groups=groups)
 
     def compacted_trie(self) -> Trie:
         """A trie of this version without an overlay; hidden items keep their leaves."""

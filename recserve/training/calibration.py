@@ -62,8 +62,8 @@ class _Observer(BeamStrategy):
         """As beam search; what it needs is looked up in the head's list."""
         drafted = next(d for d in self.likely[id(state.sequences)] if d.level == state.level)
         trie = state.trie
-        forks_below = trie.last_leaf[state.nodes] - trie.first_leaf[state.nodes] > 1
-        looked_for = forks_below & state.alive()
+        below = trie.leaves(state.nodes)
+        looked_for = (below.last - below.first > 1) & state.alive()
         same = drafted.nodes[:, None, :] == state.nodes[:, :, None]
         rank = torch.where(same.any(-1), same.int().argmax(-1) + 1, self.reach + 1)
         self.users[-1][state.level] = _Level(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
+from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest, Slate
 from recserve.core.selection import DEAD, descending
 from recserve.draft.candidates import needed_prefixes
@@ -76,7 +76,8 @@ def finish(beams: Beams, model: Recommender) -> list[Slate]:
 
 
 def slates(beams: Beams, rival_scores: Tensor | None, exact: bool) -> list[Slate]:
-    """The k best items of each request, best first; equal scores in the order of item rows.
+    """The k best items of each request under its caps, best first; equal scores in the order of
+    item rows.
 
     rival_scores [n]: log-probability of the semantic id of each valid rival, None without rivals.
     exact: whether all scores are the target's own.
@@ -101,11 +102,12 @@ def slates(beams: Beams, rival_scores: Tensor | None, exact: bool) -> list[Slate
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
     answers = []
     for b, request in enumerate(requests):
-        n = min(request.k, counts[b])
+        found = ranked_rows[b, : counts[b]].numpy()
+        chosen = first_k(found, request.caps, request.k)
         answers.append(
             Slate(
-                np.ascontiguousarray(ranked_rows[b, :n].numpy()),
-                np.ascontiguousarray(ranked_scores[b, :n].numpy()),
+                found[chosen],
+                ranked_scores[b].numpy()[chosen],
                 exact,
                 rounds[b],
                 beams.sequences[b].timing,
