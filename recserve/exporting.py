@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.torch import save_file
 
 from recserve.bundle import Bundle, BundleError
-from recserve.models.llama_layout import llama_config, llama_weights
-from recserve.models.recommender import load_recommender
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.recommender import BOS, Recommender, load_recommender
+from recserve.models.saving import save_language_model
 
 CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"
 
@@ -33,10 +33,11 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
             f"{bundle.root}: scores are normalised over {model.config.normalization}, which a "
             "Llama cannot say; only a recommender trained with --input codes is exported"
         )
-    try:
-        config, weights = llama_config(model), llama_weights(model)
-    except ValueError as error:
-        raise BundleError(f"{bundle.root}: {error}") from None
+    if model.config.input != "codes":
+        raise BundleError(
+            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama has no "
+            "place for; train one with --input codes"
+        )
     folder = Path(out)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name a new folder")
@@ -46,10 +47,23 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])
     table = pa.table({"item_id": catalog.items.ids, "tokens": lists.cast(pa.list_(pa.int32()))})
     pq.write_table(table, folder / ITEMS)
-    save_file(
-        {name: weight.detach().contiguous() for name, weight in weights.items()},
-        folder / WEIGHTS,
-        {"format": "pt"},
-    )
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_language_model(as_language_model(model), folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["max_history_items"] = model.config.max_history_items
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return [folder / name for name in (CONFIG, WEIGHTS, ITEMS)]
+
+
+def as_language_model(model: Recommender) -> LanguageModel:
+    """A recommender of `codes` form over BOS and code tokens; the weights are shared, not copied.
+
+    Raises ValueError for a model that reads more than tokens.
+    """
+    c = model.config
+    if c.input != "codes":
+        raise ValueError(f"input is {c.input!r}; only a 'codes' model is a plain language model")
+    text = LanguageModel(LanguageModelConfig(c.decoder, c.num_code_tokens, c.tied, BOS))
+    text.tokens, text.decoder = model.tokens, model.decoder
+    if not c.tied:
+        text.head = model.head
+    return text

@@ -66,7 +66,7 @@ def asked(bundle):
     codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
     vectors = torch.from_numpy(catalog.vectors)
     model = load_recommender(bundle.directory("recommender"), codes, vectors)
-    heads = Heads(load_self_draft(bundle.directory("drafters/nezha"), model))
+    heads = Heads(load_self_draft(bundle.directory("drafters/speculative"), model))
     trie = build_trie(codes, model.config.codebook_sizes)
     cases = leave_one_out_cases(bundle.events(), "test").sample(NUM_USERS)
     assert len(cases) == NUM_USERS

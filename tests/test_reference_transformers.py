@@ -13,10 +13,10 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.kernels.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import Decoder
 from recserve.models.inputs import NodeInputs
-from recserve.models.llama_layout import trunk_weights
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.saving import named_tensors
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -50,10 +50,10 @@ def drawn(module: torch.nn.Module, seed: int) -> None:
 def test_trunk_equals_transformers(config):
     theirs = empty_model(config, 10)
     for seed in range(3):
-        ours = Decoder(config).eval()
-        drawn(ours, seed)
-        missing, unknown = theirs.model.load_state_dict(trunk_weights(ours), strict=False)
-        assert missing == ["embed_tokens.weight"] and not unknown
+        text = LanguageModel(LanguageModelConfig(config, 10)).eval()
+        drawn(text, seed)
+        theirs.load_state_dict(named_tensors(text))
+        ours = text.decoder
         x = torch.randn(2, 37, config.hidden_size, generator=torch.Generator().manual_seed(seed))
         for start in (0, 900):
             positions = torch.arange(start, start + 37)[None].expand(2, -1)

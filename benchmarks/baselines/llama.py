@@ -14,9 +14,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from recserve.exporting import as_language_model
 from recserve.models.config import DecoderConfig
-from recserve.models.llama_layout import llama_weights, shape_values
 from recserve.models.recommender import Recommender
+from recserve.models.saving import named_tensors
 
 # Hugging Face's classes are Any from here on: their annotations do not cover what they do.
 Network = Any
@@ -29,8 +30,19 @@ def empty_model(config: DecoderConfig, vocabulary: int) -> Network:
     """
     shape: dict[str, Any] = {
         "vocab_size": vocabulary,
-        **shape_values(config),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
     if config.qk_norm and config.attention_bias:
         raise ValueError("no model of the family has both qk_norm and attention_bias")
@@ -52,7 +64,7 @@ def to_llama(model: Recommender) -> Network:
 
     Raises ValueError for a model that reads more than tokens.
     """
-    weights = llama_weights(model) | {"lm_head.weight": model.head.weight}
+    weights = named_tensors(as_language_model(model)) | {"lm_head.weight": model.head.weight}
     theirs = empty_model(model.config.decoder, model.config.num_code_tokens)
     theirs.load_state_dict({name: w.clone() for name, w in weights.items()})
     return theirs.to(model.tokens.weight.dtype).eval()

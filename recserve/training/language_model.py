@@ -1,15 +1,14 @@
-"""Training of a small language model on plain text: what drafters and examples are tried on.
+"""Training a small language model from plain text: tokenizer, model, and the folder that serves.
 
-The result is a Hugging Face folder (Llama layout, tokenizer.json), so everything that reads such
-folders reads it. An epoch is `steps` batches at drawn places, not a pass over the text.
+The folder is in Hugging Face's layout (a Llama with tied embeddings), so that this server and other
+software read it alike.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,154 +16,155 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
 
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.llama_layout import language_model_values, language_model_weights
+from recserve.models.saving import save_language_model
+from recserve.text.tokenizer import Tokenizer, train_tokenizer
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text_data import (
-    END_OF_TEXT,
-    Blocks,
-    encode_text,
-    read_text,
-    train_tokenizer,
-)
 
-Ints = NDArray[np.int64]
+END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class LanguageModelRecipe:
-    """A small Llama and how it is trained.
+class LanguageRecipe:
+    """Sizes of model and training.
 
-    context: tokens of a training window. batch: windows. steps: batches of an epoch.
-    tokenizer_bytes: of text that the tokenizer is trained on; text_bytes: read in all.
-    validation_blocks: windows of the held-out text.
+    vocab_size: tokens, END included. batch, window: texts of a step and tokens of each. steps: of
+    an epoch. validation: share of the tokens kept apart, from the end.
     """
 
-    hidden_size: int = 384
-    num_layers: int = 6
-    num_heads: int = 6
-    intermediate_size: int = 1024
-    vocab_size: int = 8192
-    max_positions: int = 2048
-    context: int = 256
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 384
+    max_positions: int = 1024
     batch: int = 16
-    steps: int = 250
-    tokenizer_bytes: int = 8 << 20
-    text_bytes: int = 96 << 20
-    validation_blocks: int = 64
-    schedule: Schedule = Schedule(8, 1.5e-3, weight_decay=0.1, warmup=0.05, averaging=0.98)
+    window: int = 256
+    steps: int = 100
+    validation: float = 0.05
+    schedule: Schedule = field(
+        default_factory=lambda: Schedule(10, 3e-3, weight_decay=0.1, averaging=0.98)
+    )
 
-    def config(self, vocab_size: int) -> LanguageModelConfig:
-        """The model's configuration."""
+    def config(self) -> LanguageModelConfig:
+        """The model's shape."""
         decoder = DecoderConfig(
             self.hidden_size,
             self.num_layers,
             self.num_heads,
-            self.num_heads,
+            self.num_kv_heads,
             self.hidden_size // self.num_heads,
             self.intermediate_size,
-            self.max_positions,
+            max_positions=self.max_positions,
         )
-        return LanguageModelConfig(decoder, vocab_size, tied=True, bos_token=0, eos_tokens=(0,))
+        return LanguageModelConfig(decoder, self.vocab_size, True, 0, (0,))
 
 
-class LanguageModelTrainee:
-    """A language model with its text, as the loop sees it."""
+# About 20 million weights, for the 80 MB of books; the default is a minute's work for a demo.
+BOOKS = LanguageRecipe(
+    vocab_size=8192,
+    hidden_size=384,
+    num_layers=8,
+    num_heads=6,
+    num_kv_heads=2,
+    intermediate_size=1280,
+    steps=500,
+    schedule=Schedule(20, 1.5e-3, weight_decay=0.1, averaging=0.99),
+)
 
-    selection = "negative_loss"
+
+class LanguageTrainee:
+    """A language model on one long row of tokens, as the loop sees it."""
+
+    selection = "log_likelihood"
 
     def __init__(
-        self,
-        recipe: LanguageModelRecipe,
-        model: LanguageModel,
-        train: Blocks,
-        valid: Blocks,
-        seed: int,
+        self, recipe: LanguageRecipe, tokens: NDArray[np.int64], seed: int, device: torch.device
     ) -> None:
-        self.recipe, self.model, self.train, self.seed = recipe, model, train, seed
-        self.held_out = valid.spread(recipe.validation_blocks)
+        """Raises ValueError where the text is shorter than a window and its validation."""
+        kept = int(tokens.shape[0] * recipe.validation)
+        if min(kept, tokens.shape[0] - kept) <= recipe.window:
+            raise ValueError(
+                f"the text has {tokens.shape[0]} tokens; training and validation each need more "
+                f"than a window of {recipe.window}"
+            )
+        torch.manual_seed(seed)
+        self.recipe, self.seed, self.device = recipe, seed, device
+        self.tokens = torch.from_numpy(tokens[:-kept]).to(device)
+        self.held_out = torch.from_numpy(tokens[-kept:]).to(device)
+        self.model = LanguageModel(recipe.config()).to(device)
+        for weight in self.model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.02)
 
-    def plan(self, epoch: int) -> Sequence[int]:
-        """A seed per batch."""
-        first = (self.seed * 1_000_003 + epoch) * self.recipe.steps
-        return range(first, first + self.recipe.steps)
+    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Where the windows of each batch begin."""
+        random = np.random.default_rng((self.seed, epoch))
+        last = self.tokens.shape[0] - self.recipe.window - 1
+        return list(random.integers(0, last + 1, (self.recipe.steps, self.recipe.batch)))
 
-    def loss(self, batch: int) -> StepLoss:
-        """Mean cross-entropy of the next token."""
-        windows = self.train.drawn(self.recipe.batch, batch)
-        mean = self._cross_entropy(windows)
-        return StepLoss(mean, {"loss": mean.detach()}, windows[:, 1:].size)
+    def loss(self, batch: NDArray[np.int64]) -> StepLoss:
+        """Cross-entropy of the next token, mean over all positions."""
+        step = torch.arange(self.recipe.window + 1, device=self.device)
+        rows = self.tokens[torch.from_numpy(batch).to(self.device)[:, None] + step]
+        mean = self._cross_entropy(rows)
+        return StepLoss(mean, {"loss": mean.detach()}, batch.shape[0] * self.recipe.window)
 
     def validate(self) -> dict[str, float]:
-        """Loss per token of the held-out text, its negative, and the perplexity."""
-        parts = np.array_split(self.held_out, -(-len(self.held_out) // self.recipe.batch))
-        losses = [float(self._cross_entropy(part)) for part in parts]
-        mean = float(np.average(losses, weights=[len(part) for part in parts]))
-        return {"negative_loss": -mean, "perplexity": math.exp(min(mean, 50))}
+        """Mean log-likelihood of a token of the held-out text, at most 64 windows of it."""
+        window = self.recipe.window
+        count = min((self.held_out.shape[0] - 1) // window, 64)
+        starts = torch.arange(count, device=self.device)[:, None] * window
+        step = torch.arange(window + 1, device=self.device)
+        total = 0.0
+        for part in torch.split(starts + step, self.recipe.batch):
+            total += float(self._cross_entropy(self.held_out[part])) * part.shape[0]
+        return {self.selection: -total / count}
 
-    def _cross_entropy(self, windows: Ints) -> torch.Tensor:
-        device = self.model.tokens.weight.device
-        tokens = torch.from_numpy(windows).to(device)
-        positions = torch.arange(tokens.shape[1] - 1, device=device)
-        hidden = self.model(tokens[:, :-1], positions, DenseAttention())
-        logits = self.model.logits(hidden).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def _cross_entropy(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [B, window + 1] tokens -> mean."""
+        positions = torch.arange(self.recipe.window, device=self.device).expand(rows.shape[0], -1)
+        hidden = self.model(rows[:, :-1], positions, DenseAttention())
+        logits = self.model.logits(hidden).flatten(0, 1).float()
+        return F.cross_entropy(logits, rows[:, 1:].flatten())
 
 
 def train_language_model(
-    text: Path,
-    valid: Path,
+    texts: Sequence[str],
     out: Path,
     options: TrainOptions,
-    recipe: LanguageModelRecipe | None = None,
-    tokenizer: Path | None = None,
+    recipe: LanguageRecipe | None = None,
     console: Console | None = None,
 ) -> TrainReport:
-    """Train on `text`, keep the best epoch on `valid`, write a Hugging Face folder to `out`.
+    """Tokenizer and model from texts, written to the folder `out`.
 
-    text, valid: UTF-8 files, `.zst` or plain. tokenizer: a tokenizer.json to use; None trains one.
-    Raises FileNotFoundError, or ValueError for a text that is too short or is no text.
+    Raises ValueError where there is too little text.
     """
-    recipe = recipe or LanguageModelRecipe()
-    console = console or Console(stderr=True)
-    schedule = recipe.schedule
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
+    recipe = recipe or LanguageRecipe()
     out.mkdir(parents=True, exist_ok=True)
-    if tokenizer is None:
-        console.print(f"training a tokenizer of {recipe.vocab_size:,} tokens")
-        known = train_tokenizer(read_text(text, recipe.tokenizer_bytes), recipe.vocab_size)
-    else:
-        known = Tokenizer.from_file(str(tokenizer))
-    train = Blocks(encode_text(known, read_text(text, recipe.text_bytes)), recipe.context)
-    held_out = Blocks(encode_text(known, read_text(valid)), recipe.context)
-    torch.manual_seed(options.seed)
-    model = LanguageModel(recipe.config(known.get_vocab_size())).to(options.torch_device())
-    for weight in model.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.02)
-    count = sum(p.numel() for p in model.parameters())
-    console.print(f"{count:,} parameters, {len(train.tokens):,} tokens of text")
-    trainee = LanguageModelTrainee(recipe, model, train, held_out, options.seed)
-    report = fit(trainee, schedule, options, out, console)
-    save_language_model(model, known, out)
+    tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
+    tokens = encode(tokenizer, texts)
+    schedule = replace(
+        recipe.schedule,
+        epochs=options.epochs or recipe.schedule.epochs,
+        learning_rate=options.learning_rate or recipe.schedule.learning_rate,
+    )
+    trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
+    report = fit(trainee, schedule, options, out / "training", console)
+    save_language_model(trainee.model, out)
+    tokenizer.backend.save(str(out / "tokenizer.json"))
+    fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}
+    (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n")
     return report
 
 
-def save_language_model(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
-    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json."""
-    weights = {n: w.detach().cpu().contiguous() for n, w in language_model_weights(model).items()}
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    tokenizer.save(str(out / "tokenizer.json"))
-    ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    for name, values in (
-        ("config.json", language_model_values(model)),
-        ("tokenizer_config.json", ends | {"add_bos_token": False}),
-    ):
-        (out / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
+    """One row of tokens: each text after an END."""
+    end = tokenizer.token(END)
+    rows = tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    return np.concatenate([np.array([end, *row.ids], dtype=np.int64) for row in rows])
