@@ -49,6 +49,10 @@ def load_medusa(
     fields = _fields(folder)
     weights = rename(_tensors(folder), bool(fields.get("original_lm_head", False)))
     config = _config(weights, folder.name, hidden_size, vocab_size)
+    words = weights.get("token_map")
+    for name, tensor in weights.items():
+        if words is not None and name.startswith("outputs.") and tensor.shape[0] == vocab_size:
+            weights[name] = tensor[words]  # written whole; only the named rows count
     with torch.device("meta"):
         heads = MedusaHeads(config)
     expected = heads.state_dict()
@@ -110,8 +114,7 @@ def save_medusa(
 def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Tensor]:
     """Our names for the tensors of either layout; what belongs to neither is left out.
 
-    shared: vLLM's `original_lm_head`, one output matrix for all heads. Rows of an output matrix
-    that token_map does not name are dropped.
+    shared: vLLM's `original_lm_head`, one output matrix for all heads.
     """
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -124,11 +127,6 @@ def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Ten
             ours[f"outputs.{0 if shared else found[1]}.weight"] = tensor
         elif short == "token_map":
             ours[short] = tensor.long()
-    words = ours.get("token_map")
-    if words is not None:
-        for name, tensor in ours.items():
-            if name.startswith("outputs.") and tensor.shape[0] > words.shape[0]:
-                ours[name] = tensor[words]
     return ours
 
 
