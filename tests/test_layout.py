@@ -16,7 +16,7 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-SERVICE = STEP | DATA | {"bundle", "messages", "metrics"}
+SERVICE = STEP | DATA | {"bundle", "messages", "metrics", "text"}
 TOP = SERVICE | {"service", "config"}
 
 # room -> rooms it may import besides itself. A room is a folder or a file directly under recserve/.
@@ -32,6 +32,7 @@ MAY_IMPORT = {
     # One way between the two neighbours: a verifier reads the draft that it verifies.
     "verify": TENSORS | {"core", "draft"},
     "engine": STEP,
+    "text": {"core"},
     "bundle": DATA,
     "building": DATA | {"bundle"},
     "service": SERVICE,
@@ -57,6 +58,8 @@ OWNERS = {
     "redis": {"features/redis_store.py"},
     "lmdb": {"features/lmdb_store.py"},
     "faiss": {"features"},
+    "tokenizers": {"text"},
+    "jinja2": {"text"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

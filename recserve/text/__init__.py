@@ -1,0 +1,1 @@
+"""Between text and token numbers: tokenizer, chat template, streaming, stop strings."""
