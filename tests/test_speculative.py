@@ -127,7 +127,7 @@ def test_measured_costs_are_of_this_machine_and_bounded():
         assert cost(0) == 0 and cost(1) > 0
         assert len(cost.sizes) == len(cost.milliseconds)
     runs = []
-    slow = measured(lambda n: runs.append(n) or time.sleep(0.02 * n), (1, 4, 16, 64), CPU)
+    slow = measured(lambda n: runs.append(n) or time.sleep(0.004 * n), (1, 4, 16, 64), CPU)
     assert max(runs) < 64 and slow.sizes[-1] == max(runs)
     assert slow(2) == pytest.approx((2 * slow.milliseconds[0] + slow.milliseconds[1]) / 3)
 
