@@ -94,7 +94,8 @@ def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
     forward, round_ms = (LINE, 10.0) if dear == "rounds" else (STEEP, 0.0)
-    engine._strategies["speculative"].costs = StepCosts(forward, LINE, 0.5, round_ms)
+    costs = StepCosts(forward, LINE, 0.5, round_ms)
+    engine._strategies["speculative"]._costs = lambda state, width: costs
     requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
