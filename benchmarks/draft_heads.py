@@ -149,14 +149,14 @@ def main() -> None:
     strategies: list[Any] = [name for name in subject.engine.strategies if name != "speculative"]
     if options.bundle and "speculative" in subject.engine.strategies:
         strategies.append("speculative")
-    seed = 0
+    seed, repeats = 0, len(subject.roots) // options.batch - 1
     for width in options.beams:
         runs: dict[str, dict[str, Runs]] = {}
         for name in strategies:
             seed += 1
             calls = visits(subject, width, name, options.batch, seed)
             runs[name] = {
-                visit: measure(call, len(subject.roots) - 1, options.budget_s, options.clock)
+                visit: measure(call, repeats, options.budget_s, options.clock)
                 for visit, call in calls.items()
             }
         table = Table(title=f"beam {width}, batch {options.batch}", title_justify="left")

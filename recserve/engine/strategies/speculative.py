@@ -57,13 +57,13 @@ class SpeculativeStrategy(BeamStrategy):
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. What the draft missed is scored in further rounds. How
     much is drafted follows from the head's calibration and the costs of this machine, measured at
-    the first request; where drafting does not pay nothing is drafted.
+    the first requests; where drafting does not pay nothing is drafted.
     """
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         super().__init__(model)
         self.head = head
-        self.costs: StepCosts | None = None
+        self.costs: dict[tuple[int, int], StepCosts] = {}
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, and all of beam search's own."""
@@ -107,17 +107,22 @@ class SpeculativeStrategy(BeamStrategy):
         plans = self._plans(width)
         if len(plans) == 1:
             return plans[0]
-        if self.costs is None:
-            self.costs = self._measure(state)
-        costs, batch = self.costs, len(state.sequences)
+        costs, batch = self._costs(state, width), len(state.sequences)
         return min(
             plans,
             key=lambda plan: costs.expected_ms(plan, batch) * (1 if plan.spreads else CLEARLY),
         )
 
-    def _measure(self, state: Beams) -> StepCosts:
+    def _costs(self, state: Beams, width: int) -> StepCosts:
+        """Measured once for each doubling of the batch and of the beam width."""
+        key = len(state.sequences).bit_length(), width.bit_length()
+        if key not in self.costs:
+            self.costs[key] = self._measure(state, width)
+        return self.costs[key]
+
+    def _measure(self, state: Beams, width: int) -> StepCosts:
         device = state.tails.device
-        by_level = [[1] * len(state.sequences)] * self.model.config.num_levels
+        by_level = [[2 * width] * len(state.sequences)] * self.model.config.num_levels
 
         def draft(_: int) -> None:
             likely_prefixes(state, self.head, by_level, self.skip_single)
@@ -133,11 +138,13 @@ class SpeculativeStrategy(BeamStrategy):
             piece = Piece(again.tree, again.inputs, again.queries, slots, roots)
             self.verify(state, again, slots, runner.forward([piece])[0])
 
-        forward = forward_cost(self.model)
+        known = next(iter(self.costs.values()), None)
+        forward = known.forward if known else forward_cost(self.model)
+        head = known.head if known else head_cost(self.head)
         whole = measured(beam_round, (1,), device)(1)
         return StepCosts(
             forward,
-            head_cost(self.head),
+            head,
             measured(draft, (1,), device)(1),
             max(whole - forward(len(tree.inputs)), 0.0),
         )
