@@ -56,7 +56,8 @@ def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:
     left = places - whole.sum(1)
     order = np.argsort(whole - exact, axis=1, kind="stable")
     ranks = np.argsort(order, axis=1, kind="stable")
-    return whole + (ranks < left[:, None])
+    budgets: np.ndarray = whole + (ranks < left[:, None])
+    return budgets
 
 
 def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
@@ -170,7 +171,7 @@ def _slates(
 def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
     """[n] bool: the first k items of each owner, those that its caps leave out not counted."""
     wanted = np.array([request.k for request in requests])
-    chosen = _ranks(owner) < wanted[owner]
+    chosen: np.ndarray = _ranks(owner) < wanted[owner]
     for b in np.unique(owner).tolist():
         if requests[b].caps:
             mine = np.flatnonzero(owner == b)

@@ -51,7 +51,7 @@ class FaissIndex:
         parameters = None
         if self.num_lists:
             read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_READ)
-            parameters = faiss.SearchParametersIVF(nprobe=read)
+            parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
         scores, rows = index.search(queries, k, params=parameters)
         return rows, scores

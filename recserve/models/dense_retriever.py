@@ -102,7 +102,7 @@ def item_vectors(
     """[I, E] float32 on the host: unit vectors of all items bound to the recommender."""
     device = recommender.item_tokens.device
     rows = torch.arange(recommender.num_bound_items, device=device)
-    parts = [retriever.items(recommender.embed_items(part)) for part in rows.split(chunk)]
+    parts = [retriever.items(recommender.embed_items(part)) for part in torch.split(rows, chunk)]
     return torch.cat(parts).float().cpu()
 
 

@@ -200,7 +200,7 @@ class _Slate:
             both = np.concatenate([rows, popular])
             slate = both[first_k(both, self.caps, rows.size + count)]
             if slate.size == rows.size + count or popular.size < looked_at:
-                return slate[rows.size :]
+                return np.asarray(slate[rows.size :])
             looked_at *= DEEPER
 
     def items(

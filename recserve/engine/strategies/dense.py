@@ -51,7 +51,7 @@ class DenseStrategy:
         pairs = shares[:, :, None] * np.array(config.offset_shares)
         places = np.array([request.k for request in requests])
         budgets = split_budgets(pairs.reshape(len(requests), -1), places)
-        used = budgets.any(0).nonzero()[0]
+        used = np.flatnonzero(budgets.any(0))
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         outcomes, offsets = (
             torch.from_numpy(part).to(tails.device)
@@ -89,4 +89,5 @@ def _shares(request: RecommendRequest, default: tuple[float, ...]) -> np.ndarray
     shares = np.array(default) if request.outcome is None else request.outcome
     if shares.shape != (len(default),):
         raise ValueError(f"outcome is {shares.shape}; the retriever has {len(default)} outcomes")
-    return shares / shares.sum()
+    mix: np.ndarray = shares / shares.sum()
+    return mix
