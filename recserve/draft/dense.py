@@ -174,7 +174,7 @@ def _slates(
 def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
     """[n] bool: the first k items of each owner, those that its caps leave out not counted."""
     wanted = np.array([request.k for request in requests])
-    chosen = _ranks(owner) < wanted[owner]
+    chosen: np.ndarray = _ranks(owner) < wanted[owner]
     for b in np.unique(owner).tolist():
         if requests[b].caps:
             mine = np.flatnonzero(owner == b)

@@ -73,7 +73,7 @@ class DenseRetriever(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1 / 0.07))
         nn.init.eye_(self.direct.weight)
         for embedding in (self.outcomes, self.offsets):
-            nn.init.normal_(embedding.weight, std=0.02)
+            nn.init.normal_(embedding.weight, std=0.5)  # beside W h, which is of that size
         for last in (self.project, self.item_out):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)

@@ -128,7 +128,7 @@ class Futures:
     def _gaps(self, ahead: _Ahead) -> NDArray[np.float64]:
         """[m] from the last event of the state to the target, in `unit`."""
         if self.unit == "events":
-            return np.asarray(ahead.steps + 1, np.float64)
+            return (ahead.steps + 1).astype(np.float64)
         times = self.events.times
         gaps: NDArray[np.float64] = (times[ahead.targets] - times[ahead.last]) / 1e6
         return gaps

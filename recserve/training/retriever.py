@@ -64,9 +64,7 @@ class RetrieverRecipe:
     sketch_depth: int = 4
     width: int = 2
     validation_users: int = 1000
-    schedule: Schedule = field(
-        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.05, patience=2)
-    )
+    schedule: Schedule = field(default_factory=lambda: Schedule(2, 1e-3, weight_decay=0.05))
 
 
 class RetrieverTrainee:
