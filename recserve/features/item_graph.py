@@ -138,8 +138,8 @@ def _main_axes(products: np.ndarray, count: int) -> np.ndarray:
 
 
 def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Items nearest to the centroids of k-means, about as many as the root of all."""
-    count = min(len(vectors), max(64, math.isqrt(len(vectors))))
+    """Items nearest to the centroids of k-means, about twice the root of all items."""
+    count = min(len(vectors), max(64, 2 * math.isqrt(len(vectors))))
     means = faiss.Kmeans(
         vectors.shape[1],
         count,

@@ -60,7 +60,7 @@ class LevelTables:
 
 
 def stack_heads(heads: nn.ModuleList, codebooks: list[Tensor], temperature: float) -> LevelTables:
-    """Stack the level heads of a model. codebooks: per level [C_l, E]. Call it without gradients."""
+    """Stack the level heads of a model. codebooks: per level [C_l, E]. Call without gradients."""
     linears = [head.linear for head in heads if isinstance(head, LevelHead)]
     widest = max(book.shape[0] for book in codebooks)
     padded = torch.stack([F.pad(b, (0, 0, 0, widest - b.shape[0])) for b in codebooks])
