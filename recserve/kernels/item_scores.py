@@ -20,10 +20,9 @@ LAST_ROW = 2**ROW_BITS - 1
 
 def keys_of(scores: Tensor, rows: Tensor) -> Tensor:
     """Rank keys. scores: float32, no NaN. rows: 0 .. 2**32 - 1, broadcast against scores."""
-    keys: Tensor = _ordered(scores.contiguous().view(torch.int32)).long()
+    keys = _ordered(scores.contiguous().view(torch.int32)).long()
     # In place: the catalogue's keys are the largest thing a request makes.
-    keys <<= ROW_BITS
-    keys |= LAST_ROW - rows
+    keys.bitwise_left_shift_(ROW_BITS).bitwise_or_(LAST_ROW - rows)
     return keys
 
 
