@@ -88,6 +88,31 @@ def test_level_heads_start_as_the_level_itself() -> None:
         build().parallel_logits(hidden, 0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.05], ids=["dot", "cosine"])
+def test_stacked_level_heads_say_what_each_head_says(temperature: float) -> None:
+    """Codebooks of 4, 5 and 3 codes: what pads the shorter ones takes no probability."""
+    model = build(level_heads=True, level_temperature=temperature)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    hidden = torch.randn(6, 16)
+    with torch.no_grad():
+        got = model.level_tables().log_probs(hidden)
+        each = [model.parallel_logits(hidden, level).log_softmax(-1) for level in range(3)]
+    torch.testing.assert_close(got[:, 1:], torch.cat(each, dim=1))
+    assert got.shape == (6, model.config.num_code_tokens) and not got[:, 0].any()
+    with pytest.raises(ValueError, match="without level heads"):
+        build().level_tables()
+
+
+def test_cosine_logits_know_no_lengths() -> None:
+    model = build(level_heads=True, level_temperature=0.1)
+    hidden = torch.randn(2, 16)
+    logits = model.parallel_logits(hidden, 1)
+    codes = model.level_codes(1)
+    expected = torch.cosine_similarity(hidden[:, None], codes[None], dim=-1) / 0.1
+    torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_saved_model_scores_the_same(tmp_path: Path, tied: bool) -> None:
     model = items_model(tied=tied, level_heads=True)
@@ -128,6 +153,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         ({"normalization": "level"}, "normalization is 'level'"),
         ({"input": "codes", "dense_head": True}, "'codes' takes no"),
         ({"id_embedding": True}, "num_items >= 1, got 0"),
+        ({"level_temperature": -1.0}, "level_temperature is -1.0"),
+        ({"autoregressive": False}, "needs level_heads"),
     ],
 )
 def test_config_refuses(values: dict[str, object], message: str) -> None:

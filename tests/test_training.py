@@ -96,6 +96,34 @@ def test_one_pass_equals_one_sequence_per_target(
     assert float(got) == pytest.approx(expected / len(ROWS), rel=1e-5)
 
 
+def test_level_heads_alone_learn_from_a_trunk_without_branches() -> None:
+    """All targets of a padded batch, against each level of each item by itself; the trunk learns
+    too."""
+    model = build(
+        "items",
+        "children",
+        dense_head=False,
+        level_heads=True,
+        level_temperature=0.2,
+        autoregressive=False,
+    )
+    batch = trees_of(model).batch(np.array([0, 2, 1]))
+    assert batch.tokens.numel() == 3 * 5 and not batch.target_nodes.numel()
+    losses = tree_losses(model, trie(), node_paths(trie()), batch, Objective(heads_weight=1.0))
+    assert set(losses.parts) == {"heads"}
+    expected = 0.0
+    for first, last in itertools.pairwise(OFFSETS):
+        for step in range(first, last):
+            tokens = torch.tensor([root_tokens(model, ROWS[first:step].tolist())])
+            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[:, -1]
+            for level, code in enumerate(CODES[ROWS[step]]):
+                log_p = model.parallel_logits(hidden, level).log_softmax(-1)
+                expected -= float(log_p[0, int(code)].detach()) / len(SIZES)
+    assert float(losses.total) == pytest.approx(expected / len(ROWS), rel=1e-5)
+    losses.total.backward()
+    assert model.decoder.layers[0].qkv.weight.grad.abs().max() > 0
+
+
 def test_tree_of_a_history_looks_as_drawn() -> None:
     """User 1 has one event, item 5 = (2, 3, 1): level 2 has one child, so the branch stops after
     two codes."""

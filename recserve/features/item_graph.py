@@ -138,8 +138,8 @@ def _main_axes(products: np.ndarray, count: int) -> np.ndarray:
 
 
 def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Items nearest to the centroids of k-means, about as many as the root of all."""
-    count = min(len(vectors), max(64, math.isqrt(len(vectors))))
+    """Items nearest to the centroids of k-means, about twice the root of all items."""
+    count = min(len(vectors), max(64, 2 * math.isqrt(len(vectors))))
     means = faiss.Kmeans(
         vectors.shape[1],
         count,
@@ -149,19 +149,14 @@ def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
         max_points_per_centroid=64,
     )
     means.train(vectors)
-    assert means.centroids is not None
-    return np.unique(faiss.knn(means.centroids, vectors, 1)[1]).astype(np.int32)
+    centroids = np.ascontiguousarray(means.centroids, dtype=np.float32)
+    return np.unique(faiss.knn(centroids, vectors, 1)[1]).astype(np.int32)
 
 
 def _search(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
     """[I, count] int32 other items of the largest inner products, -1 where fewer were found."""
-    items, dim = vectors.shape
-    index: faiss.Index = faiss.IndexFlatIP(dim)
-    if items > EXACT_ITEMS:
-        lists = 4 * math.isqrt(items)
-        index = coarse = faiss.IndexIVFFlat(index, dim, lists, faiss.METRIC_INNER_PRODUCT)
-        coarse.cp.seed, coarse.cp.niter, coarse.nprobe = seed + 1, ENTRY_ROUNDS, PROBES
-        index.train(vectors[np.random.default_rng(seed).permutation(items)[: 40 * lists]])
+    items = len(vectors)
+    index = _index(vectors, seed)
     index.add(vectors)
     found = np.empty((items, count), dtype=np.int32)
     for start in range(0, items, CHUNK):
@@ -171,6 +166,18 @@ def _search(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
         own[~own.any(axis=1), -1] = True
         found[start : start + CHUNK] = near[~own].reshape(-1, count)
     return found
+
+
+def _index(vectors: np.ndarray, seed: int) -> faiss.Index:
+    """A trained, empty index of inner products: exact where the items are few."""
+    items, dim = vectors.shape
+    if items <= EXACT_ITEMS:
+        return faiss.IndexFlatIP(dim)
+    lists = 4 * math.isqrt(items)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
+    index.cp.seed, index.cp.niter, index.nprobe = seed + 1, ENTRY_ROUNDS, PROBES
+    index.train(vectors[np.random.default_rng(seed).permutation(items)[: 40 * lists]])
+    return index
 
 
 def _similarity(codes: np.ndarray, books: list[np.ndarray], near: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def search(
     unknown = torch.arange(graph.num_items, item_tokens.shape[0], device=device)
     common = torch.cat([graph.entries.long(), unknown]).expand(batch, -1)
     rows = torch.cat([seeds, common], dim=1)
-    scored = torch.zeros(batch, item_tokens.shape[0], dtype=torch.bool, device=device)
+    scored = torch.zeros(batch, item_tokens.shape[0] + 1, dtype=torch.bool, device=device)
     followed = torch.full((batch, 0), NOTHING, device=device)
     best = torch.full((batch, k), NOTHING, device=device)
     for step in range(steps + 1):
@@ -87,22 +87,22 @@ def search(
             linked = (ahead != NOTHING) & (known < graph.num_items)
             near = graph.neighbours[torch.where(linked, known, 0)].long()
             rows = torch.where(linked[..., None], near, -1).flatten(1)
-    return Search(best, scored.sum(1))
+    return Search(best, scored[:, :-1].sum(1))
 
 
 def _fresh(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in ascending order and which of them are neither repeats nor scored before; those are
-    marked as scored. rows: [B, n], -1 where there is none (0 in what comes back).
+    """Rows in ascending order, and which of them are neither repeats nor scored before.
+
+    rows: [B, n], -1 where there is none. scored: [B, I + 1] bool, true from now on for all of them;
+    its last column stands for no item.
     """
-    rows = rows.sort(dim=1).values
-    fresh = rows >= 0
+    items = scored.shape[1] - 1
+    rows = torch.where(rows < 0, items, rows).sort(dim=1).values
+    fresh = rows < items
     fresh[:, 1:] &= rows[:, 1:] != rows[:, :-1]
-    rows = rows.clamp(min=0)
     fresh &= ~scored.gather(1, rows)
-    # Repeats carry False to a place that their first one marks, so marks are added, not written.
-    owners = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
-    scored.index_put_((owners, rows), fresh, accumulate=True)
-    return rows, fresh
+    scored.scatter_(1, rows, True)
+    return rows.clamp_(max=items - 1), fresh
 
 
 def _score(log_probs: Tensor, item_tokens: Tensor, rows: Tensor, fresh: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ LAST_ROW = 2**ROW_BITS - 1
 def keys_of(scores: Tensor, rows: Tensor) -> Tensor:
     """Rank keys. scores: float32, no NaN. rows: 0 .. 2**32 - 1, broadcast against scores."""
     keys = _ordered(scores.contiguous().view(torch.int32)).long()
-    return keys.bitwise_left_shift_(ROW_BITS).bitwise_or_(LAST_ROW - rows)
+    # In place: the catalogue's keys are the largest thing a request makes.
+    keys.bitwise_left_shift_(ROW_BITS).bitwise_or_(LAST_ROW - rows)
+    return keys
 
 
 def rows_of(keys: Tensor) -> Tensor:

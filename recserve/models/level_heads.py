@@ -59,15 +59,16 @@ class LevelTables:
         return F.pad(log_p.transpose(0, 1).flatten(1).index_select(1, self.present), (1, 0))
 
 
-def stack_heads(heads: list[LevelHead], codebooks: list[Tensor], temperature: float) -> LevelTables:
-    """Stack the heads of a model. codebooks: per level [C_l, E]. Call it without gradients."""
+def stack_heads(heads: nn.ModuleList, codebooks: list[Tensor], temperature: float) -> LevelTables:
+    """Stack the level heads of a model. codebooks: per level [C_l, E]. Call without gradients."""
+    linears = [head.linear for head in heads if isinstance(head, LevelHead)]
     widest = max(book.shape[0] for book in codebooks)
     padded = torch.stack([F.pad(b, (0, 0, 0, widest - b.shape[0])) for b in codebooks])
     sizes = torch.tensor([book.shape[0] for book in codebooks], device=padded.device)
     absent = torch.arange(widest, device=padded.device) >= sizes[:, None]
     return LevelTables(
-        torch.cat([head.linear.weight for head in heads]),
-        torch.cat([head.linear.bias for head in heads]),
+        torch.cat([linear.weight for linear in linears]),
+        torch.cat([linear.bias for linear in linears]),
         F.normalize(padded, dim=-1) if temperature else padded,
         absent,
         (~absent.flatten()).nonzero().flatten(),

@@ -273,8 +273,7 @@ class Recommender(nn.Module):
         if not self.config.level_heads:
             raise ValueError("this recommender was trained without level heads")
         codebooks = [self.level_codes(level) for level in range(self.config.num_levels)]
-        return stack_heads(list(self.level_heads), codebooks,  # type: ignore[arg-type]
-            self.config.level_temperature)
+        return stack_heads(self.level_heads, codebooks, self.config.level_temperature)
 
     def dense_query_rows(self, hidden: Tensor) -> Tensor:
         """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
