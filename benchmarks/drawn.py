@@ -80,14 +80,20 @@ def _branching(rng: np.random.Generator, parents: int, wanted: int) -> np.ndarra
 
 
 def drawn_recommender(
-    catalogue: Catalogue, hidden: int, layers: int, normalization: Normalization, dtype: torch.dtype
+    catalogue: Catalogue,
+    hidden: int,
+    layers: int,
+    normalization: Normalization,
+    dtype: torch.dtype,
+    level_heads: bool = False,
 ) -> Recommender:
     """A `codes` recommender, heads of 64, whose logits spread as a trained one's (about 2)."""
     torch.manual_seed(0)
     heads = hidden // 64
     decoder = DecoderConfig(hidden, layers, heads, heads, 64, 4 * hidden)
     sizes = catalogue.trie.codebook_sizes
-    model = Recommender(RecommenderConfig(decoder, sizes, "codes", normalization))
+    config = RecommenderConfig(decoder, sizes, "codes", normalization, level_heads=level_heads)
+    model = Recommender(config)
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
             spread = 2.0 if name == "head.weight" else 1.0

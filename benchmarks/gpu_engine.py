@@ -76,7 +76,7 @@ def engine_checks(device: str) -> Iterator[Check]:
     def answer(strategy: str, where: str) -> Any:
         if where not in answers:
             # A model of its own for each device: modules move in place.
-            model = drawn_recommender(catalogue, 64, 2, "children", torch.float32).to(where)
+            model = _cpu_model(catalogue).to(where)
             model.bind_items(catalogue.codes)
             answers[where] = {"engine": recommender_engine(model, 2**24), "model": model}
         engine, model = answers[where]["engine"], answers[where]["model"]
@@ -114,7 +114,7 @@ def engine_checks(device: str) -> Iterator[Check]:
 
 
 def _cpu_model(catalogue: Catalogue) -> Recommender:
-    return drawn_recommender(catalogue, 64, 2, "children", torch.float32)
+    return drawn_recommender(catalogue, 64, 2, "children", torch.float32, level_heads=True)
 
 
 def ranking_difference(device: str) -> float:
@@ -139,7 +139,8 @@ def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     catalogue = small_catalogue() if smoke else drawn_catalogue(12_101)
     for hidden, layers in ((64, 1),) if smoke else ((256, 4), (1024, 12)):
-        model = drawn_recommender(catalogue, hidden, layers, "children", dtype).to(device)
+        model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
+        model = model.to(device)
         model.bind_items(catalogue.codes)
         engine, trie = (
             recommender_engine(model, 2**24 if smoke else 2**33),

@@ -7,7 +7,6 @@ import torch
 from test_trie import CATALOGUES, draw_codes
 
 from recserve.core.beams import Beams, nothing_scored
-from recserve.core.filtering import LeafFilter
 from recserve.core.selection import keep_best
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children, leaf_bits, level_widths, popcount
@@ -122,8 +121,6 @@ def test_counts_of_allowed_leaves():
         ranks = torch.arange(items + 1).expand(2, -1)
         expected = torch.cat([torch.zeros(2, 1, dtype=torch.int64), allowed.cumsum(1)], 1)
         assert torch.equal(leaf_bits(allowed).before(ranks).long(), expected)
-        filters = [LeafFilter(None, row) for row in expected]
-        assert int(filters[0].remaining(torch.tensor(0), torch.tensor(items))) == allowed[0].sum()
     words = torch.tensor([0, -1, 1, -(2**31), 0x12345678], dtype=torch.int32)
     assert popcount(words).tolist() == [0, 32, 1, 1, 13]
 

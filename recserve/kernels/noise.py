@@ -18,7 +18,7 @@ from torch import Tensor
 
 LANES = 256
 TILE = 4 * LANES
-CHUNK = 2**17  # words whose intermediate results stay in a core's cache
+CHUNK = 2**16  # words whose intermediate results stay in a core's cache
 
 # Independent uses of the same (seed, position).
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
