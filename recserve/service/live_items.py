@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT = 32
 # From here on the overlay is folded into a new base: changes cost what the overlay holds.
-MAX_OVERLAY = 16_384
+MAX_OVERLAY = 8_192
 
 
 class LiveItems:
