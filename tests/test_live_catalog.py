@@ -9,7 +9,7 @@ from recserve.features.catalog_version import first_version
 from recserve.features.id_assignment import IdAssigner
 from recserve.features.item_records import ItemRecord, checked_attributes
 from recserve.features.items import ItemTable
-from recserve.features.live_catalog import ItemChange, changed, restored, with_short_log
+from recserve.features.live_catalog import ItemChange, changed, difference, restored, with_short_log
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.quantizer import ResidualQuantizer
 from recserve.features.ranking_tables import RankingSettings, _bind
@@ -128,6 +128,25 @@ def test_every_version_is_its_model_to_the_end(history):
         assert len(np.unique(codes, axis=0)) == len(rows)
         # All rows are somebody's, or gone.
         assert sorted([*rows, *version.gone.tolist()]) == list(range(version.num_rows))
+
+
+def test_the_difference_from_the_bundle_makes_the_version_again(history):
+    catalog = history[0][0].base
+    for version, model in history[::7]:
+        said = difference(version)
+        rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+        again = changed(first_version(catalog, rows), version.number, said.changes, [])
+        again = changed(again, version.number, [], said.hidden)
+        assert again.name == version.name and again.num_rows <= version.num_rows
+        for name, (record, vector) in model.items.items():
+            (row,) = again.known_rows([name])
+            (old,) = version.known_rows([name])
+            assert (again.visible.get(name) >= 0) == (name not in model.hidden)
+            if name in model.hidden:
+                continue
+            assert again.record(row) == record and np.array_equal(again.vectors[row], vector)
+            assert again.codes[row].tolist() == version.codes[old].tolist()
+            assert again.learned_row(row) == version.learned_row(old)
 
 
 def test_popular_rows_follow_their_items(history):

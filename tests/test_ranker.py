@@ -312,3 +312,26 @@ def test_numpy_columns_become_tensors() -> None:
     assert (
         inputs.tokens.tolist() == [0, 1, 2] and inputs.dense is not None and inputs.groups is None
     )
+
+
+def test_appended_items_are_those_of_a_ranker_bound_to_all():
+    torch.manual_seed(0)
+    config = RankerConfig(num_items=10, vector_size=6, dense_size=3)
+    live, whole = Ranker(config).eval(), Ranker(config).eval()
+    whole.load_state_dict(live.state_dict())
+    vectors = torch.randn(2000, 6)
+    whole.bind_items(vectors)
+    whole.freeze_items()
+    live.bind_items(vectors[:12])
+    with pytest.raises(ValueError, match="freeze_items"):
+        live.append_items(vectors[12:], torch.full((1988,), -1))
+    live.freeze_items()
+    learned = torch.full((1988,), -1)
+    learned[1] = 7
+    for first, last in ((12, 15), (15, 2000)):
+        live.append_items(vectors[first:last], learned[first - 12 : last - 12])
+    expected = whole.item_table.clone()
+    expected[13] += live.id_embedding.weight.detach()[7]
+    assert live.num_bound_items == 2000
+    torch.testing.assert_close(live.item_table[:2000], expected)
+    torch.testing.assert_close(live.item_vectors[:2000], vectors)

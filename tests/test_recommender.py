@@ -168,3 +168,44 @@ def test_bind_items_refuses_what_does_not_fit() -> None:
         model.bind_items(CODES[:, :2], torch.randn(5, 6))
     with pytest.raises(ValueError, match=r"vectors are None; this model needs \(5, 6\)"):
         model.bind_items(CODES)
+
+
+@pytest.mark.parametrize("dense_first", [False, True], ids=["no-table", "table"])
+def test_appended_items_are_those_of_a_model_bound_to_all(dense_first):
+    """Two appends, past the spare rows of the first; learned rows keep their id embedding."""
+    torch.manual_seed(0)
+    config = RecommenderConfig(
+        DecoderConfig(32, 1, 2, 2, 16, 48),
+        (8, 8, 4),
+        num_items=20,
+        vector_dim=6,
+        id_embedding=True,
+        dense_head=True,
+    )
+    codes = torch.randint(0, 4, (3000, 3))
+    vectors = torch.randn(3000, 6)
+    live, whole = Recommender(config).eval(), Recommender(config).eval()
+    whole.load_state_dict(live.state_dict())
+    whole.bind_items(codes, vectors)
+    live.bind_items(codes[:30], vectors[:30])
+    learned = torch.full((2970,), -1)
+    learned[:3] = torch.tensor([4, -1, 19])
+    with torch.inference_mode():
+        if dense_first:
+            before = live.dense_item_rows().clone()
+        for first, last in ((30, 35), (35, 3000)):
+            part = slice(first, last)
+            live.append_items(codes[part], vectors[part], learned[first - 30 : last - 30])
+        assert live.num_bound_items == 3000
+        expected = whole.embed_items(torch.arange(3000))
+        expected[30] += live.ids.weight[4]
+        expected[32] += live.ids.weight[19]
+        torch.testing.assert_close(live.embed_items(torch.arange(3000)), expected)
+        table = live.dense_item_rows()
+        torch.testing.assert_close(table, torch.nn.functional.normalize(expected, dim=-1))
+        if dense_first:
+            assert torch.equal(table[:30], before)
+        hidden = torch.randn(2, 32)
+        scores = live.dense_scores(hidden, 33)
+        expected = (live.dense_query_rows(hidden) @ table[:33].T).log_softmax(-1)
+        torch.testing.assert_close(scores, expected)

@@ -183,6 +183,10 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
     live = np.zeros(changed.num_rows, bool)
     live[changed.rows] = True
     live[changed.hidden] = False
+    replaced = torch.from_numpy(np.setdiff1d(np.arange(changed.num_rows), changed.rows.numpy()))
+    none = torch.zeros(0, len(changed.base.codebook_sizes), dtype=torch.int64)
+    rebuilt = overlay_trie(changed.rebuilt, none, none[:, 0], changed.num_rows, replaced)
+    assert rebuilt.replaced.tolist() == changed.overlay.replaced.tolist() == replaced.tolist()
     draw = np.random.default_rng(7)
     asked, expected = [], []
     for width in (1, 4, 60):
@@ -193,7 +197,7 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
         fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
         fields["dense_weight"] = dense_weight
         asked.append(RecommendRequest(root, changed.overlay, **fields))
-        expected.append(RecommendRequest(root, changed.rebuilt, allowed=live, **fields))
+        expected.append(RecommendRequest(root, rebuilt, allowed=live, **fields))
     for mine, theirs in zip(engine.run_many(asked), engine.run_many(expected), strict=True):
         assert mine.rows.tolist() == theirs.rows.tolist()
         assert live[mine.rows].all()

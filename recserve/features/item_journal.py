@@ -1,7 +1,8 @@
 """The journal of a live catalogue: every accepted change set, on disk before it is served.
 
 One file per catalogue of a bundle, one line per change set: checksum and JSON. A line that a kill
-cut short was never answered for and is dropped; any other damage is an error. Whoever opens a
+cut short was never answered for and is dropped; any other damage is an error. Now and then, and
+when a version is restored, the file is replaced by a short one of the same content. Whoever opens a
 bundle replays the journal, one process at a time may write to it.
 """
 
@@ -12,6 +13,7 @@ import fcntl
 import json
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -28,23 +30,25 @@ class JournalError(RuntimeError):
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One change set, as `number` of the catalogue's versions.
-
-    restored: the version whose content this one has; None: items were put or hidden.
-    """
+    """One change set, as `number` of the catalogue's versions: items put, ids of items hidden."""
 
     number: int
     changes: tuple[ItemChange, ...] = ()
     hidden: tuple[str, ...] = ()
-    restored: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.changes) + len(self.hidden)
 
 
 @dataclass
 class ItemJournal:
-    """path: of the file, which need not exist. length: bytes that were read or written here."""
+    """path: of the file, which need not exist. length, num_changes: bytes and changes in it, as read
+    or written here.
+    """
 
     path: Path
     length: int = 0
+    num_changes: int = 0
     _file: IO[bytes] | None = field(default=None, repr=False)
 
     def read(self) -> list[JournalEntry]:
@@ -52,12 +56,13 @@ class ItemJournal:
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")
-        entries, self.length = [], 0
+        entries, self.length, self.num_changes = [], 0, 0
         for number, line in enumerate(lines):
             if number == len(lines) - 1:
                 break  # what follows the last line end: nothing, or a line cut short
             entries.append(_entry(line, self.path, number + 1))
             self.length += len(line) + 1
+            self.num_changes += len(entries[-1])
         return entries
 
     def append(self, entry: JournalEntry) -> None:
@@ -76,6 +81,29 @@ class ItemJournal:
             file.truncate(self.length)
             raise JournalError(f"{self.path}: not writable ({error})") from error
         self.length += len(line)
+        self.num_changes += len(entry)
+
+    def replace(self, entries: Sequence[JournalEntry]) -> None:
+        """Put these in the place of all that is there, at once.
+
+        Raises JournalError as `append` does; then nothing has changed.
+        """
+        old = self._opened()
+        beside = self.path.with_name(self.path.name + ".new")
+        text = b"".join(map(_line, entries))
+        try:
+            beside.unlink(missing_ok=True)
+            file = beside.open("ab", buffering=0)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(text)
+            os.fsync(file.fileno())
+            beside.replace(self.path)
+            _sync(self.path.parent)
+        except OSError as error:
+            raise JournalError(f"{self.path}: not writable ({error})") from error
+        old.close()
+        self._file, self.length = file, len(text)
+        self.num_changes = sum(map(len, entries))
 
     def close(self) -> None:
         """Let others write."""
@@ -89,6 +117,7 @@ class ItemJournal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("ab", buffering=0)
+            _sync(self.path.parent)
         except OSError as error:
             raise JournalError(f"{self.path}: not writable ({error})") from error
         try:
@@ -96,7 +125,8 @@ class ItemJournal:
         except OSError as error:
             file.close()
             raise JournalError(f"{self.path}: another process changes these items") from error
-        if b"\n" in self._unread():
+        same = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        if not same or self.path.stat().st_size < self.length or b"\n" in self._unread():
             file.close()
             raise JournalError(f"{self.path}: another process changed items; restart this one")
         file.truncate(self.length)
@@ -109,14 +139,21 @@ class ItemJournal:
             return file.read()
 
 
+def _sync(folder: Path) -> None:
+    """What was created or renamed in a folder is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _line(entry: JournalEntry) -> bytes:
     said: dict[str, Any] = {"number": entry.number}
     if entry.changes:
         said["put"] = [_said(change) for change in entry.changes]
     if entry.hidden:
         said["hide"] = list(entry.hidden)
-    if entry.restored is not None:
-        said["restore"] = entry.restored
     text = json.dumps(said, ensure_ascii=False, separators=(",", ":"), default=str).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -138,9 +175,7 @@ def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
             raise ValueError("the checksum differs")
         said = json.loads(text)
         changes = tuple(_change(one) for one in said.get("put", ()))
-        return JournalEntry(
-            int(said["number"]), changes, tuple(said.get("hide", ())), said.get("restore")
-        )
+        return JournalEntry(int(said["number"]), changes, tuple(said.get("hide", ())))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise JournalError(f"{path}: line {number} is damaged ({error})") from error
 

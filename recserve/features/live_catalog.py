@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recserve.features.catalog import item_key
+from recserve.features.catalog import item_key, item_keys
 from recserve.features.catalog_version import CatalogVersion
 from recserve.features.item_records import ItemRecord, RecordLog
 
@@ -64,6 +64,39 @@ def with_short_log(version: CatalogVersion) -> CatalogVersion:
     log.records = [version.log.records[place] for place in version.record_places.tolist()]
     places = np.arange(len(log.records))
     return replace(version, log=log, record_places=places, num_records=len(log.records))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What makes a version of the bundle: items to put, then items to hide."""
+
+    changes: tuple[ItemChange, ...]
+    hidden: tuple[str, ...]
+
+
+def difference(version: CatalogVersion) -> Difference:
+    """The shortest change sets that lead from the bundle to the content of a version.
+
+    Of an item that is hidden, and whose semantic id another has by now, only that is told.
+    """
+    touched = (version.record_rows, version.key_rows, version.gone)
+    rows = np.unique(np.concatenate(touched))
+    names = [version.item_id(row) for row in rows.tolist()]
+    current = version.rows_of_keys(item_keys(names)) == rows
+    known, changes, hidden = len(version.base), [], []
+    for row, name, is_current in zip(rows.tolist(), names, current.tolist(), strict=True):
+        if not is_current:
+            continue
+        owns = row < known or version.owners.get(version.codes[row].tobytes()) == row
+        gone = version.is_gone(row)
+        if owns and row >= known:
+            codes = version.codes[row]
+            changes.append(ItemChange(version.record(row), version.vectors[row], codes))
+        elif owns and np.isin(row, version.record_rows):
+            changes.append(ItemChange(version.record(row)))
+        if gone and (owns or version.learned_row(row) >= 0):
+            hidden.append(name)
+    return Difference(tuple(changes), tuple(hidden))
 
 
 class _Edit:

@@ -117,6 +117,11 @@ class Trie:
         return None
 
     @property
+    def replaced(self) -> Tensor | None:
+        """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
+        return None
+
+    @property
     def leaf_rows(self) -> Tensor:
         """[I] item row at each leaf rank."""
         return self.leaf_items

@@ -125,11 +125,16 @@ class TrieOverlay:
         """Ascending ranks of the leaves whose items must not be returned; None: there are none."""
         if self.gone is None:
             return None
-        nodes = self._leaf_nodes(self.gone)
-        there = nodes >= 0
-        nodes, rows = nodes[there], self.gone[there]
-        nodes = nodes[self.items_of_leaves(nodes) == rows]
+        nodes = self._leaf_nodes(self.gone)[self._gone_own]
         return torch.sort(self.leaves(nodes).first).values if nodes.shape[0] else None
+
+    @cached_property
+    def replaced(self) -> Tensor | None:
+        """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
+        if self.gone is None:
+            return None
+        rows = self.gone[~self._gone_own]
+        return rows if rows.shape[0] else None
 
     @cached_property
     def leaf_rows(self) -> Tensor:
@@ -233,6 +238,13 @@ class TrieOverlay:
     def _own_leaves(self) -> int:
         """Node number of the first inserted id."""
         return self.base.num_nodes + self.level_starts[self.num_levels - 1]
+
+    @cached_property
+    def _gone_own(self) -> Tensor:
+        """Whether each gone row still has its semantic id."""
+        assert self.gone is not None
+        nodes = self._leaf_nodes(self.gone)
+        return (nodes >= 0) & (self.items_of_leaves(nodes.clamp(min=self.any_leaf)) == self.gone)
 
     def _leaf_nodes(self, rows: Tensor) -> Tensor:
         """Leaf node of each item row, -1 where it has none."""

@@ -279,10 +279,12 @@ class Recommender(nn.Module):
         """What the dense head looks for, its scale included. hidden: [n, E] -> [n, E]."""
         return F.normalize(self.dense_query(hidden), dim=-1) * self.dense_scale
 
-    def dense_scores(self, hidden: Tensor, num_items: int | None = None) -> Tensor:
+    def dense_scores(
+        self, hidden: Tensor, num_items: int | None = None, without: Tensor | None = None
+    ) -> Tensor:
         """Log-probability of the first `num_items` bound items (None: all of them).
 
-        hidden [n, E] -> [n, I] float32.
+        hidden [n, E] -> [n, I] float32. without: rows that are not there, -inf.
 
         Raises ValueError if the model has no dense head.
         """
@@ -290,7 +292,10 @@ class Recommender(nn.Module):
             raise ValueError("this recommender was trained without a dense head")
         query = self.dense_query_rows(hidden)
         items = self.dense_item_rows()[:num_items].to(query.dtype)
-        return F.linear(query, items).float().log_softmax(-1)
+        logits = F.linear(query, items).float()
+        if without is not None:
+            logits[:, without] = float("-inf")
+        return logits.log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
         """As nn.Module.train; forgets the item table that eval mode keeps."""

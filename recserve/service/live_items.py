@@ -14,7 +14,7 @@ from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog_version import CatalogVersion
 from recserve.features.id_assignment import IdAssigner
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.features.live_catalog import changed, restored, with_short_log
+from recserve.features.live_catalog import changed, difference, restored, with_short_log
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.new_vectors import NewVectors
 from recserve.features.vector_index import FaissIndex, GrownIndex, grown
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT = 32
 # From here on the overlay is folded into a new base: changes cost what the overlay holds.
-MAX_OVERLAY = 16_384
+MAX_OVERLAY = 8_192
 
 
 class LiveItems:
@@ -68,9 +68,10 @@ class LiveItems:
         entries = self.journal.read()
         first = self.runtime.snapshot
         for entry in entries:
+            current = self.runtime.snapshot.items
             try:
-                items, _ = self._content(entry)
-            except (ValueError, LookupError) as error:
+                items = changed(current, entry.number, entry.changes, entry.hidden)
+            except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)
             self._keep(self.runtime.snapshot)
@@ -139,10 +140,12 @@ class LiveItems:
                 raise UnknownVersion(
                     f"no catalog_version {name[:80]!r} is kept; there are {listed}"
                 )
-            number = self.runtime.snapshot.items.number + 1
-            self._commit(JournalEntry(number, restored=there.items.number))
-            version = self.runtime.snapshot.items.name
-            return RollbackAnswer(catalog_version=version, restored=name)
+            current = self.runtime.snapshot.items
+            items = restored(there.items, current, current.number + 1)
+            self._condense_journal(items)
+            self._lineage += 1
+            self._publish(items, there.base_trie)
+            return RollbackAnswer(catalog_version=items.name, restored=name)
 
     def was_read_otherwise(self, history: History) -> bool:
         """Whether an earlier version may have read this history as other rows.
@@ -168,19 +171,17 @@ class LiveItems:
         """Write a change set down, then serve it."""
         if self.journal is not None:
             self.journal.append(entry)
-        self._publish(*self._content(entry))
+        current = self.runtime.snapshot
+        items = changed(current.items, entry.number, entry.changes, entry.hidden)
+        self._publish(items, current.base_trie)
         self._fold_if_large()
 
-    def _content(self, entry: JournalEntry) -> tuple[CatalogVersion, Trie]:
-        """What a change set makes of the current version, and the trie it builds on."""
-        current = self.runtime.snapshot
-        if entry.restored is None:
-            items = changed(current.items, entry.number, entry.changes, entry.hidden)
-            return items, current.base_trie
-        numbers = {snapshot.items.number: snapshot for snapshot in self._kept.values()}
-        there = numbers[entry.restored]
-        self._lineage += 1
-        return restored(there.items, current.items, entry.number), there.base_trie
+    def _condense_journal(self, items: CatalogVersion) -> None:
+        """Write down what makes this version of the bundle, and nothing of the way there."""
+        if self.journal is not None:
+            said = difference(items)
+            put = JournalEntry(items.number, said.changes)
+            self.journal.replace([put, JournalEntry(items.number, hidden=said.hidden)])
 
     def _publish(self, items: CatalogVersion, base_trie: Trie) -> None:
         """Models first, then the version that needs them."""
@@ -238,7 +239,8 @@ class LiveItems:
         snapshot = self.runtime.snapshot
         size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
         busy = self._folding is not None and self._folding.is_alive()
-        if size < MAX_OVERLAY and snapshot.items.num_records < MAX_OVERLAY * 4 or busy:
+        stale = snapshot.items.num_records - len(snapshot.items.record_rows)
+        if max(size, stale) < MAX_OVERLAY or busy:
             return
         self._folding = threading.Thread(
             target=self._fold, args=(snapshot, self._lineage), name="fold-items", daemon=True
@@ -252,6 +254,9 @@ class LiveItems:
             if self._lineage != lineage:
                 return
             items = self.runtime.snapshot.items
-            if items.num_records > 2 * len(items.record_rows):
+            if items.num_records > len(items.record_rows):
                 items = with_short_log(items)
             self._publish(items, trie)
+            held = len(items.record_rows) + items.gone.size
+            if self.journal is not None and self.journal.num_changes > 2 * held:
+                self._condense_journal(items)

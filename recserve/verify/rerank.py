@@ -27,7 +27,7 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     requests = _requests(beams)
     if not any(r.dense_weight for r in requests):
         return beams
-    dense = model.dense_scores(beams.tails, beams.trie.num_rows)
+    dense = model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
     open_scores = dense.clone()
     if beams.trie.gone is not None:
         open_scores[:, beams.trie.gone] = DEAD
