@@ -26,7 +26,8 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 class Tail:
     """Rows after the bundle's, of all versions; only ever appended.
 
-    codes, vectors: as in Catalog. learned: the bundle's row whose events the row inherits, -1: none.
+    codes, vectors: as in Catalog. learned: the bundle's row whose events the row inherits, -1:
+    none.
     """
 
     def __init__(self, base: Catalog) -> None:
@@ -44,7 +45,8 @@ class CatalogVersion:
     owners: bytes of a semantic id that the bundle lacks or that changed hands, to its row.
     keys [p] uint64 ascending, key_rows [p]: rows of changed items by item key, hidden ones too.
     gone [g] ascending: rows that must not be answered; successors [g]: the row that came last in
-    their place (which may be hidden now), -1: none did. owning: rows of the tail that have their semantic id, ascending.
+    their place (which may be hidden now), -1: none did. owning: rows of the tail that have their
+    semantic id, ascending.
     record_rows ascending, record_places: rows with a record in the log. num_records: of the log.
     """
 

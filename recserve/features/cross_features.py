@@ -78,11 +78,12 @@ class UserSide:
     """What the features need of C contexts, whatever the candidates are: worked out once per user.
 
     latest [C, 50] int64 item rows and seen [C, 50] bool, the latest first. linked [K] int64:
-    `context * I + neighbour` of the last ten items, ascending; link_sums, link_weights [3, K]: their
-    weighted common users, and the weights alone. queries [C, 12, D]: mean vector of five events, of
-    all, and the last ten. tallies [2, C, G+1]: weighted categories of all events and of five, squared
-    weights included; tally_norms [2, C]. shares [C, G+1]. repeated [R] int64: `context * I + row`,
-    ascending, the latest first; ranks [R]. known [C, 2]: log of the events seen, mean value.
+    `context * I + neighbour` of the last ten items, ascending; link_sums, link_weights [3, K]:
+    their weighted common users, and the weights alone. queries [C, 12, D]: mean vector of five
+    events, of all, and the last ten. tallies [2, C, G+1]: weighted categories of all events and of
+    five, squared weights included; tally_norms [2, C]. shares [C, G+1]. repeated [R] int64:
+    `context * I + row`, ascending, the latest first; ranks [R]. known [C, 2]: log of the events
+    seen, mean value.
     """
 
     latest: np.ndarray

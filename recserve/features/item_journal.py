@@ -42,8 +42,8 @@ class JournalEntry:
 
 @dataclass
 class ItemJournal:
-    """path: of the file, which need not exist. length, num_changes: bytes and changes in it, as read
-    or written here.
+    """path: of the file, which need not exist. length, num_changes: bytes and changes in it, as
+    read or written here.
     """
 
     path: Path

@@ -14,7 +14,9 @@ from recserve.features.item_records import ItemRecord, RecordLog
 
 @dataclass(frozen=True)
 class ItemChange:
-    """One item as it shall be. vector [F] and codes [L]: both, or neither to keep the item's row."""
+    """One item as it shall be. vector [F] and codes [L]: both, or neither to keep the item's
+    row.
+    """
 
     record: ItemRecord
     vector: np.ndarray | None = None

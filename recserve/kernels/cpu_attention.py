@@ -3,12 +3,12 @@ its shape.
 
 Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
   root part   n x R, one flash call for all nodes and all query heads of a KV group
-  tree part   chain: causal flash, n x n / 2;   few nodes: n x N under a mask;   shallow: n x (A + 1)
-  gathered keys;   other: n x N
-and the two are merged by their log-sum-exp. Few nodes over a root that is short, or scattered and so
-must be gathered anyway, are one flash call over both. No mask over the root exists otherwise, unless
-the nodes have root limits, and no T x T mask ever does. Bytes moved: root keys and values once, the
-tree's keys once, in a shallow tree once per ancestor of a node.
+  tree part   chain: causal flash, n x n / 2;   few nodes: n x N under a mask;   shallow: n x (A +
+  1) gathered keys;   other: n x N
+and the two are merged by their log-sum-exp. Few nodes over a root that is short, or scattered and
+so must be gathered anyway, are one flash call over both. No mask over the root exists otherwise,
+unless the nodes have root limits, and no T x T mask ever does. Bytes moved: root keys and values
+once, the tree's keys once, in a shallow tree once per ancestor of a node.
 """
 
 from __future__ import annotations

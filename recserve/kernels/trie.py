@@ -255,8 +255,8 @@ def build_trie(
     """Trie of all rows of `codes`.
 
     codes: [I, L] int, distinct semantic ids. codebook_sizes: C of each level. rows: [I] item row of
-    each, out of num_rows; None: 0 .. I-1. Node arrays are int32 (int64 only in what is computed from
-    them).
+    each, out of num_rows; None: 0 .. I-1. Node arrays are int32 (int64 only in what is computed
+    from them).
     Raises ValueError if two items share a semantic id, a code is out of range, or there are no
     items.
     """

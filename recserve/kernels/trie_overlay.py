@@ -1,11 +1,11 @@
 """A trie with semantic ids that came after it was built.
 
 The base trie stays as it is. Prefixes that it lacks are numbered after its own nodes, breadth-first
-and lexicographically, so the children of a node are at most two ranges of node numbers: those of the
-base, then those that came later. Leaf ranks are those of the merged order, by order statistics: a
-base leaf moves up by the number of ids inserted before it, which is one binary search; the few nodes
-that have inserted ids below them are listed with their ranges. So the cost of a change does not
-depend on the catalogue's size, and reading costs a binary search more than reading the base.
+and lexicographically, so the children of a node are at most two ranges of node numbers: those of
+the base, then those that came later. Leaf ranks are those of the merged order, by order statistics:
+a base leaf moves up by the number of ids inserted before it, which is one binary search; the few
+nodes that have inserted ids below them are listed with their ranges. So the cost of a change does
+not depend on the catalogue's size, and reading costs a binary search more than reading the base.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ class DenseRetriever(nn.Module):
             self.scale.copy_(recommender.dense_scale)
 
     def queries(self, hidden: Tensor, outcomes: Tensor, offsets: Tensor) -> Tensor:
-        """Unit vectors [..., E]. hidden [..., E], outcomes and offsets [...]: numbers, broadcast."""
+        """Unit vectors [..., E]. hidden [..., E], outcomes and offsets [...]: numbers,
+        broadcast.
+        """
         inner = self.state(hidden) + self.outcomes(outcomes) + self.offsets(offsets)
         return F.normalize(self.direct(hidden) + self.project(F.gelu(inner)), dim=-1)
 

@@ -17,4 +17,3 @@ def with_rows(table: Tensor, count: int, rows: Tensor) -> Tensor:
         table = spare
     table[count:needed] = rows.to(table)
     return table
-

@@ -13,6 +13,7 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.messages import UserRef
+from recserve.metrics import Gauges
 from recserve.service.attribution import Signer
 from recserve.service.histories import Histories
 from recserve.service.snapshot import Snapshot
@@ -61,3 +62,14 @@ class Runtime:
         """Note items that a model should never have returned."""
         self.illegal_items += count
         log.error("a model returned %d items that do not exist or were excluded", count)
+
+    def gauges(self) -> Gauges:
+        """The engine's figures for Prometheus."""
+        stats = self.engine.stats()
+        used = stats.pages_total - stats.pages_free - stats.pages_cached
+        return Gauges(
+            stats.queue_depth,
+            self.illegal_items,
+            {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+            {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+        )

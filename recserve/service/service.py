@@ -333,14 +333,7 @@ class Service:
 
     def gauges(self) -> Gauges:
         """The engine's figures for Prometheus."""
-        stats = self.runtime.engine.stats()
-        used = stats.pages_total - stats.pages_free - stats.pages_cached
-        return Gauges(
-            stats.queue_depth,
-            self.runtime.illegal_items,
-            {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
-            {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
-        )
+        return self.runtime.gauges()
 
     def _patiently(self, body: RecommendBody) -> Work[RecommendAnswer]:
         """As `begin_recommend`, waiting for a place where the queue is full."""

@@ -36,8 +36,7 @@ class Calibration:
         nearest = min(self.plans, key=lambda known: abs(math.log(known / width)))
         ratio = width / nearest
         return [
-            DraftPlan(p.spreads, p.nodes * ratio, p.repairs, p.proved)
-            for p in self.plans[nearest]
+            DraftPlan(p.spreads, p.nodes * ratio, p.repairs, p.proved) for p in self.plans[nearest]
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -166,7 +166,9 @@ def _their_names(name: str) -> str:
         return name
     kind, head, *rest = name.split(".")
     if kind == "outputs":
-        return f"the output matrix of head {head} ('{head}.<last>.weight', 'lm_heads.{head}.weight')"
+        return (
+            f"the output matrix of head {head} ('{head}.<last>.weight', 'lm_heads.{head}.weight')"
+        )
     layer, part = rest
     return f"'{head}.{layer}.linear.{part}' ('blocks.{head}.layers.{layer}.{part}')"
 

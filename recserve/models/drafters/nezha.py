@@ -4,8 +4,9 @@
     s_l = tanh(W_l e(c_{l-1}) + U_l s_{l-1} + b_l)        logits_l = head_l(h_l + s_l)
 
 h_l is the target's hidden state at the l-th placeholder, a learned vector that stands behind the
-root; a head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none: level
-0 comes from the target itself, and the head draws levels 1 to L - 1. As `nezha` it decodes alone.
+root; a head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none:
+level 0 comes from the target itself, and the head draws levels 1 to L - 1. As `nezha` it decodes
+alone.
 Source: NEZHA, arXiv 2511.18793, section 4, and its public code.
 """
 
@@ -134,7 +135,14 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
         plans = values.get("calibration")
         calibration = None if plans is None else Calibration.from_dict(plans)
         weights = load_file(folder / "model.safetensors")
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, SafetensorError) as error:
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        json.JSONDecodeError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
     if replace(config, placeholders=False) != wanted:
