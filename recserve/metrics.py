@@ -18,18 +18,33 @@ SECONDS = (
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 
 
+@dataclass
+class ShadowCounts:
+    """What comparing a strategy with given answers found.
+
+    answers: compared ones. shared: sum over them of the share of items in both slates. identical:
+    slates with the same items in the same order.
+    """
+
+    answers: int = 0
+    shared: float = 0.0
+    identical: int = 0
+
+
 @dataclass(frozen=True)
 class Gauges:
     """What is read from the engine at scrape time.
 
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
-    illegal_items: items answered by a model that do not exist or were excluded.
+    illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
+    strategy that is compared.
     """
 
     queue_depth: int = 0
     illegal_items: int = 0
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
+    shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
 
 
 class _EngineCollector(Collector):
@@ -69,6 +84,15 @@ class _EngineCollector(Collector):
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
+        for name, said in (
+            ("answers", "Answers compared with those of a shadow strategy"),
+            ("shared", "Sum over them of the share of items in both slates"),
+            ("identical", "Those with the same items in the same order"),
+        ):
+            family = CounterMetricFamily(f"recserve_shadow_{name}", said, labels=["strategy"])
+            for strategy, counts in gauges.shadow.items():
+                family.add_metric([strategy], getattr(counts, name))
+            yield family
 
 
 class Metrics:

@@ -69,10 +69,14 @@ async def _to_gate(_: Request, error: Exception) -> Response:
 
 def _load(config: ServerConfig) -> Service:
     secret = config.signing_key
-    return Service.open(
+    service = Service.open(
         config.bundle,
         config.store,
         config.device,
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
+        dtype=config.dtype,
     )
+    if config.shadow is not None:
+        service.compare_with(config.shadow, config.shadow_share)
+    return service

@@ -53,8 +53,16 @@ class Models:
         return said
 
 
-def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Models:
-    """Load what was trained. Raises ValueError where a model is damaged or does not fit."""
+def load_models(
+    bundle: Bundle,
+    snapshot: Snapshot,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Models:
+    """Load what was trained. dtype: of the recommender and its heads.
+
+    Raises ValueError where a model is damaged or does not fit.
+    """
     catalog = snapshot.catalog
     vectors = torch.from_numpy(catalog.vectors)
     recommender = ranker = None
@@ -62,6 +70,7 @@ def load_models(bundle: Bundle, snapshot: Snapshot, device: torch.device) -> Mod
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
+        recommender.to(dtype)
         heads = load_heads(bundle, recommender)
         if recommender.config.dense_head:
             with torch.inference_mode():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from msgspec import UNSET, UnsetType
 
@@ -17,27 +15,18 @@ from recserve.messages import (
     RecommendBody,
     RecommendedItem,
 )
+from recserve.service.choosing import Choice, Chooser
 from recserve.service.histories import History
 from recserve.service.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch, Work
 
-AUTO = ("beam", "parallel")
+AUTO = "auto"
 CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 DEEPER = 10  # how many more popular items are looked at where the caps left too few
-
-
-def resolve_strategy(name: str, there: Sequence[str]) -> str:
-    """The strategy that a word stands for. Raises InvalidRequest, listing what there is."""
-    if name == "auto":
-        return next(strategy for strategy in AUTO if strategy in there)
-    if name not in there:
-        listed = ", ".join(("auto", *there))
-        raise InvalidRequest("strategy", f"there are {listed}, got {name!r}")
-    return name
 
 
 class Recommendations:
@@ -55,6 +44,7 @@ class Recommendations:
         self.roots = roots
         self.dense_weight = dense_weight
         self.outcomes = outcomes
+        self.chooser = Chooser(runtime.engine.strategies)
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
@@ -64,18 +54,19 @@ class Recommendations:
         Raises InvalidRequest, and what Engine.submit raises.
         """
         watch = Stopwatch()
-        conditioned = body.strategy == "auto" and body.outcome is not None and self.outcomes
-        name = CONDITIONED if conditioned else body.strategy
-        strategy = resolve_strategy(name, self.runtime.engine.strategies)
-        outcome = self._outcome(body.outcome, strategy)
         snapshot = self.runtime.snapshot
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
             raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
+        choice = self._choice(body, width, deadline_s)
+        strategy = choice.strategy
+        outcome = self._outcome(body.outcome, strategy)
         dense_weight = self._dense_weight(body.dense_weight, strategy)
         allowed = _allowed(snapshot, body)
         history = self.runtime.histories.read(body.user, body.history, snapshot)
         degraded = list(history.degraded)
+        if choice.hurried:
+            degraded.append("hurried")
         given = np.array(snapshot.rows_of(body.exclude.item_ids), dtype=np.int64)
         if (given < 0).any():
             degraded.append("unknown_excluded_items")
@@ -108,9 +99,24 @@ class Recommendations:
 
         def finish(result: Result | None) -> RecommendAnswer:
             assert isinstance(result, Slate)
+            self.chooser.took(strategy, width, result.timing.total_ms / 1e3)
+            if self.runtime.shadow is not None:
+                self.runtime.shadow.follow(request, result)
             return self._finish(draft, degraded, watch, result, strategy)
 
         return Work(future, finish)
+
+    def _choice(self, body: RecommendBody, width: int, deadline_s: float | None) -> Choice:
+        """The strategy that was asked for. Raises InvalidRequest, listing what there is."""
+        there = self.runtime.engine.strategies
+        if body.strategy == AUTO:
+            if body.outcome is not None and self.outcomes:
+                return Choice(CONDITIONED)
+            return self.chooser.choose(width, deadline_s)
+        if body.strategy not in there:
+            listed = ", ".join((AUTO, *there))
+            raise InvalidRequest("strategy", f"there are {listed}, got {body.strategy!r}")
+        return Choice(body.strategy)
 
     def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """[O] weights in the retriever's order; None: its own mix."""

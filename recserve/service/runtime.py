@@ -16,6 +16,7 @@ from recserve.messages import UserRef
 from recserve.metrics import Gauges
 from recserve.service.attribution import Signer
 from recserve.service.histories import Histories
+from recserve.service.shadow import Shadow
 from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch
 
@@ -24,7 +25,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Runtime:
-    """Shared by the parts of a service. illegal_items: seen since the start; must stay 0."""
+    """Shared by the parts of a service. illegal_items: seen since the start; must stay 0. shadow:
+    compares another strategy with the answers given, None: none is compared.
+    """
 
     engine: Engine
     snapshot: Snapshot
@@ -33,6 +36,7 @@ class Runtime:
     model_version: str
     device: torch.device
     illegal_items: int = field(default=0)
+    shadow: Shadow | None = None
 
     def envelope(
         self,
@@ -72,4 +76,5 @@ class Runtime:
             self.illegal_items,
             {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
             {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+            {} if self.shadow is None else {self.shadow.strategy: self.shadow.counts},
         )

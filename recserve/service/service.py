@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 from msgspec import structs
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
-from recserve.engine.engine import Engine, EngineConfig
-from recserve.features.history import open_store
 from recserve.features.item_journal import ItemJournal
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.ranking_tables import RankingTables
@@ -44,26 +43,18 @@ from recserve.messages import (
     RollbackBody,
 )
 from recserve.metrics import Gauges
-from recserve.service.attribution import Signer
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.histories import Histories
-from recserve.service.incoming import import_events
 from recserve.service.live_items import LiveItems
 from recserve.service.loading import (
     Device,
     Models,
-    default_journal,
-    default_store,
-    item_index,
-    load_item_graph,
-    load_models,
-    resolve_device,
 )
+from recserve.service.opening import open_parts
 from recserve.service.rank import LikelihoodScorer, RankerScorer, Rankings, Scorer
 from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
-from recserve.service.snapshot import Snapshot
+from recserve.service.shadow import Shadow
 from recserve.service.warming import Warming
 from recserve.service.work import Work, failed
 
@@ -126,35 +117,27 @@ class Service:
         signing_key: bytes | None = None,
         max_queue: int = 1024,
         journal: Path | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> Service:
         """Load everything.
 
-        journal: folder of the changes of items, None: beside the bundle.
+        journal: folder of the changes of items, None: beside the bundle. dtype: of the recommender.
 
         store: URL of the history store, None: `default_store`. An empty store is filled with the
         bundle's own events. signing_key: None draws one, whose tokens end with the process.
         Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not
         here.
         """
-        opened = Bundle.open(bundle)
-        place = resolve_device(device)
-        snapshot = Snapshot.of(opened.catalog(), place)
-        snapshot = replace(snapshot, graph=load_item_graph(opened, place))
-        models = load_models(opened, snapshot, place)
-        snapshot = replace(snapshot, index=item_index(models.recommender, models.heads))
-        url = default_store(Path(bundle)) if store is None else store
-        opened_store = open_store(url)
-        import_events(opened_store, opened)
-        histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
-        config = EngineConfig(max_queue=max_queue)
-        engine = Engine(models.recommender, models.ranker, config, models.heads)
-        engine.start()
-        signer = Signer(signing_key or secrets.token_bytes(32))
-        version = opened.manifest.model_version
-        runtime = Runtime(engine, snapshot, histories, signer, version, place)
-        folder = default_journal(Path(bundle)) if journal is None else journal
-        kept = ItemJournal(folder / f"{opened.manifest.catalog_version}.jsonl")
-        return Service(opened, runtime, models, kept)
+        opened = open_parts(
+            Path(bundle),
+            store,
+            device,
+            getattr(torch, dtype),
+            secrets.token_bytes(32) if signing_key is None else signing_key,
+            max_queue,
+            journal,
+        )
+        return Service(opened.bundle, opened.runtime, opened.models, opened.journal)
 
     def close(self) -> None:
         """Finish what the engine has, then close engine and store. May be called again."""
@@ -334,6 +317,10 @@ class Service:
     def gauges(self) -> Gauges:
         """The engine's figures for Prometheus."""
         return self.runtime.gauges()
+
+    def compare_with(self, strategy: str, share: float) -> None:
+        """Ask `strategy` again what was answered, on a share of the requests. Raises ValueError."""
+        self.runtime.shadow = Shadow(self.runtime.engine, strategy, share)
 
     def _patiently(self, body: RecommendBody) -> Work[RecommendAnswer]:
         """As `begin_recommend`, waiting for a place where the queue is full."""

@@ -67,8 +67,7 @@ class SpeculativeStrategy(BeamStrategy):
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, and all of beam search's own."""
-        starts = request.trie.level_starts
-        sizes = [starts[n + 1] - starts[n] for n in range(request.trie.num_levels)]
+        sizes = request.trie.level_sizes[: request.trie.num_levels]
         width = beam_verify.beam_width(request)
         drafted = [
             sum(min(n, size) for n, size in zip(kept_prefixes(plan, width), sizes, strict=True))

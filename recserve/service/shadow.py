@@ -1,0 +1,59 @@
+"""A second strategy on live traffic: the same request again, after its answer, for comparison.
+
+The shadow's slate is compared with the one that was given and thrown away. It is asked only where
+nobody waits for the engine, so it costs idle time alone.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from recserve.core.request import QueueFull, RecommendRequest, Result, Slate
+from recserve.engine.engine import Engine
+from recserve.metrics import ShadowCounts
+
+
+class Shadow:
+    """Compares `strategy` with what was answered, on a share of the requests."""
+
+    def __init__(self, engine: Engine, strategy: str, share: float, seed: int = 0) -> None:
+        """Raises ValueError for a strategy that is not here or a share outside 0 to 1."""
+        if strategy not in engine.strategies:
+            listed = ", ".join(engine.strategies)
+            raise ValueError(f"shadow is {strategy!r}; this bundle offers {listed}")
+        if not 0 <= share <= 1:
+            raise ValueError(f"shadow_share is {share}; expected 0 to 1")
+        self.engine, self.strategy, self.share = engine, strategy, share
+        self.counts = ShadowCounts()
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def follow(self, request: RecommendRequest, given: Slate) -> None:
+        """Ask again what was just answered, if its turn and an idle engine allow it."""
+        if request.strategy == self.strategy or self._random.random() >= self.share:
+            return
+        if self.engine.stats().queue_depth:
+            return
+        again = replace(request, strategy=self.strategy, deadline_s=None)  # type: ignore[arg-type]
+        if again.strategy in ("dense", "parallel"):
+            again = replace(again, dense_weight=0.0)
+        try:
+            future = self.engine.submit(again)
+        except (QueueFull, RuntimeError, ValueError):
+            return
+        future.add_done_callback(lambda done: self._compare(given.rows, done))
+
+    def _compare(self, given: np.ndarray, done: Future[Result]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        result = done.result()
+        assert isinstance(result, Slate)
+        with self._lock:
+            self.counts.answers += 1
+            self.counts.shared += float(np.isin(result.rows, given).sum()) / max(given.size, 1)
+            self.counts.identical += bool(np.array_equal(result.rows, given))
