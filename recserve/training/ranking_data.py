@@ -149,7 +149,7 @@ class NegativeSampler:
 
     def __init__(self, train: EventLog, tables: RankingTables) -> None:
         self.num_items = tables.num_items
-        weights = tables.item_counts.astype(np.float64) ** POPULAR_POWER
+        weights = np.asarray(tables.item_counts, np.float64) ** POPULAR_POWER
         self.cumulative = np.cumsum(weights) / max(weights.sum(), 1e-9)
         self.had = np.unique(train.user_indices() * self.num_items + train.item_rows)
 
