@@ -75,4 +75,5 @@ def _load(config: ServerConfig) -> Service:
         config.device,
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
+        journal=config.journal,
     )
