@@ -104,6 +104,8 @@ def main() -> None:
         table = pq.read_table(options.data / "items.parquet").to_pylist()
         rows = [{k: v for k, v in row.items() if v} for row in table if row["item_id"] in cold]
         histories = [items for items in users.values() if len(items) >= 3]
+        order = np.random.default_rng(1).permutation(len(histories))
+        histories = [histories[place] for place in order]
         asked = {
             "cold": [h for h in histories if h[-1] in cold][: options.users],
             "warm": [h for h in histories if h[-1] not in cold][: options.users],

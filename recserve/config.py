@@ -29,7 +29,8 @@ class ConfigError(ValueError):
 class ServerConfig(BaseSettings):
     """What `recserve serve` can be told.
 
-    store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. api_keys: a client
+    store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. journal: folder for
+    changes of items; None: beside the bundle. api_keys: a client
     sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
     unless `insecure`. signing_key: signs attribution tokens; None: drawn at start, so that tokens
     do not outlive the process. max_queue: requests waiting for the engine before 429.
@@ -44,6 +45,7 @@ class ServerConfig(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     store: str | None = None
+    journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     insecure: bool = False

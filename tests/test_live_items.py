@@ -14,6 +14,7 @@ import pytest
 from live_server import live
 from tiny_bundle import shared_bundle
 
+from recserve.config import ServerConfig
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.messages import (
     Candidate,
@@ -26,6 +27,7 @@ from recserve.messages import (
     RollbackBody,
     UserRef,
 )
+from recserve.server.app import create_app
 from recserve.service import Service
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownItem, UnknownVersion
@@ -427,6 +429,20 @@ def test_every_answer_is_of_the_version_it_names(tmp_path):
         assert {i.item_id for i in answer.items} == holds[answer.catalog_version]
         assert all(i.source == "model" for i in answer.items)
     assert len(versions) > 3
+
+
+def test_a_setting_names_the_folder_of_the_journal(tmp_path):
+    folder = tmp_path / "kept"
+    config = ServerConfig(
+        bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", device="cpu", journal=folder
+    )
+    worker = create_app(config).state.worker
+    worker.start()
+    worker.loaded.wait()
+    put(worker.service, item_like(worker.service, "new"))
+    version = base_of(worker.service).version
+    worker.close()
+    assert [path.name for path in folder.iterdir()] == [f"{version}.jsonl"]
 
 
 def test_over_http(tmp_path):

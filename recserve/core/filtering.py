@@ -67,7 +67,8 @@ def leaf_filter(
     if excluded is not None and excluded.size:
         ranks = torch.unique(_ranks(trie, excluded))
         if hidden is not None:
-            ranks = ranks[~torch.isin(ranks, hidden)]
+            at = torch.searchsorted(hidden, ranks).clamp(max=hidden.shape[0] - 1)
+            ranks = ranks[hidden[at] != ranks]
         lists = (*lists, ranks)
     return LeafFilter(lists) if lists else None
 

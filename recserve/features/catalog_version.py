@@ -145,10 +145,16 @@ class CatalogVersion:
             rows[place] = row
         return rows
 
+    def are_gone(self, rows: np.ndarray) -> np.ndarray:
+        """[n] bool: rows that must not be answered."""
+        if not self.gone.size:
+            return np.zeros(rows.shape, dtype=bool)
+        at = np.minimum(np.searchsorted(self.gone, rows), self.gone.size - 1)
+        return np.asarray(self.gone[at] == rows)
+
     def is_gone(self, row: int) -> bool:
         """Whether a row must not be answered."""
-        at = int(np.searchsorted(self.gone, row))
-        return at < self.gone.size and bool(self.gone[at] == row)
+        return bool(self.are_gone(np.array(row)))
 
     def popular(self, count: int) -> np.ndarray:
         """At least `count` rows that may be answered (all, if there are fewer), most popular first.
@@ -159,11 +165,11 @@ class CatalogVersion:
         if self.gone.size:
             at = np.minimum(np.searchsorted(self.gone, head), self.gone.size - 1)
             head = np.where(self.gone[at] == head, self.successors[at], head)
-            head = head[(head >= 0) & ~np.isin(head, self.gone)]
+            head = head[(head >= 0) & ~self.are_gone(head)]
         if head.size >= count or not self.num_tail:
             return head
         fresh = np.flatnonzero(self.learned < 0) + len(self.base)
-        return np.concatenate([head, fresh[~np.isin(fresh, self.gone)]])
+        return np.concatenate([head, fresh[~self.are_gone(fresh)]])
 
 
 def first_version(base: Catalog, rows: dict[str, int]) -> CatalogVersion:

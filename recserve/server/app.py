@@ -76,6 +76,7 @@ def _load(config: ServerConfig) -> Service:
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
         dtype=config.dtype,
+        journal=config.journal,
     )
     if config.shadow is not None:
         service.compare_with(config.shadow, config.shadow_share)

@@ -118,7 +118,7 @@ class Snapshot:
     def answerable(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: rows of items that exist in this version and are not hidden."""
         there = (rows >= 0) & (rows < self.num_items)
-        return np.asarray(there & ~np.isin(rows, self.items.gone))
+        return np.asarray(there & ~self.items.are_gone(rows))
 
     def most_popular(
         self, count: int, excluded: np.ndarray, allowed: np.ndarray | None
