@@ -23,14 +23,15 @@ from recserve.kernels import (
 SHARED = {80: 166_912, 90: 232_448}
 
 
-def attention(dtype, dim, group, silu=False, limits=False, shared=False):
+def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=64):
     """A form of the attention kernel as its wrapper would launch it."""
     block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
     row_bytes = row * (4 if dtype == "fp32" else 2)
+    rows = tree_attention.block_rows(nodes * block_group, block_group, row_bytes)
     block_keys = min(tree_attention.BLOCK_KEYS, tree_attention.KEY_BLOCK_BYTES // row_bytes)
     constants = {
         "GROUP": group, "BLOCK_GROUP": block_group,
-        "BLOCK_Q": tree_attention.BLOCK_ROWS // block_group, "DIM": dim, "BLOCK_DIM": row,
+        "BLOCK_Q": rows // block_group, "DIM": dim, "BLOCK_DIM": row,
         "BLOCK_N": max(block_keys, 16),
         "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
     }  # fmt: skip
@@ -38,7 +39,7 @@ def attention(dtype, dim, group, silu=False, limits=False, shared=False):
         **dict.fromkeys(["query", "keys", "values"], "*" + dtype), "out": "*fp32", "lse": "*fp32",
         "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
     }  # fmt: skip
-    return tree_attention._attend, constants, kinds
+    return tree_attention._attend, constants, kinds, max(rows // tree_attention.ROWS_PER_WARP, 4)
 
 
 def merge(dtype, dim):
@@ -113,6 +114,7 @@ def forms(capability):
         yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
         yield attention("fp16", 80, 3, shared=True)
         yield attention("fp32", 32, 1)
+        yield attention("bf16", 128, 4, nodes=1)
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
         yield trie("fp32", trie_topk.ALLOWED, True)
@@ -121,7 +123,7 @@ def forms(capability):
 
 def main():
     capability = int(sys.argv[1])
-    for kernel, constants, kinds in forms(capability):
+    for kernel, constants, kinds, *warps in forms(capability):
         began = time.perf_counter()
         signature = {
             name: "constexpr" if name in constants else kinds.get(name, "*i64")
@@ -129,6 +131,7 @@ def main():
         }
         source = triton.compiler.ASTSource(kernel, signature, constants)
         options = {"enable_fp_fusion": "accept" not in kernel.__module__}
+        options["num_warps"] = warps[0] if warps else 4
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         code = built.asm["ptx"]
         shared = built.metadata.shared

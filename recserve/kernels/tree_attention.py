@@ -23,13 +23,15 @@ from torch import Tensor
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128  # a block's query rows: every block of a tree reads the root again, from L2
 BLOCK_KEYS = 64
+ROWS_PER_WARP = 16
+QUERY_BLOCK_BYTES = 2**15
 KEY_BLOCK_BYTES = 2**14  # of keys in shared memory, and of values; several are in flight
 SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
 PROGRAMS = 512  # roots are split until there are about as many: a few for each multiprocessor
 MAX_SPLITS = 64
-WARPS, STAGES = 4, 3
+STAGES = 3
 
 
 @triton.jit
@@ -174,6 +176,14 @@ class Launch:
     block_group: int
     block_q: int
     block_keys: int
+    warps: int
+
+
+def block_rows(rows_per_tree: int, block_group: int, row_bytes: int) -> int:
+    """Query rows of a block: those of a tree, as far as they fit beside their accumulators."""
+    wanted = triton.next_power_of_2(max(rows_per_tree, 1))
+    fitting = min(wanted, BLOCK_ROWS, QUERY_BLOCK_BYTES // row_bytes)
+    return max(fitting, 16, block_group)
 
 
 class TritonTreeAttention:
@@ -226,7 +236,7 @@ class TritonTreeAttention:
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
             DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
             SILU=silu, HAS_LIMITS=tree.root_limits is not None,
-            HAS_SHARED=tree.shared is not None, num_warps=WARPS, num_stages=STAGES,
+            HAS_SHARED=tree.shared is not None, num_warps=plan.warps, num_stages=STAGES,
         )  # fmt: skip
         if plan.num_splits > 1:
             _merge[(rows,)](
@@ -240,12 +250,17 @@ class TritonTreeAttention:
         """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
         group = heads // kv_heads
         block_group = triton.next_power_of_2(group)
-        block_q = max(BLOCK_ROWS // block_group, 1)
-        num_blocks = self.query_nodes.shape[0] // block_q + self.batch.tree.num_trees
+        per_tree = triton.cdiv(self.query_nodes.shape[0], self.batch.tree.num_trees)
+        rows = block_rows(per_tree * block_group, block_group, row_bytes)
+        block_q = rows // block_group
+        # The most that trees of so many nodes in all can need: each wastes part of one block.
+        trees = self.batch.tree.num_trees
+        num_blocks = max((self.query_nodes.shape[0] - trees) // block_q + trees, 1)
         wanted = triton.cdiv(PROGRAMS, num_blocks * kv_heads)
         splits = max(min(wanted, self.longest_root // SPLIT_KEYS, MAX_SPLITS), 1)
         block_keys = max(min(BLOCK_KEYS, KEY_BLOCK_BYTES // row_bytes), 16)
-        return Launch(num_blocks, splits, group, block_group, block_q, block_keys)
+        warps = max(rows // ROWS_PER_WARP, 4)
+        return Launch(num_blocks, splits, group, block_group, block_q, block_keys, warps)
 
     def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
         """[num_blocks] tree (-1: none) and first computed node of each block, found on the
