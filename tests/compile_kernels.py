@@ -39,7 +39,8 @@ def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=6
         **dict.fromkeys(["query", "keys", "values"], "*" + dtype), "out": "*fp32", "lse": "*fp32",
         "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
     }  # fmt: skip
-    return tree_attention._attend, constants, kinds, max(rows // tree_attention.ROWS_PER_WARP, 4)
+    warps = max(rows * row_bytes // tree_attention.WARP_BYTES, 4)
+    return tree_attention._attend, constants, kinds, warps
 
 
 def merge(dtype, dim):
@@ -129,7 +130,13 @@ def main():
             name: "constexpr" if name in constants else kinds.get(name, "*i64")
             for name in kernel.arg_names
         }
-        source = triton.compiler.ASTSource(kernel, signature, constants)
+        # As at a launch: pointers that torch allocated are aligned, so loads are 16 bytes wide.
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*")
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
         options = {"enable_fp_fusion": "accept" not in kernel.__module__}
         options["num_warps"] = warps[0] if warps else 4
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
