@@ -20,24 +20,24 @@ SHAPES = [
     Shape("tree", 1, 32768, 1, *TEXT),
     Shape("branches", 1, 200, 2000, 4, 4, 64),
 ]
-# BLOCK_ROWS, BLOCK_KEYS, WARPS, STAGES, PROGRAMS; the first are the defaults.
+# BLOCK_ROWS, BLOCK_KEYS, WARP_BYTES, STAGES, PROGRAMS; the first are the defaults.
 VARIANTS = [
-    (64, 64, 4, 3, 512),
-    (64, 64, 4, 3, 256),
-    (64, 64, 4, 3, 1024),
-    (64, 64, 4, 2, 512),
-    (64, 64, 4, 4, 512),
-    (128, 64, 8, 3, 512),
-    (64, 128, 4, 3, 512),
-    (128, 128, 8, 3, 512),
-    (64, 64, 8, 3, 512),
-    (128, 64, 4, 3, 512),
-    (32, 64, 4, 3, 512),
-    (16, 64, 4, 3, 512),
-    (64, 32, 4, 4, 512),
-    (256, 64, 8, 3, 512),
+    (128, 64, 2**12, 3, 512),
+    (64, 64, 2**12, 3, 512),
+    (128, 64, 2**12, 3, 256),
+    (128, 64, 2**12, 3, 1024),
+    (256, 64, 2**13, 3, 512),
+    (128, 128, 2**12, 3, 512),
+    (128, 64, 2**13, 3, 512),
+    (128, 64, 2**12, 2, 512),
+    (128, 64, 2**12, 4, 512),
+    (64, 128, 2**12, 3, 512),
+    (64, 64, 2**12, 4, 512),
+    (64, 64, 2**11, 3, 512),
+    (32, 64, 2**12, 3, 512),
+    (128, 32, 2**12, 4, 512),
 ]
-NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARPS", "STAGES", "PROGRAMS")
+NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAMS")
 
 
 @contextmanager
@@ -45,11 +45,13 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
     """The kernel's module with these numbers, and its own afterwards."""
     from recserve.kernels import tree_attention as module
 
-    kept = {name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES")}
+    kept = {
+        name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES", "QUERY_BLOCK_BYTES")
+    }
     try:
         for name, value in zip(NAMES, variant, strict=True):
             setattr(module, name, value)
-        module.KEY_BLOCK_BYTES = 2**15
+        module.KEY_BLOCK_BYTES = module.QUERY_BLOCK_BYTES = 2**16  # the variant decides
         yield
     finally:
         for name, value in kept.items():

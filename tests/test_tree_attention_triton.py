@@ -103,6 +103,7 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     plan = kernel.plan(32, 8, 256)
     trees, starts = kernel.blocks(plan)
     assert plan.block_q * plan.block_group == tree_attention.BLOCK_ROWS and plan.num_splits == 1
+    assert plan.warps == 8 and kernel.plan(32, 8, 512).block_q * 4 == 64
     assert torch.equal(starts[trees == 0], torch.arange(0, 8192, plan.block_q))
     small = TreeBatch(chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], (slots[:0],))
     assert tree_attention.TritonTreeAttention(small).plan(32, 8, 256).num_splits == 1

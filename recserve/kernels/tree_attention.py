@@ -23,20 +23,22 @@ from torch import Tensor
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128  # a block's query rows: every block of a tree reads the root again, from L2
 BLOCK_KEYS = 64
+QUERY_BLOCK_BYTES = 2**15
+WARP_BYTES = 2**12  # of a block's queries, for each warp: their accumulators stay in registers
 KEY_BLOCK_BYTES = 2**14  # of keys in shared memory, and of values; several are in flight
 SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
 PROGRAMS = 512  # roots are split until there are about as many: a few for each multiprocessor
 MAX_SPLITS = 64
-WARPS, STAGES = 4, 3
+STAGES = 3
 
 
 @triton.jit
 def _load_rows(base, slots, valid, head, kv_heads, dims, dim_valid, DIM: tl.constexpr):
     """[n, BLOCK_DIM] rows of keys or values at the given slots; zeros where not valid."""
-    offsets = (slots.to(tl.int64)[:, None] * kv_heads + head) * DIM + dims[None, :]
-    return tl.load(base + offsets, mask=valid[:, None] & dim_valid[None, :], other=0.0)
+    rows = base + (slots.to(tl.int64) * kv_heads + head) * DIM
+    return tl.load(rows[:, None] + dims[None, :], mask=valid[:, None] & dim_valid[None, :], other=0.0)
 
 
 @triton.jit
@@ -91,10 +93,12 @@ def _attend(
         total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
 
         root_first = tl.load(root_offsets + tree)
-        root_length = tl.load(root_offsets + tree + 1) - root_first
-        limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int64) + root_length
+        # Places within root and tree are 32 bits: masks of a score tile live in registers.
+        root_length = (tl.load(root_offsets + tree + 1) - root_first).to(tl.int32)
+        limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + root_length
         if HAS_LIMITS:
-            limit = tl.minimum(limit, tl.load(root_limits + node, mask=row_valid, other=0))
+            own = tl.load(root_limits + node, mask=row_valid, other=0)
+            limit = tl.minimum(own, root_length.to(tl.int64)).to(tl.int32)
         chunk = tl.cdiv(tl.cdiv(root_length, num_splits), BLOCK_N) * BLOCK_N
         begin = split * chunk
         for start in range(begin, tl.minimum(begin + chunk, root_length), BLOCK_N):
@@ -109,25 +113,27 @@ def _attend(
 
         if split == num_splits - 1:
             tree_first = tl.load(node_offsets + tree)
-            tree_last = tl.load(node_offsets + tree + 1)
-            lowest = tl.min(tl.where(row_valid, node, tree_last))
-            highest = tl.max(tl.where(row_valid, node, -1))
-            both_ways = tree_first
-            stop = highest + 1
+            size = (tl.load(node_offsets + tree + 1) - tree_first).to(tl.int32)
+            local = (node - tree_first).to(tl.int32)
+            lowest = tl.min(tl.where(row_valid, local, size))
+            stop = tl.max(tl.where(row_valid, local, -1)) + 1
+            both_ways = size * 0
             if HAS_SHARED:
-                both_ways = tree_first + tl.load(shared + tree)
+                both_ways = tl.load(shared + tree).to(tl.int32)
                 stop = tl.maximum(stop, both_ways)
-            for start in range(tree_first, stop, BLOCK_N):
+            for start in range(0, stop, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
-                valid = column < tree_last
-                end = tl.load(ends + column, mask=valid, other=0)
+                valid = column < size
+                end = (tl.load(ends + tree_first + column, mask=valid, other=0) - tree_first).to(
+                    tl.int32
+                )
                 # No subtree of this block reaches a node of ours: nothing of it is read.
                 if (tl.max(end) > lowest) | (start < both_ways):
-                    slots = tl.load(node_slots + column, mask=valid, other=0)
+                    slots = tl.load(node_slots + tree_first + column, mask=valid, other=0)
                     k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
                     v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
                     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-                    seen = (column[None, :] <= node[:, None]) & (node[:, None] < end[None, :])
+                    seen = (column[None, :] <= local[:, None]) & (local[:, None] < end[None, :])
                     seen = (seen | (column[None, :] < both_ways)) & valid[None, :]
                     acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
 
@@ -174,6 +180,14 @@ class Launch:
     block_group: int
     block_q: int
     block_keys: int
+    warps: int
+
+
+def block_rows(rows_per_tree: int, block_group: int, row_bytes: int) -> int:
+    """Query rows of a block: those of a tree, as far as they fit beside their accumulators."""
+    wanted: int = triton.next_power_of_2(max(rows_per_tree, 1))
+    fitting = min(wanted, BLOCK_ROWS, QUERY_BLOCK_BYTES // row_bytes)
+    return max(fitting, 16, block_group)
 
 
 class TritonTreeAttention:
@@ -226,7 +240,7 @@ class TritonTreeAttention:
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
             DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
             SILU=silu, HAS_LIMITS=tree.root_limits is not None,
-            HAS_SHARED=tree.shared is not None, num_warps=WARPS, num_stages=STAGES,
+            HAS_SHARED=tree.shared is not None, num_warps=plan.warps, num_stages=STAGES,
         )  # fmt: skip
         if plan.num_splits > 1:
             _merge[(rows,)](
@@ -240,12 +254,17 @@ class TritonTreeAttention:
         """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
         group = heads // kv_heads
         block_group = triton.next_power_of_2(group)
-        block_q = max(BLOCK_ROWS // block_group, 1)
-        num_blocks = self.query_nodes.shape[0] // block_q + self.batch.tree.num_trees
+        per_tree = triton.cdiv(self.query_nodes.shape[0], self.batch.tree.num_trees)
+        rows = block_rows(per_tree * block_group, block_group, row_bytes)
+        block_q = rows // block_group
+        # The most that trees of so many nodes in all can need: each wastes part of one block.
+        trees = self.batch.tree.num_trees
+        num_blocks = max((self.query_nodes.shape[0] - trees) // block_q + trees, 1)
         wanted = triton.cdiv(PROGRAMS, num_blocks * kv_heads)
         splits = max(min(wanted, self.longest_root // SPLIT_KEYS, MAX_SPLITS), 1)
         block_keys = max(min(BLOCK_KEYS, KEY_BLOCK_BYTES // row_bytes), 16)
-        return Launch(num_blocks, splits, group, block_group, block_q, block_keys)
+        warps = max(rows * row_bytes // WARP_BYTES, 4)
+        return Launch(num_blocks, splits, group, block_group, block_q, block_keys, warps)
 
     def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
         """[num_blocks] tree (-1: none) and first computed node of each block, found on the
