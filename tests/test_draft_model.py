@@ -171,7 +171,7 @@ def test_little_room_means_fewer_drafts_and_no_lost_slots(num_slots):
     assert [w.tokens for w in written] == [w.tokens for w in plain]
     empty = sum(not len(draft) for w in written for draft in w.drafts[:-1])
     assert (empty > 0) == (num_slots < 1000)
-    assert drafter._cache.num_free == num_slots and not drafter._readings
+    assert drafter._cache.num_free == num_slots and not drafter._cache.readings
 
 
 def test_a_step_that_was_not_judged_is_drafted_again():
