@@ -20,6 +20,7 @@ from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.text import Budget, Drawing, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.draft.cached_model import CachedModel, Chains, Reading
 from recserve.draft.limits import allowed, only_chains, wants_drawn
+from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, expansion_tree
 from recserve.kernels.noise import DRAFT, gumbel
 from recserve.models.language_model import LanguageModel
@@ -34,7 +35,7 @@ class ModelDrafter:
     num_slots: tokens of keys and values, for all sequences together; a sequence that finds no room
     is not drafted for. distinct: siblings are drawn without replacement where they are drawn.
     source: number of this model where several draft one tree, so that their noise differs.
-    Raises ValueError where the vocabulary is not the target's.
+    Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class ModelDrafter:
                 f"the draft model has {model.config.vocab_size} tokens, the target {vocab_size}; "
                 "both must number the same tokens"
             )
+        if expansion and max(expansion) > vocab_size:
+            raise ValueError(f"expansion is {tuple(expansion)}; there are {vocab_size} tokens")
         self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
         self.distinct, self.source = distinct, source
         self._cache = CachedModel(model, num_slots)
@@ -220,10 +223,12 @@ class _Draw:
             )
         vocabulary, width = rows.shape[1], max(level.ranks) + 1
         if self.drawing == "chosen":
-            if not table.greedy:
-                noise = gumbel(table.seeds[owners], self.lengths[owners] + depth, vocabulary)
-                rows = rows + noise * (temperature > 0)[:, None]
-            return rows.topk(width).indices[parents, ranks], None
+            if table.greedy:
+                return rows.topk(width).indices[parents, ranks], None
+            scale = (temperature > 0).to(rows.dtype)
+            positions = self.lengths[owners] + depth
+            best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
+            return best[parents, ranks], None
         if self.drawing == "distinct":
             rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
             best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices
