@@ -63,6 +63,13 @@ def test_drafts_are_the_ranked_guesses_of_each_head(temperature):
                     assert token == int(ranked[path[-1]])
 
 
+def test_a_small_vocabulary_has_few_ranks():
+    drafter = MedusaDrafter(drawn_heads(vocab_size=3), E, 3)
+    assert drafter.tree.width == 3
+    draft = drafter.propose([context(torch.ones(E), 0.7)], [Budget(30, 9)])[0]
+    check_draft(draft, Budget(30, 9), 3)
+
+
 def test_rules_for_chains_get_the_best_chain():
     heads = drawn_heads()
     draft = MedusaDrafter(heads, E, V).propose(

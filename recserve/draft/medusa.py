@@ -23,11 +23,11 @@ NUM_NODES = 24
 RANKS = 10  # of a head, in the tree that is used where nobody measured
 
 
-def assumed_accuracies(num_heads: int) -> list[list[float]]:
+def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
     """Accuracies by head and rank to make a tree of before any are measured: each head is right
     four fifths as often as the one before it, each rank a third as often.
     """
-    return [[0.6 * 0.8**k * 0.33**rank for rank in range(RANKS)] for k in range(num_heads)]
+    return [[0.6 * 0.8**k * 0.33**rank for rank in range(ranks)] for k in range(num_heads)]
 
 
 class MedusaDrafter:
@@ -47,7 +47,8 @@ class MedusaDrafter:
                 f"tokens, the target has {hidden_size} and {vocab_size}"
             )
         self.heads = heads
-        self.tree = tree or best_tree(assumed_accuracies(config.num_heads), NUM_NODES)
+        ranks = min(RANKS, config.head_vocab or config.vocab_size)
+        self.tree = tree or best_tree(assumed_accuracies(config.num_heads, ranks), NUM_NODES)
         self.chain = expansion_tree([1] * config.num_heads)
         self._check_tree(self.tree)
 
