@@ -30,13 +30,16 @@ def small_catalogue(items: int = 150) -> Catalogue:
 
 
 def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
-    """With a self-draft head started from the target, so that every strategy is there."""
+    """With heads started from the target, so that every strategy is there that needs no index."""
     weight = model.tokens.weight
     config = SelfDraftConfig(model.config.decoder.hidden_size, model.config.codebook_sizes)
-    head = SelfDraftHead(config)
-    head.start_from(model)
-    head = head.to(weight.device, weight.dtype).eval()
-    return Engine(model, config=EngineConfig(kv_bytes=kv_bytes), heads=Heads(head))
+    heads = []
+    for form in (config, replace(config, placeholders=True)):
+        torch.manual_seed(0)
+        head = SelfDraftHead(form)
+        head.start_from(model)
+        heads.append(head.to(weight.device, weight.dtype).eval())
+    return Engine(model, config=EngineConfig(kv_bytes=kv_bytes), heads=Heads(*heads))
 
 
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:

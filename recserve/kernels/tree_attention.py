@@ -38,7 +38,9 @@ STAGES = 3
 def _load_rows(base, slots, valid, head, kv_heads, dims, dim_valid, DIM: tl.constexpr):
     """[n, BLOCK_DIM] rows of keys or values at the given slots; zeros where not valid."""
     rows = base + (slots.to(tl.int64) * kv_heads + head) * DIM
-    return tl.load(rows[:, None] + dims[None, :], mask=valid[:, None] & dim_valid[None, :], other=0.0)
+    return tl.load(
+        rows[:, None] + dims[None, :], mask=valid[:, None] & dim_valid[None, :], other=0.0
+    )
 
 
 @triton.jit
