@@ -141,4 +141,4 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
         retriever.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{folder} does not fit its config.json: {error}") from error
-    return retriever.to(recommender.tokens.weight.device).eval()
+    return retriever.to(recommender.tokens.weight).eval()
