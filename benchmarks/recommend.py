@@ -14,6 +14,7 @@ skipped, and the table says so. "cold": a user never seen; "warm": the user's ro
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,7 @@ from rich.table import Table
 
 from recserve.core.request import RecommendRequest, Request, Root, Slate, Timing
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.packed_linear import pack_linears
 
 HISTORY_TOKENS = 200
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -110,6 +112,8 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.ours = drawn_recommender(catalogue, hidden, layers, "children", self.dtype)
         self.theirs = to_llama(self.ours)
+        self.bare = copy.deepcopy(self.ours)
+        pack_linears(self.ours.decoder)  # as the server does when it loads a bundle
         self.t5 = tiger_t5(self.ours.config.num_code_tokens).to(self.dtype)
         slot = 2 * layers * hidden * self.dtype.itemsize
         self.engine = Engine(self.ours, config=EngineConfig(kv_bytes=slot * 16_384))
@@ -121,7 +125,7 @@ class Model:
 
     def work(self, batch: int) -> Work:
         c = self.ours.config.decoder
-        trunk = sum(w.numel() for w in self.ours.decoder.parameters())
+        trunk = sum(w.numel() for w in self.bare.decoder.parameters())
         tokens = batch * (HISTORY_TOKENS + 1)
         attention = 4 * c.num_layers * c.num_heads * c.head_dim * HISTORY_TOKENS / 2
         size = self.dtype.itemsize
@@ -156,7 +160,7 @@ def answers(
     t5 = Generate(model.t5, search, length)
     yield "t5", lambda _: t5(prompts)
     yield "kv-copy", lambda _: kv_copy(model.theirs, prompts, search)
-    yield "bare-tree", lambda _: bare_tree(model.ours, prompts, search)
+    yield "bare-tree", lambda _: bare_tree(model.bare, prompts, search)
     fresh = [model.roots(cell.batch, seed) for seed in range(1, repeats + 2)]
     yield "cold", lambda i: forgetting(fresh[i])
     yield "warm", lambda _: engine(same)

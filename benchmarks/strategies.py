@@ -37,6 +37,7 @@ from recserve.kernels.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.packed_linear import pack_linears
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.loading import item_index, load_heads
 from recserve.training.cases import leave_one_out_cases
@@ -60,6 +61,8 @@ class Subject:
         self.model, self.trie, self.roots = model, trie, roots
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+        self.llama = to_llama(model) if model.config.input == "codes" else None
+        pack_linears(model.decoder)  # as the server does when it loads a bundle
         self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 32_768), heads=heads)
         self.index = item_index(model, heads)
 
@@ -150,7 +153,7 @@ def transformers_cold(subject: Subject, width: int, batch: int) -> Callable[[int
     config = subject.model.config
     search = BeamSearch(subject.trie, config.level_offsets, width, normalise=True)
     prompts = torch.stack([root.inputs.tokens for root in subject.roots])
-    generate = Generate(to_llama(subject.model), search, prompts.shape[1])
+    generate = Generate(subject.llama, search, prompts.shape[1])
     return lambda number: generate(prompts[torch.arange(batch) + number % 4]) and None
 
 
@@ -168,7 +171,7 @@ def measured_cell(
             visit: measure(call, repeats, options.budget_s, options.clock)
             for visit, call in calls.items()
         }
-    if options.generate and subject.model.config.input == "codes":
+    if options.generate and subject.llama is not None:
         call = transformers_cold(subject, width, batch)
         runs["generate"] = {"cold": measure(call, 5, options.budget_s, options.clock)}
     return runs

@@ -71,7 +71,7 @@ def test_slate_has_k_unseen_items_best_first(service, user):
     assert scores == sorted(scores, reverse=True)
     assert [item.rank for item in answer.items] == list(range(1, 21))
     assert {item.source for item in answer.items} == {"model"}
-    assert answer.exact and answer.strategy == "beam" and answer.rounds >= 1
+    assert answer.exact and answer.strategy == "speculative" and answer.rounds >= 1
     assert answer.degraded == []
 
 

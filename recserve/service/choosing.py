@@ -44,10 +44,10 @@ class Chooser:
             return Choice(self.exact)
         left = deadline_s - time.monotonic()
         with self._lock:
-            if self._expected(self.exact, width) * MARGIN <= left:
+            expected = self._expected(self.exact, width)
+            if not expected or expected * MARGIN <= left:
                 return Choice(self.exact)
-            key = (self.exact, width.bit_length())
-            self._seconds[key] *= RETRY
+            self._seconds[self.exact, width.bit_length()] = expected * RETRY
             in_time = [n for n in self.quick if self._expected(n, width) * MARGIN <= left]
         return Choice((in_time or self.quick)[0], hurried=True)
 
