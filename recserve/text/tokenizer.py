@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,30 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if separate.exists():
         template = separate.read_text(encoding="utf-8")
     return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), special, template)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, end: str) -> Tokenizer:
+    """A byte-level BPE of exactly what the texts hold; token 0 is `end`, which no text spells.
+
+    Raises ValueError where the texts do not give so many tokens.
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    made = Tokenizer(backend, {"bos_token": end, "eos_token": end})
+    if made.vocab_size != vocab_size:
+        raise ValueError(
+            f"the text gives {made.vocab_size} tokens, not {vocab_size}; give more text or ask for "
+            "a smaller vocabulary"
+        )
+    return made
 
 
 def _fields(path: Path) -> dict[str, Any]:
