@@ -16,14 +16,16 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-SERVICE = STEP | DATA | {"bundle", "messages", "metrics"}
+SERVICE = STEP | DATA | {"text", "bundle", "messages", "messages_text", "metrics"}
 TOP = SERVICE | {"service", "config"}
 
 # room -> rooms it may import besides itself. A room is a folder or a file directly under recserve/.
 MAY_IMPORT = {
     "kernels": set(),
     "features": set(),
+    "text": set(),
     "messages": set(),
+    "messages_text": {"messages"},
     "metrics": set(),
     "config": set(),
     "models": {"kernels"},
@@ -57,6 +59,8 @@ OWNERS = {
     "redis": {"features/redis_store.py"},
     "lmdb": {"features/lmdb_store.py"},
     "faiss": {"features"},
+    "tokenizers": {"text"},
+    "jinja2": {"text"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -1,0 +1,107 @@
+"""A model folder's tokeniser: tokenizer.json, and what its configuration files say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from recserve.text.chat_template import ChatTemplate, TemplateError
+from recserve.text.token_bytes import UnsupportedTokenizer, token_bytes
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Text to token numbers and back, for one model.
+
+    all_bytes, text_bytes: what each token writes; special ones write nothing in the second.
+    end_tokens: those that end a text. template: None where the folder has none.
+    """
+
+    tokenizer: Tokenizer
+    all_bytes: tuple[bytes, ...]
+    text_bytes: tuple[bytes, ...]
+    end_tokens: tuple[int, ...]
+    template: ChatTemplate | None
+
+    @staticmethod
+    def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
+        """Read a Hugging Face folder. chat_template: a file to use instead of the folder's own.
+
+        Raises UnsupportedTokenizer or TemplateError naming what is wrong.
+        """
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
+        raw = file.read_bytes()
+        tokenizer = Tokenizer.from_buffer(raw)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        fields = json.loads(raw)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        every = token_bytes(fields, vocabulary)
+        special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
+        said = _read(folder / "tokenizer_config.json")
+        names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
+        ends = _end_tokens(folder)
+        if not ends and names.get("eos_token") in vocabulary:
+            ends = (vocabulary[names["eos_token"]],)
+        return TextTokenizer(
+            tokenizer,
+            tuple(every),
+            tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
+            ends,
+            _template(folder, said, names, chat_template),
+        )
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token numbers. special: add what the model expects at the beginning, such as BOS."""
+        numbers: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return numbers
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out, as it reads after other text."""
+        table = self.text_bytes
+        spelled = b"".join(table[token] for token in tokens if token < len(table))
+        return spelled.decode("utf-8", "replace")
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Of the generation settings where they say so, they know of turns too; else the model's."""
+    for name in ("generation_config.json", "config.json"):
+        ends = _read(folder / name).get("eos_token_id")
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (int(ends),)
+    return ()
+
+
+def _template(
+    folder: Path, said: dict[str, Any], names: dict[str, str], file: Path | None
+) -> ChatTemplate | None:
+    beside = folder / "chat_template.jinja"
+    source: Any = said.get("chat_template")
+    if file is not None:
+        if not file.is_file():
+            raise TemplateError(f"chat template {file} does not exist")
+        source = file.read_text(encoding="utf-8")
+    elif beside.exists():
+        source = beside.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return None if source is None else ChatTemplate(source, names)
+
+
+def _content(token: Any) -> str:
+    """A special token, which configuration files write as text or as an object."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return fields
