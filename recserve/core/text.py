@@ -177,6 +177,7 @@ class ScoredTrees:
     seeds: Tensor
     lengths: Tensor
     drawings: tuple[Drawing, ...]
+    vocab_size: int
     probs: Tensor | None = None
     greedy: bool = False
 

@@ -1,0 +1,131 @@
+"""Pure functions on rows of logits: what each sampling parameter does, and how a token is drawn.
+
+Every function takes one value per row and leaves a row with neutral values as it is, bit for bit,
+so that what a row becomes does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.tree import TokenTree
+
+BANNED = float("-inf")
+# The likeliest tokens looked at first for top_p; nearly always they hold enough.
+HEAD = 1024
+
+
+def path_tokens(tree: TokenTree, nodes: Tensor, depth: int) -> Tensor:
+    """Drafted tokens on the way to each node, itself included, node 0 excluded.
+
+    nodes [m] packed. depth: most levels below node 0. Returns [m, depth], nearest first, -1 where
+    none is left.
+    """
+    columns = []
+    node = nodes
+    for _ in range(depth):
+        parent = torch.where(node >= 0, tree.parents[node.clamp(min=0)], -1)
+        columns.append(torch.where(parent >= 0, tree.tokens[node.clamp(min=0)], -1))
+        node = parent
+    if not columns:
+        return nodes.new_empty(nodes.shape[0], 0)
+    return torch.stack(columns, dim=1)
+
+
+def add_path_counts(counts: Tensor, paths: Tensor) -> Tensor:
+    """Counts of committed tokens plus those of each row's path.
+
+    counts [m, V] int, changed in place and returned. paths [m, D], -1 counts nothing.
+    """
+    ones = (paths >= 0).to(counts.dtype)
+    return counts.scatter_add_(1, paths.clamp(min=0), ones)
+
+
+def last_tokens(paths: Tensor, committed: Tensor, width: int) -> Tensor:
+    """The last `width` tokens before each row's draw, nearest first.
+
+    paths [m, D] as in path_tokens, committed [m, width] nearest first. Returns [m, width].
+    """
+    both = torch.cat([paths, committed], dim=1)
+    step = torch.arange(width, device=paths.device)
+    used = (paths >= 0).sum(1, keepdim=True)
+    return both.gather(1, torch.where(step < used, step, step - used + paths.shape[1]))
+
+
+def penalise(
+    logits: Tensor,
+    seen: Tensor,
+    written: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Penalties on tokens that occurred.
+
+    logits [m, V]. seen, written [m, V]: occurrences in prompt and output, and in the output.
+    repetition, presence, frequency [m]. Returns [m, V].
+    Source: Keskar et al. 2019, section 4.1 (repetition); OpenAI's API (presence, frequency).
+    """
+    factor = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(seen > 0, repeated, logits)
+    return logits - frequency[:, None] * written - presence[:, None] * (written > 0)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Tokens outside top_k, then outside top_p, then under min_p are banned.
+
+    logits [m, V]; top_k [m] int, 0: all; top_p, min_p [m]. Tokens equal to the last kept one are
+    kept, so the order of equal logits does not matter. Returns [m, V].
+    Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), arXiv 2407.01082 (min-p).
+    """
+    vocabulary = logits.shape[1]
+    threshold = logits.new_full((logits.shape[0],), BANNED)
+    if bool((top_k > 0).any()):
+        width = min(int(top_k.max()), vocabulary)
+        best = logits.topk(width).values
+        last = best.gather(1, (top_k.clamp(1, width) - 1)[:, None])[:, 0]
+        threshold = torch.where(top_k > 0, last, threshold)
+    if bool((top_p < 1).any()):
+        threshold = torch.maximum(threshold, _nucleus(logits, threshold, top_p))
+    least = logits.amax(1) + min_p.log()
+    return logits.masked_fill(logits < torch.maximum(threshold, least)[:, None], BANNED)
+
+
+def _nucleus(logits: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
+    """[m] the smallest logit that top_p keeps of the tokens at or over the threshold [m]."""
+    vocabulary = logits.shape[1]
+    kept = logits.masked_fill(logits < threshold[:, None], BANNED)
+    total = kept.logsumexp(1, keepdim=True)
+    for width in (min(HEAD, vocabulary), vocabulary):
+        values = kept.topk(width).values
+        mass = (values - total).exp()
+        before = mass.cumsum(1) - mass
+        inside = (before < top_p[:, None]).sum(1).clamp(min=1)
+        enough = (inside < width) | (top_p >= 1)
+        if width == vocabulary or bool(enough.all()):
+            break
+    last = values.gather(1, inside[:, None] - 1)[:, 0]
+    return torch.where(top_p < 1, last, BANNED)
+
+
+def temper(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits [m, V] / temperature [m]; rows of temperature 0 stay."""
+    return logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def keep_only_best(logits: Tensor, rows: Tensor) -> Tensor:
+    """Ban all but the largest logit, ties to the lowest token, where `rows` [m] is true."""
+    best = torch.full_like(logits, BANNED).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
+    return torch.where(rows[:, None], best, logits)
+
+
+def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
+    """Noise positions that no other step of the sequence uses.
+
+    lengths [m]: committed tokens when the step began; numbers [m]: which draw of the step. A draw
+    that decided what was kept of one step must not decide again in the next, so drafts that were
+    drawn, coins and residual draws are keyed by the step and not by the position alone.
+    """
+    return (lengths << 32) + numbers

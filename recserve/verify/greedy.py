@@ -1,0 +1,28 @@
+"""Greedy: go to the child that is the argmax; the first argmax that no child carries ends the path.
+
+Source: Leviathan et al. 2023 (arXiv 2211.17192), temperature 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.verify.path import follow
+
+
+class GreedyRule:
+    """The rule of temperature 0, for drafts of every kind."""
+
+    exact = True
+
+    def check(self, draft: TextDraft) -> None:
+        """Every draft will do."""
+
+    def verify(self, scored: ScoredTrees) -> Accepted:
+        """The path of argmaxes, ties to the lowest token."""
+
+        def draw(nodes: Tensor, trees: Tensor) -> Tensor:
+            return scored.target(nodes).argmax(-1)
+
+        return follow(scored, draw)

@@ -1,0 +1,113 @@
+"""Rejection sampling: keep a drawn token with probability p / q, else draw from what is left of p.
+
+The children of a node are tried in node order; after each refusal the target's distribution becomes
+norm(max(p - q, 0)). One child per node is the rule of Leviathan et al. 2023 (arXiv 2211.17192,
+section 2.3) and Chen et al. 2023 (arXiv 2302.01318, algorithm 2); several are SpecInfer's
+multi-step speculative sampling (arXiv 2305.09781, algorithm 2), in verify/multi_step.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recserve.core.sampling import step_keys
+from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, uniform
+from recserve.verify.path import first_children
+
+
+class RejectionRule:
+    """For chains: drawn with their distributions, or chosen (then q is 1 at the token)."""
+
+    exact = True
+
+    def check(self, draft: TextDraft) -> None:
+        """Raises ValueError for a draft with forks or auxiliary nodes."""
+        refuse_trees("rejection", draft)
+
+    def verify(self, scored: ScoredTrees) -> Accepted:
+        """The path until the first refusal, and the residual's or the target's draw after it."""
+        return reject(scored, coins(scored), residual_noise(scored))
+
+
+def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
+    """Try children in order until none is left to try.
+
+    coins [T]: uniform in [0, 1), one per node. noise [B, V]: Gumbel, for the token after the path.
+    """
+    tree, owners = scored.tree, scored.tree.tree_ids()
+    index = torch.arange(tree.num_nodes, device=owners.device)
+    here = tree.offsets[:-1].clone()
+    tried = here.clone()
+    nodes = torch.full(
+        (tree.num_trees, scored.depth + 1), -1, dtype=torch.int64, device=owners.device
+    )
+    nodes[:, 0] = here
+    lengths = torch.zeros_like(here)
+    target = scored.target(here).softmax(-1)
+    gone = torch.zeros_like(target, dtype=torch.bool)
+    distinct = torch.tensor([d == "distinct" for d in scored.drawings], device=owners.device)
+    while True:
+        children = first_children(tree, here, index > tried[owners])
+        rows = (children >= 0).nonzero()[:, 0]
+        if not rows.shape[0]:
+            break
+        child = children[rows]
+        tried[rows] = child
+        token = tree.tokens[child][:, None]
+        drafted = draft_probs(scored, child)
+        left = drafted.masked_fill(gone[rows] & distinct[rows, None], 0.0)
+        drafted = torch.where(
+            distinct[rows, None], left / left.sum(1, keepdim=True).clamp(min=1e-30), drafted
+        )
+        p = target[rows]
+        kept = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
+        rest = (p - drafted).clamp_(min=0)
+        mass = rest.sum(1, keepdim=True)
+        # Where p equals q nothing is left; a refusal there is rounding, and p itself is right.
+        target[rows] = torch.where(mass > 0, rest / mass, p)
+        gone[rows] = gone[rows].scatter(1, token, True)
+        rows, child = rows[kept], child[kept]
+        if rows.shape[0]:
+            here[rows] = child
+            lengths[rows] += 1
+            nodes[rows, lengths[rows]] = child
+            target[rows] = scored.target(child).softmax(-1)
+            gone[rows] = False
+    return Accepted(nodes, lengths, (target.log() + noise).argmax(-1))
+
+
+def draft_probs(scored: ScoredTrees, nodes: Tensor) -> Tensor:
+    """[m, V] the distribution that each node's token was drawn from; all on it where chosen."""
+    tokens = scored.tree.tokens[nodes][:, None]
+    if scored.probs is None:
+        sure = torch.zeros(nodes.shape[0], scored.vocab_size, device=nodes.device)
+        return sure.scatter_(1, tokens, 1.0)
+    drawn = scored.probs[nodes]
+    chosen = torch.tensor([d == "chosen" for d in scored.drawings], device=nodes.device)
+    chosen = chosen[scored.tree.tree_ids()[nodes]]
+    return torch.where(chosen[:, None], torch.zeros_like(drawn).scatter_(1, tokens, 1.0), drawn)
+
+
+def coins(scored: ScoredTrees) -> Tensor:
+    """[T] uniform, one per node, fresh in every step."""
+    owners = scored.tree.tree_ids()
+    number = torch.arange(scored.tree.num_nodes, device=owners.device) - scored.tree.offsets[owners]
+    keys = step_keys(scored.lengths[owners], number)
+    return uniform(scored.seeds[owners], keys, 1, ACCEPT)[:, 0]
+
+
+def residual_noise(scored: ScoredTrees) -> Tensor:
+    """[B, V] Gumbel, fresh in every step."""
+    keys = step_keys(scored.lengths, torch.zeros_like(scored.lengths))
+    return gumbel(scored.seeds, keys, scored.vocab_size, RESIDUAL)
+
+
+def refuse_trees(rule: str, draft: TextDraft) -> None:
+    """Raises ValueError unless the draft is a chain of candidates."""
+    if draft.depth != len(draft) or draft.kinds is not None:
+        raise ValueError(
+            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} on "
+            f"{draft.depth} levels; ask for 'sample' or 'multi_step'"
+        )
