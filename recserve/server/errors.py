@@ -14,7 +14,7 @@ from recserve.engine.lane import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
-from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.errors import ContextExceeded, ServiceClosed, UnknownItem, UnknownModel
 
 
 class BodyTooLarge(ValueError):
@@ -60,6 +60,7 @@ TABLE: dict[type[Exception], Row] = {
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
+    ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
     RequestTooLarge: Row(
         422,
         "invalid_request_error",

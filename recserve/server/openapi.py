@@ -12,18 +12,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve import messages as m
+from recserve import messages_text as t
 
 BODIES = {
     "recommend": m.RecommendBody,
     "rank": m.RankBody,
     "rank_batch": m.RankBatchBody,
     "add_events": m.EventsBody,
+    "complete": t.CompletionBody,
+    "chat": t.ChatBody,
 }
 ANSWERS = {
     "recommend": m.RecommendAnswer,
     "rank": m.RankAnswer,
     "rank_batch": m.RankBatchAnswer,
     "add_events": m.EventsAnswer,
+    "complete": t.CompletionAnswer,
+    "chat": t.ChatAnswer,
     "history": m.HistoryAnswer,
     "item": m.ItemAnswer,
 }

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.engine import Engine, EngineConfig, EngineStats
 from recserve.features.history import open_store
 from recserve.features.ranking_tables import RankingTables
 from recserve.messages import (
@@ -50,6 +50,7 @@ from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
+from recserve.service.text_loading import LoadedText
 from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)
@@ -99,11 +100,13 @@ class Service:
         *,
         signing_key: bytes | None = None,
         max_queue: int = 1024,
+        text: LoadedText | None = None,
     ) -> Service:
         """Load everything.
 
         store: URL of the history store, None: `default_store`. An empty store is filled with the
-        bundle's own events. signing_key: None draws one, whose tokens end with the process.
+        bundle's own events. signing_key: None draws one, whose tokens end with the process. text:
+        a language model that shares the engine.
         Raises BundleError, StoreUnavailable, or ValueError for a device that is not here.
         """
         opened = Bundle.open(bundle)
@@ -115,7 +118,8 @@ class Service:
         import_events(opened_store, opened)
         histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
         config = EngineConfig(max_queue=max_queue)
-        engine = Engine(models.recommender, models.ranker, config, models.heads)
+        networks = (models.recommender, models.ranker)
+        engine = Engine(*networks, config, models.heads, *(text.parts if text else ()))
         engine.start()
         signer = Signer(signing_key or secrets.token_bytes(32))
         version = opened.manifest.model_version
@@ -288,14 +292,7 @@ class Service:
 
     def gauges(self) -> Gauges:
         """The engine's figures for Prometheus."""
-        stats = self.runtime.engine.stats()
-        used = stats.pages_total - stats.pages_free - stats.pages_cached
-        return Gauges(
-            stats.queue_depth,
-            self.runtime.illegal_items,
-            {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
-            {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
-        )
+        return gauges_of(self.runtime.engine.stats(), self.runtime.illegal_items)
 
     def _patiently(self, body: RecommendBody) -> Work[RecommendAnswer]:
         """As `begin_recommend`, waiting for a place where the queue is full."""
@@ -308,3 +305,14 @@ class Service:
     def _check_open(self) -> None:
         if self._closed:
             raise ServiceClosed("the service is closed")
+
+
+def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
+    """An engine's figures as Prometheus gets them."""
+    used = stats.pages_total - stats.pages_free - stats.pages_cached
+    return Gauges(
+        stats.queue_depth,
+        illegal_items,
+        {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+        {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+    )

@@ -1,0 +1,53 @@
+"""A served language model as the text routes see it: its name, its tokeniser, its limits."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recserve.core.text_request import TextRequest
+from recserve.service.errors import UnknownModel
+from recserve.text.tokenizer import TextTokenizer
+
+
+class TextEngine(Protocol):
+    """What is asked of the engine; `engine.Engine` is one."""
+
+    def submit(self, request: TextRequest) -> Future[Any]:
+        """Queue a request; the future gets its Completion or the error."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """name: what `model` must say. vocab_size: tokens the model scores, which may be more than the
+    tokeniser has. context: most tokens of prompt and text together. drafters, verifiers: names the
+    engine knows; default_drafter: of requests that name none. exact_verifiers: those that leave the
+    text's distribution as it is.
+    """
+
+    name: str
+    tokenizer: TextTokenizer
+    vocab_size: int
+    context: int
+    parameters: int
+    drafters: tuple[str, ...]
+    verifiers: tuple[str, ...]
+    exact_verifiers: tuple[str, ...]
+    default_drafter: str = "none"
+    default_verifier: str = "sample"
+
+    def check_name(self, name: str | None) -> None:
+        """Raises UnknownModel where a request names another model."""
+        if name and name != self.name:
+            raise UnknownModel(f"the language model here is {self.name!r}, got {name[:80]!r}")
+
+    def described(self) -> dict[str, Any]:
+        """What GET /v1/models says of it beside its name."""
+        return {
+            "parameters": self.parameters,
+            "drafters": list(self.drafters),
+            "verifiers": list(self.verifiers),
+            "chat": self.tokenizer.template is not None,
+        }
