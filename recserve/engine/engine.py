@@ -10,10 +10,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -28,13 +29,18 @@ from recserve.core.request import (
     Request,
     Result,
 )
-from recserve.core.sequence import Sequence
+from recserve.core.text import Drafter
+from recserve.core.text_request import Completion, TextRequest
+from recserve.draft.none import NoDrafter
+from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
-from recserve.engine.networks import RankerTrunk, RecommenderTrunk
+from recserve.engine.networks import RankerTrunk, RecommenderTrunk, TextTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.strategies import LikelihoodStrategy, RankStrategy, recommend_strategies
+from recserve.engine.text_lane import TextLane
 from recserve.kernels.paged_kv import KVPool
+from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
@@ -70,15 +76,15 @@ class EngineStats:
 
 @dataclass
 class _Waiting:
-    request: Request
-    future: Future[Result]
+    request: Request | TextRequest
+    future: Future[Any]
     submitted_s: float
-    lane: Lane
-    strategy: Strategy
+    lane: AnyLane
+    how: Strategy | Drafter
 
 
 class Engine:
-    """Serves a recommender, a ranker, or both."""
+    """Serves a recommender, a ranker, a language model, or any of them together."""
 
     def __init__(
         self,
@@ -86,20 +92,27 @@ class Engine:
         ranker: Ranker | None = None,
         config: EngineConfig | None = None,
         heads: Heads | None = None,
+        text: LanguageModel | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
-        """heads: what the strategies other than `beam` need; None: there are no others."""
+        """heads: what the strategies other than `beam` need; None: there are no others.
+        drafters: of the language model, by name; `none` is always there.
+        """
         self.config = config or EngineConfig()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, AnyLane] = {}
+        self.drafters: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
         self._strategies: dict[str, Strategy] = {}
         self.strategies: tuple[str, ...] = ()
         if recommender is not None:
-            self._lanes["recommender"] = self._lane(RecommenderTrunk(recommender.eval()))
+            self._lanes["recommender"] = Lane(self._runner(RecommenderTrunk(recommender.eval())))
             self._strategies = recommend_strategies(recommender, heads or Heads())
             self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = LikelihoodStrategy(recommender)
         if ranker is not None:
-            self._lanes["ranker"] = self._lane(RankerTrunk(ranker.eval()))
+            self._lanes["ranker"] = Lane(self._runner(RankerTrunk(ranker.eval())))
             self._strategies["ranker"] = RankStrategy(ranker)
+        if text is not None:
+            self._lanes["text"] = TextLane(self._runner(TextTrunk(text.eval())), text)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -107,15 +120,22 @@ class Engine:
         self._closing = False
         self._seconds_per_request = 0.01
 
-    def submit(self, request: Request) -> Future[Result]:
+    @overload
+    def submit(self, request: Request) -> Future[Result]: ...
+
+    @overload
+    def submit(self, request: TextRequest) -> Future[Completion]: ...
+
+    def submit(self, request: Request | TextRequest) -> Future[Any]:
         """Queue a request; its future gets the answer or the error.
 
-        Raises QueueFull, RequestTooLarge, or ValueError for a model or strategy that is not here.
+        Raises QueueFull, RequestTooLarge, or ValueError for a model, strategy, drafter or verifier
+        that is not here.
         """
-        lane, strategy = self._route(request)
-        lane.check(request, strategy)
-        future: Future[Result] = Future()
-        waiting = _Waiting(request, future, time.monotonic(), lane, strategy)
+        lane, how = self._route(request)
+        lane.check(request, how)
+        future: Future[Any] = Future()
+        waiting = _Waiting(request, future, time.monotonic(), lane, how)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
@@ -145,7 +165,7 @@ class Engine:
                 future.exception()
         return [future.result() for future in futures]
 
-    def cancel(self, future: Future[Result]) -> None:
+    def cancel(self, future: Future[Any]) -> None:
         """Its answer is not wanted any more: work not yet begun is not begun."""
         future.cancel()
 
@@ -209,45 +229,46 @@ class Engine:
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
             return bool(self._waiting) or any(lane.num_running for lane in self._lanes.values())
 
-    def _step_lane(self, lane: Lane) -> int:
+    def _step_lane(self, lane: AnyLane) -> int:
         """One forward of a model; a failure ends its running requests with that error, no
         others.
         """
         done = lane.begin()
         for sequence, result in done:
-            _deliver(sequence, result)
+            deliver(sequence, result)
         try:
             stepped = lane.step()
         except Exception as error:
             log.exception("a step failed")
             for sequence in lane.drop_all():
-                _fail(sequence.future, error)
+                fail(sequence.future, error)
             return len(done)
         for sequence, result in stepped:
-            _deliver(sequence, result)
+            deliver(sequence, result)
         return len(done) + len(stepped)
 
     def _admit(self) -> None:
-        """Move waiting requests into their lanes, oldest first; where one finds no room, those
-        behind it on the same model wait too, so that a large request is not starved by small ones.
+        """Move waiting requests into their lanes by priority, then oldest first; where one finds no
+        room, those behind it on the same model wait too, so that a large request is not starved by
+        small ones.
         """
         full: set[int] = set()
         kept: list[_Waiting] = []
-        for _ in range(len(self._waiting)):
-            waiting = self._waiting.popleft()
+        queue = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        for waiting in sorted(queue, key=_priority):
             if waiting.future.cancelled():
                 continue
-            if _expired(waiting.request):
-                _fail(waiting.future, DeadlineExceeded("the deadline passed in the queue"))
+            if expired(waiting.request):
+                fail(waiting.future, DeadlineExceeded("the deadline passed in the queue"))
                 continue
             lane = waiting.lane
             if id(lane) not in full and lane.num_running < self.config.max_running:
                 try:
                     admitted = lane.admit(
-                        waiting.request, waiting.future, waiting.submitted_s, waiting.strategy
+                        waiting.request, waiting.future, waiting.submitted_s, waiting.how
                     )
                 except Exception as error:
-                    _fail(waiting.future, error)
+                    fail(waiting.future, error)
                     continue
                 if admitted:
                     continue
@@ -265,23 +286,27 @@ class Engine:
             while self.step():
                 pass
 
-    def _route(self, request: Request) -> tuple[Lane, Strategy]:
+    def _route(self, request: Request | TextRequest) -> tuple[AnyLane, Strategy | Drafter]:
         model, name = _needs(request)
         if model not in self._lanes:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self._lanes)}")
+        if isinstance(request, TextRequest):
+            if name not in self.drafters:
+                raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
+            return self._lanes[model], self.drafters[name]
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
         return self._lanes[model], self._strategies[name]
 
-    def _lane(self, trunk: RecommenderTrunk | RankerTrunk) -> Lane:
+    def _runner(self, trunk: RecommenderTrunk | RankerTrunk | TextTrunk) -> Runner:
         page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
-        return Lane(Runner(trunk, pool))
+        return Runner(trunk, pool)
 
 
-def _needs(request: Request) -> tuple[str, str]:
-    """Model and strategy that a request is for."""
+def _needs(request: Request | TextRequest) -> tuple[str, str]:
+    """Model and strategy or drafter that a request is for."""
     match request:
         case RecommendRequest():
             return "recommender", request.strategy
@@ -289,28 +314,9 @@ def _needs(request: Request) -> tuple[str, str]:
             return "recommender", "likelihood"
         case RankRequest():
             return "ranker", "ranker"
+        case TextRequest():
+            return "text", request.speculation.drafter
 
 
-def _expired(request: Request) -> bool:
-    return request.deadline_s is not None and time.monotonic() > request.deadline_s
-
-
-def _deliver(sequence: Sequence, result: Result | Exception) -> None:
-    if isinstance(result, Exception):
-        _fail(sequence.future, result)
-        return
-    sequence.timing.total_ms = (time.monotonic() - sequence.submitted_s) * 1e3
-    if _expired(sequence.request):
-        _fail(sequence.future, DeadlineExceeded("the deadline passed while the request ran"))
-        return
-    try:
-        sequence.future.set_result(result)
-    except InvalidStateError:
-        log.debug("an answer came after its request was cancelled")
-
-
-def _fail(future: Future[Result], error: Exception) -> None:
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        log.debug("a request was cancelled before its error: %s", error)
+def _priority(waiting: _Waiting) -> int:
+    return waiting.request.priority if isinstance(waiting.request, TextRequest) else 0

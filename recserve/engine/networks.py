@@ -9,6 +9,7 @@ from recserve.kernels.paged_kv import KVShape
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.models.attention import Attend
 from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
@@ -45,3 +46,20 @@ class RankerTrunk:
         """[Tq, E]."""
         assert inputs.groups is not None
         return self.model(self.model.embed(inputs), inputs.groups, attend)  # type: ignore[no-any-return]
+
+
+class TextTrunk:
+    """Decoder over the tokens of a language model."""
+
+    activation = SOFTMAX
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        decoder = model.config.decoder
+        self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
+        self.dtype: torch.dtype = model.tokens.weight.dtype
+        self.device: torch.device = model.tokens.weight.device
+
+    def hidden(self, inputs: NodeInputs, positions: Tensor, attend: Attend) -> Tensor:
+        """[Tq, E]."""
+        return self.model(inputs.tokens, positions, attend)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ part of every hash.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -124,10 +124,9 @@ class PrefixCache:
         """Drop the least recently used until `count` pages are free; nothing if that cannot be."""
         if self._allocator.num_free >= count:
             return
-        idle = sum(
-            entry.page is not None and self._allocator.references(entry.page) == 1
-            for entry in self._entries.values()
-        )
+        # A page may stand under several entries: as a full page and as the end of a shorter root.
+        held = Counter(e.page for e in self._entries.values() if e.page is not None)
+        idle = sum(self._allocator.references(page) == n for page, n in held.items())
         if self._allocator.num_free + idle < count:
             return
         while self._entries and self._allocator.num_free < count:

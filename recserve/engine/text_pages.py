@@ -1,0 +1,74 @@
+"""Pages of texts: taken as they grow, found in the prefix cache, and left to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from recserve.engine.pages import PageAllocator
+from recserve.engine.prefix_cache import PrefixCache
+from recserve.engine.text_sequence import NO_SLOTS, TextSequence
+from recserve.kernels.paged_kv import KVPool, slots_of_pages
+
+
+class TextPages:
+    """The pool of one language model and who holds what of it."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool, self.size = pool, pool.page_size
+        self.allocator = PageAllocator(pool.num_pages)
+        self.cache = PrefixCache(self.allocator, self.size)
+
+    def place(self, sequence: TextSequence) -> bool:
+        """Pages for all committed tokens, as many as possible from the prefix cache."""
+        size, rows = self.size, sequence.length - 1
+        found = self.cache.match(np.array(sequence.context.tokens[:rows], dtype=np.int64))
+        held = found.pages + ([] if found.partial is None else [found.partial])
+        own = self.pages_of(sequence.length) - len(found.pages)
+        self.cache.evict(own)
+        if self.allocator.num_free < own:
+            self.allocator.release(held)
+            return False
+        fresh = self.allocator.allocate(own)
+        if found.partial is not None:
+            step = torch.arange(found.length % size, device=self.pool.keys.device)
+            self.pool.copy_slots(found.partial * size + step, fresh[0] * size + step)
+            self.allocator.release([found.partial])
+        sequence.pages, sequence.slots = [], NO_SLOTS
+        self._take(sequence, found.pages + fresh)
+        sequence.num_computed, sequence.context.hidden = found.length, found.tail
+        return True
+
+    def grow(self, sequence: TextSequence, tokens: int) -> bool:
+        """Pages for so many tokens, if they can be had without setting anybody aside."""
+        missing = self.pages_of(tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        self.cache.evict(missing)
+        if self.allocator.num_free < missing:
+            return False
+        self._take(sequence, self.allocator.allocate(missing))
+        return True
+
+    def _take(self, sequence: TextSequence, pages: list[int]) -> None:
+        device = self.pool.keys.device
+        added = torch.tensor(pages, dtype=torch.int64, device=device)
+        slots = slots_of_pages(added, self.size, len(pages) * self.size)
+        sequence.pages = sequence.pages + pages
+        sequence.slots = torch.cat([sequence.slots.to(device), slots])
+
+    def release(self, sequence: TextSequence) -> None:
+        """Give its pages back."""
+        self.allocator.release(sequence.pages)
+        sequence.pages = []
+
+    def keep(self, sequence: TextSequence) -> None:
+        """Let others, and itself, find what the text has computed."""
+        computed, hidden = sequence.num_computed, sequence.context.hidden
+        if hidden is not None:
+            keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
+            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], hidden)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens fill or begin."""
+        return -(-tokens // self.size)

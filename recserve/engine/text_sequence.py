@@ -1,0 +1,108 @@
+"""A text under way: its tokens, its place in the cache, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.request import Timing
+from recserve.core.target import TokenCounts
+from recserve.core.text import Budget, Drafter, TextContext
+from recserve.core.text_request import (
+    Completion,
+    FinishReason,
+    SpeculationCounts,
+    TextCommit,
+    TextRequest,
+    TokenLogprobs,
+)
+
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(eq=False)
+class TextSequence:
+    """State of one request between admission and answer.
+
+    pages: held, in the order of the tokens; slots: of all of them. num_computed: tokens whose keys
+    and values exist; a step may draft when all but the last are computed. limit: most committed
+    tokens that the model's positions allow. token_counts: None unless penalties need them.
+    """
+
+    request: TextRequest
+    future: Future[Any]
+    submitted_s: float
+    context: TextContext
+    drafter: Drafter
+    limit: int
+    token_counts: TokenCounts | None = None
+    pages: list[int] = field(default_factory=list)
+    slots: Tensor = NO_SLOTS
+    num_computed: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    timing: Timing = field(default_factory=Timing)
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.context.tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Whether only the last committed token is left to compute."""
+        return self.num_computed == self.length - 1
+
+    def budget(self, most: int) -> Budget:
+        """What a draft may cost. most: draft nodes where the request does not say how many."""
+        wanted = self.request.speculation.num_tokens
+        left = self.request.params.max_tokens - self.context.num_output
+        depth = max(min(left, self.limit - self.length) - 1, 0)
+        return Budget((most if wanted is None else min(wanted, most)) if depth else 0, depth)
+
+    def commit(self, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> tuple[int, ...]:
+        """Append what a step found until the text ends; returns what was appended.
+
+        Sets finish_reason at a stop token, at max_tokens, at the context limit, or when the
+        request's listener asks for it.
+        """
+        params = self.request.params
+        kept: list[int] = []
+        for token in tokens:
+            if token in params.stop_token_ids:
+                self.finish_reason, self.stop_token = "stop", token
+                break
+            self.context.tokens.append(token)
+            kept.append(token)
+            if self.context.num_output >= params.max_tokens or self.length >= self.limit:
+                self.finish_reason = "length"
+                break
+        added = tuple(kept)
+        if self.token_counts is not None:
+            self.token_counts.add(added)
+        self.logprobs += logprobs[: len(added)]
+        if self.request.on_commit is not None:
+            news = TextCommit(added, tuple(logprobs[: len(added)]), self.finish_reason)
+            if self.request.on_commit(news) and self.finish_reason is None:
+                self.finish_reason = "stop"
+        return added
+
+    def completion(self) -> Completion:
+        """The answer; the text must have ended."""
+        assert self.finish_reason is not None
+        return Completion(
+            np.array(self.context.tokens[self.context.num_prompt :], dtype=np.int64),
+            self.finish_reason,
+            self.stop_token,
+            tuple(self.logprobs),
+            self.counts,
+            self.timing,
+        )
