@@ -20,7 +20,10 @@ from recserve.core.text_request import (
     TextRequest,
     TokenLogprobs,
 )
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.none import NoDrafter
 from recserve.engine.engine import EngineStats
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service.served import Served
 from recserve.service.text_model import TextModel
 from recserve.text.tokenizer import TextTokenizer
@@ -71,6 +74,9 @@ class ScriptedEngine:
         future: Future[Completion] = Future()
         threading.Thread(target=self._run, args=(request, future), daemon=True).start()
         return future
+
+    def room(self, model: str) -> int:
+        return CONTEXT + 1
 
     def close(self) -> None:
         self.alive = False
@@ -145,14 +151,14 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
             tokenizer.end_tokens,
             None,
         )
+    heads = MedusaHeads(MedusaConfig(8, VOCABULARY, num_heads=3))
+    medusa = MedusaDrafter(heads, 8, VOCABULARY)
     model = TextModel(
         "toy",
         tokenizer,
         VOCABULARY,
         CONTEXT,
         1234,
-        drafters=("none", "ngram"),
-        verifiers=("sample", "typical"),
-        exact_verifiers=("sample",),
+        {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
     )
     return Served(None, model, ScriptedEngine(script, tokenizer))

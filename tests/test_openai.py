@@ -250,7 +250,7 @@ def test_every_parameter_reaches_the_engine(client, engine):
         extra_body={
             **{"top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "min_tokens": 2},
             **{"stop_token_ids": [9, END], "bad_words": ["no"], "priority": 3},
-            "speculation": {"drafter": "ngram", "num_tokens": 5, "tree": [[0], [0, 0], [1]]},
+            "speculation": {"drafter": "medusa", "num_tokens": 5, "tree": [[0], [0, 0], [1]]},
         },
     )
     (request,) = engine.requests
@@ -263,7 +263,7 @@ def test_every_parameter_reaches_the_engine(client, engine):
     bad = tuple(tuple(client_encoding(word)) for word in ("no", " no"))
     assert params.bad_words == bad
     said = request.speculation
-    assert (said.drafter, said.num_tokens, said.tree) == ("ngram", 5, ((0,), (0, 0), (1,)))
+    assert (said.drafter, said.num_tokens, said.tree) == ("medusa", 5, ((0,), (0, 0), (1,)))
     assert request.priority == 3
     client.completions.create(
         **ASK, extra_body={"ignore_eos": True, "top_k": -1, "temperature": None}
@@ -304,7 +304,7 @@ def test_the_figures_of_drafting(client, server):
 def test_models(client):
     listed = client.models.list().data
     assert [(model.id, model.object) for model in listed] == [("toy", "model")]
-    assert listed[0].model_extra["recserve"]["drafters"] == ["none", "ngram"]
+    assert listed[0].model_extra["recserve"]["drafters"] == ["none", "ngram", "medusa"]
     assert client.models.retrieve("toy").model_extra["max_model_len"] == CONTEXT
     with pytest.raises(openai.NotFoundError, match="'toy'"):
         client.models.retrieve("gpt")
@@ -354,6 +354,18 @@ def test_models(client):
             openai.UnprocessableEntityError,
             "out_of_range",
             "speculation.drafter",
+        ),
+        (
+            {"extra_body": {"speculation": {"drafter": "ngram", "tree": [[0]]}}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "speculation",
+        ),
+        (
+            {"extra_body": {"speculation": {"verifier": "greedy"}}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "speculation.verifier",
         ),
     ],
 )

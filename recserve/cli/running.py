@@ -49,9 +49,11 @@ def serve(
     """
     from recserve.config import ServerConfig
 
-    flags = {"bundle": bundle, "host": host, "port": port, "store": store, "device": device}
-    flags |= {"llm": llm, "llm_name": llm_name, "drafters": drafter or None}
-    flags["chat_template"] = chat_template
+    flags = {
+        **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
+        **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
+        "drafters": drafter or None,
+    }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server
 

@@ -201,6 +201,10 @@ class Engine:
         """Whether its thread runs; False before `start`, after `close` and if it died."""
         return self._thread is not None and self._thread.is_alive()
 
+    def room(self, model: str) -> int:
+        """Tokens that the pool of a model holds: `recommender`, `ranker` or `text`."""
+        return self._lanes[model].allocator.num_pages * self.config.page_size
+
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
         lanes = list(self._lanes.values())

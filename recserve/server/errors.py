@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.core.text import UnfitDraft
 from recserve.engine.lane import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
@@ -68,6 +69,7 @@ TABLE: dict[type[Exception], Row] = {
         "invalid",
         "the request needs more memory than the server has for one; ask for less",
     ),
+    UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(

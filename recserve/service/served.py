@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from recserve.engine.engine import Engine, EngineConfig
@@ -25,7 +26,10 @@ class Served:
         """engine: the running one, where there are no items; else theirs is used."""
         self._items = items
         self.engine = items.runtime.engine if items is not None else engine
-        self._texts = None if text is None or self.engine is None else Texts(self.engine, text)
+        self._texts: Texts | None = None
+        if text is not None and self.engine is not None:
+            context = min(text.context, self.engine.room("text"))
+            self._texts = Texts(self.engine, replace(text, context=context))
 
     @staticmethod
     def of_text(text: LoadedText, max_queue: int = 1024) -> Served:

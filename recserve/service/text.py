@@ -44,6 +44,7 @@ from recserve.service.text_prompts import (
     stop_strings,
 )
 from recserve.service.text_stream import Listener, Piece, TextStream
+from recserve.verify.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Texts:
         deadline_s: float | None,
         listener: Listener | None,
     ) -> TextWork:
-        asked = speculation(body.speculation, self.model)
+        asked = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
         echo = isinstance(body, CompletionBody) and bool(body.echo)
         requests: list[TextRequest] = []
@@ -245,7 +246,7 @@ class Texts:
             copies,
             sum(len(prompt.tokens) for prompt in prompts),
             asked,
-            asked.verifier in self.model.exact_verifiers,
+            RULES[asked.verifier].exact,
             options is not None and options.include_usage,
         )
 

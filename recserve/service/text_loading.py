@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from recserve.core.text import Drafter
+from recserve.draft.text_drafters import JOIN, DrafterWeights, build_drafter
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import DTYPES, load_language_model
 from recserve.service.text_model import TextModel
 from recserve.text.tokenizer import TextTokenizer
-from recserve.verify.rules import RULES
+
+WITHOUT_WEIGHTS = ("none", "ngram", "suffix", "lookahead")
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,37 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
             f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, the model "
             f"scores {config.vocab_size}; they do not belong together"
         )
-    drafters, default = open_drafters(settings.drafters, network)
+    drafters = open_drafters(settings.drafters or ("none",), network)
     model = TextModel(
         name=settings.name or folder.resolve().name,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         context=config.decoder.max_positions,
         parameters=sum(p.numel() for p in network.parameters()),
-        drafters=("none", *(name for name in drafters if name != "none")),
-        verifiers=tuple(RULES),
-        exact_verifiers=tuple(name for name, rule in RULES.items() if rule.exact),
-        default_drafter=default,
+        drafters=drafters,
+        default_drafter=next(iter(drafters)),
     )
     return LoadedText(network, drafters, model)
 
 
-def open_drafters(named: tuple[str, ...], network: LanguageModel) -> tuple[dict[str, Drafter], str]:
-    """Drafters by name, and the default one. named: `NAME` or `NAME=DIR`."""
-    wanted = {name: folder for name, _, folder in (part.partition("=") for part in named)}
-    for name in wanted:
-        if name != "none":
-            raise ValueError(f"drafters: there is {'none'}, got {name!r}")
-    return {}, next(iter(wanted), "none")
+def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:
+    """Drafters by name: those named, in their order, then those that need no weights.
+
+    named: `NAME` or `NAME=DIR`; a name that is said again brings one more folder. Of the folders of
+    a name with `medusa` in it the first holds the heads.
+    Raises ValueError for a name that is not there, or weights that are missing or do not fit.
+    """
+    folders: dict[str, list[Path]] = {}
+    for part in named:
+        name, _, folder = part.partition("=")
+        folders.setdefault(name, []).extend([Path(folder)] if folder else [])
+    drafters = {}
+    for name, given in folders.items():
+        missing = [folder for folder in given if not folder.is_dir()]
+        if missing:
+            raise ValueError(f"drafters: {name} is to come from {missing[0]}, which is no folder")
+        heads = given.pop(0) if given and "medusa" in name.split(JOIN) else None
+        drafters[name] = build_drafter(name, network, DrafterWeights(tuple(given), heads))
+    for name in WITHOUT_WEIGHTS:
+        drafters.setdefault(name, build_drafter(name, network))
+    return drafters

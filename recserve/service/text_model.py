@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recserve.core.text import Drafter
 from recserve.core.text_request import TextRequest
 from recserve.service.errors import UnknownModel
 from recserve.text.tokenizer import TextTokenizer
+from recserve.verify.rules import RULES
 
 
 class TextEngine(Protocol):
@@ -22,9 +25,8 @@ class TextEngine(Protocol):
 @dataclass(frozen=True)
 class TextModel:
     """name: what `model` must say. vocab_size: tokens the model scores, which may be more than the
-    tokeniser has. context: most tokens of prompt and text together. drafters, verifiers: names the
-    engine knows; default_drafter: of requests that name none. exact_verifiers: those that leave the
-    text's distribution as it is.
+    tokeniser has. context: most tokens of prompt and text together. drafters: what the engine
+    has; default_drafter: of requests that name none.
     """
 
     name: str
@@ -32,9 +34,7 @@ class TextModel:
     vocab_size: int
     context: int
     parameters: int
-    drafters: tuple[str, ...]
-    verifiers: tuple[str, ...]
-    exact_verifiers: tuple[str, ...]
+    drafters: Mapping[str, Drafter]
     default_drafter: str = "none"
     default_verifier: str = "sample"
 
@@ -48,6 +48,6 @@ class TextModel:
         return {
             "parameters": self.parameters,
             "drafters": list(self.drafters),
-            "verifiers": list(self.verifiers),
+            "verifiers": list(RULES),
             "chat": self.tokenizer.template is not None,
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from recserve.core.text_request import SamplingParams, Speculation
+from recserve.draft.text_drafters import check_speculation
 from recserve.messages import InvalidRequest
 from recserve.messages_text import (
     MAX_CHOICES,
@@ -20,6 +21,7 @@ from recserve.messages_text import (
 from recserve.service.errors import ContextExceeded
 from recserve.service.text_model import TextModel
 from recserve.text.chat_template import TemplateError
+from recserve.verify.rules import GREEDY, RULES
 
 COMPLETION_TOKENS = 16
 
@@ -109,21 +111,31 @@ def sampling(
     )
 
 
-def speculation(body: SpeculationBody | None, model: TextModel) -> Speculation:
-    """How the text is drafted. Raises InvalidRequest for names that are not here."""
+def speculation(
+    body: SpeculationBody | None, temperature: float | None, model: TextModel
+) -> Speculation:
+    """How the text is drafted. Raises InvalidRequest for what is not here or does not fit."""
     said = body or SpeculationBody()
     drafter = said.drafter or model.default_drafter
     verifier = said.verifier or model.default_verifier
-    for name, value, there in (
-        ("drafter", drafter, model.drafters),
-        ("verifier", verifier, model.verifiers),
-    ):
+    names: dict[str, tuple[str, Collection[str]]] = {
+        "drafter": (drafter, model.drafters),
+        "verifier": (verifier, RULES),
+    }
+    for field, (value, there) in names.items():
         if value not in there:
             raise InvalidRequest(
-                f"speculation.{name}", f"this server has {', '.join(there)}, got {value!r}"
+                f"speculation.{field}", f"this server has {', '.join(there)}, got {value!r}"
             )
+    if verifier == GREEDY and temperature != 0:
+        raise InvalidRequest("speculation.verifier", "greedy is for temperature 0; ask for sample")
     tree = None if said.tree is None else tuple(tuple(path) for path in said.tree)
-    return Speculation(drafter, verifier, said.num_tokens, tree)
+    asked = Speculation(drafter, verifier, said.num_tokens, tree)
+    try:
+        check_speculation(asked, model.drafters[drafter])
+    except ValueError as error:
+        raise InvalidRequest("speculation", str(error)) from None
+    return asked
 
 
 def stop_strings(body: TextBody) -> list[str]:

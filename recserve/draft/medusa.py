@@ -1,0 +1,127 @@
+"""Medusa's trees: the heads' best guesses of each position, combined by a static tree of ranks.
+
+At a temperature above 0 the guesses of a position are ranked with the target's own noise there, so
+that what is drafted first is what the target would draw if its distribution were the head's.
+Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text_request import Speculation
+from recserve.draft.limits import allowed, only_chains
+from recserve.draft.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
+from recserve.kernels.noise import gumbel_of_tokens
+from recserve.models.drafters.medusa import MedusaHeads
+
+NUM_NODES = 24
+RANKS = 10  # of a head, in the tree that is used where nobody measured
+NOISY = 64  # likeliest guesses of a head that are ranked anew with noise
+
+
+def assumed_accuracies(num_heads: int) -> list[list[float]]:
+    """Accuracies by head and rank to make a tree of before any are measured: each head is right
+    four fifths as often as the one before it, each rank a third as often.
+    """
+    return [[0.6 * 0.8**k * 0.33**rank for rank in range(RANKS)] for k in range(num_heads)]
+
+
+class MedusaDrafter:
+    """tree: None makes one of `assumed_accuracies`; a request's own tree comes before it.
+
+    Raises ValueError for heads of another vocabulary or hidden size than the target's, and for a
+    tree that is deeper than there are heads or wider than their vocabulary.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, hidden_size: int, vocab_size: int, tree: RankTree | None = None
+    ) -> None:
+        config = heads.config
+        if (config.hidden_size, config.vocab_size) != (hidden_size, vocab_size):
+            raise ValueError(
+                f"the heads are for hidden size {config.hidden_size} and {config.vocab_size} "
+                f"tokens, the target has {hidden_size} and {vocab_size}"
+            )
+        self.heads = heads
+        self.tree = tree or best_tree(assumed_accuracies(config.num_heads), NUM_NODES)
+        self.chain = expansion_tree([1] * config.num_heads)
+        self._check_tree(self.tree)
+
+    def check(self, speculation: Speculation) -> None:
+        """Raises ValueError for a request's tree that these heads cannot fill."""
+        if speculation.tree is not None:
+            self._check_tree(rank_tree(speculation.tree))
+
+    def _check_tree(self, tree: RankTree) -> None:
+        config = self.heads.config
+        words = config.head_vocab or config.vocab_size
+        if tree.depth > config.num_heads or tree.width > words:
+            raise ValueError(
+                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; there are "
+                f"{config.num_heads} heads, which know {words} tokens"
+            )
+
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """The request's tree or the drafter's, filled; empty where no hidden state is known."""
+        device = self.heads.weight.device
+        drafts = [empty_draft(device) for _ in contexts]
+        shapes = [self._shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        rows = [i for i, c in enumerate(contexts) if c.hidden is not None and len(shapes[i])]
+        if not rows:
+            return drafts
+        guesses = self._guesses([contexts[i] for i in rows], max(shapes[i].width for i in rows))
+        places, parents = [], []
+        for row, i in enumerate(rows):
+            places += [(len(path) - 1, row, path[-1]) for path in shapes[i].paths]
+            parents += shapes[i].parents()
+        index = torch.tensor(places, device=device)
+        tokens = guesses[index[:, 0], index[:, 1], index[:, 2]]
+        sizes = [len(shapes[i]) for i in rows]
+        above = torch.tensor(parents, device=device)
+        for i, own, parent in zip(
+            rows, torch.split(tokens, sizes), torch.split(above, sizes), strict=True
+        ):
+            drafts[i] = TextDraft(own, parent, shapes[i].depth)
+        return drafts
+
+    def _shape(self, context: TextContext, budget: Budget) -> RankTree:
+        asked = context.speculation.tree
+        if only_chains(context):
+            tree = self.chain
+        elif asked is None:
+            tree = self.tree
+        else:
+            tree = rank_tree(asked)
+            self._check_tree(tree)
+        return tree.within(allowed(context, budget, len(tree)))
+
+    @torch.inference_mode()
+    def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
+        """[K, B, width] tokens, best first."""
+        hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
+        logits = self.heads(hidden.to(self.heads.weight.dtype))
+        if all(context.params.greedy for context in contexts):
+            return self.heads.tokens(logits.topk(width).indices)
+        device, count = logits.device, len(self.heads.blocks)
+        best = logits.float().topk(min(max(NOISY, width), logits.shape[-1]))
+        tokens = self.heads.tokens(best.indices)
+        params = [context.params for context in contexts]
+        temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
+        seeds = torch.tensor([p.seed for p in params], device=device).repeat(count)
+        lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
+        positions = lengths + torch.arange(count, device=device)[:, None]
+        noise = gumbel_of_tokens(seeds, positions.flatten(), tokens.flatten(0, 1))
+        # Scaled by the temperature: at 0 there is no noise, and no division.
+        noisy = best.values + noise.view_as(best.values) * temperature
+        return tokens.gather(-1, noisy.topk(width).indices)
+
+    def commit(self, outcomes: Seq[TextOutcome]) -> None:
+        """Nothing: the next proposal reads the target's hidden state."""
+
+    def forget(self, context_id: int) -> None:
+        """Nothing is kept."""

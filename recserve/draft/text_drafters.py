@@ -1,0 +1,128 @@
+"""Drafters of text by name, with what each is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recserve.core.text import Drafter
+from recserve.core.text_request import Speculation
+from recserve.draft.draft_model import ModelDrafter
+from recserve.draft.lookahead import LookaheadDrafter
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.merged import MergedDrafter
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.none import NoDrafter
+from recserve.draft.specinfer import specinfer
+from recserve.draft.suffix import SuffixDrafter
+from recserve.models.drafters.medusa_files import load_medusa
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import load_language_model
+
+JOIN = "+"
+
+
+@dataclass(frozen=True)
+class DrafterWeights:
+    """Folders. models: draft models, as Hugging Face lays them out. medusa: heads."""
+
+    models: tuple[Path, ...] = ()
+    medusa: Path | None = None
+
+
+def _none(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    return NoDrafter()
+
+
+def _ngram(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    return NgramDrafter(_device(target))
+
+
+def _suffix(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    return SuffixDrafter(_device(target))
+
+
+def _lookahead(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    return LookaheadDrafter(_device(target))
+
+
+def _draft_model(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    if len(weights.models) != 1:
+        raise ValueError(
+            f"drafter 'draft_model' needs the folder of one draft model, not {len(weights.models)}"
+        )
+    return ModelDrafter(_load(weights.models[0], target), target.config.vocab_size)
+
+
+def _specinfer(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    if not weights.models:
+        raise ValueError("drafter 'specinfer' needs the folder of at least one draft model")
+    return specinfer([_load(f, target) for f in weights.models], target.config.vocab_size)
+
+
+def _medusa(target: LanguageModel, weights: DrafterWeights) -> Drafter:
+    if weights.medusa is None:
+        raise ValueError("drafter 'medusa' needs the folder of its heads")
+    size, vocabulary = target.config.decoder.hidden_size, target.config.vocab_size
+    dtype = target.tokens.weight.dtype
+    heads = load_medusa(weights.medusa, size, vocabulary, dtype, _device(target))
+    return MedusaDrafter(heads, size, vocabulary)
+
+
+DRAFTERS: dict[str, Callable[[LanguageModel, DrafterWeights], Drafter]] = {
+    "draft_model": _draft_model,
+    "lookahead": _lookahead,
+    "medusa": _medusa,
+    "ngram": _ngram,
+    "none": _none,
+    "specinfer": _specinfer,
+    "suffix": _suffix,
+}
+
+
+def build_drafter(
+    name: str, target: LanguageModel, weights: DrafterWeights | None = None
+) -> Drafter:
+    """A drafter for a target; names joined by `+` draft one tree together.
+
+    Raises ValueError (UnsupportedModel for files) for an unknown name, or for weights that are
+    missing or do not fit the target, with what was expected and what came.
+    """
+    names = name.split(JOIN)
+    if unknown := [part for part in names if part not in DRAFTERS]:
+        raise ValueError(
+            f"drafter is {unknown[0]!r}; choose one of {sorted(DRAFTERS)}, or several joined by "
+            f"{JOIN!r}"
+        )
+    if len(names) > 1 and ("none" in names or len(set(names)) < len(names)):
+        raise ValueError(f"drafter is {name!r}; join different ones, and not 'none'")
+    built = [DRAFTERS[part](target, weights or DrafterWeights()) for part in names]
+    return built[0] if len(built) == 1 else MergedDrafter(built, _device(target))
+
+
+def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
+    """Raises ValueError for a request's words that its drafter cannot follow."""
+    if speculation.num_tokens is not None and speculation.num_tokens < 0:
+        raise ValueError(f"num_tokens is {speculation.num_tokens}; it must be at least 0")
+    if speculation.tree is None:
+        return
+    members = drafter.sources if isinstance(drafter, MergedDrafter) else (drafter,)
+    takers = [member for member in members if isinstance(member, MedusaDrafter)]
+    if not takers:
+        raise ValueError(
+            f"a tree of choices is for the drafter 'medusa', not for {speculation.drafter!r}"
+        )
+    for member in takers:
+        member.check(speculation)
+
+
+def _load(folder: Path, target: LanguageModel) -> LanguageModel:
+    return load_language_model(folder, device=_device(target))
+
+
+def _device(target: LanguageModel) -> torch.device:
+    device: torch.device = target.tokens.weight.device
+    return device

@@ -1,0 +1,200 @@
+"""Medusa heads in files: the original layout and vLLM's; safetensors only.
+
+    original    {i}.{j}.linear.weight, .bias, {i}.{num_layers}.weight; also after `medusa_head.`
+    vLLM        blocks.{i}.layers.{j}.weight, .bias, lm_heads.{i}.weight, token_map
+
+Sizes are read from the tensors: published configurations say 2 heads where there are 5. A `.pt`
+file is turned into safetensors offline by benchmarks/convert_medusa.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.models.loading import UnsupportedModel
+
+FILES = ("medusa_lm_head.safetensors", "model.safetensors")
+PREFIX = re.compile(r"^(medusa_heads?\.|model\.)+")
+ORIGINAL_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
+ORIGINAL_OUTPUT = re.compile(r"^(\d+)\.(\d+)\.weight$")
+VLLM_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
+VLLM_OUTPUT = re.compile(r"^lm_heads?\.(?:(\d+)\.)?weight$")
+
+
+def load_medusa(
+    folder: Path | str,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> MedusaHeads:
+    """The heads of a folder, ready to draft for a target of these sizes.
+
+    Raises UnsupportedModel naming the tensor or size, what was expected and what came.
+    """
+    folder = Path(folder)
+    fields = _fields(folder)
+    weights = rename(_tensors(folder), bool(fields.get("original_lm_head", False)))
+    config = _config(weights, folder.name, hidden_size, vocab_size)
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    expected = heads.state_dict()
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise UnsupportedModel(
+            f"{folder.name} lacks {_their_names(missing[0])}; its other tensors are those of "
+            f"{config.num_heads} heads with {config.num_layers} blocks each"
+        )
+    cast = {}
+    for name, empty in expected.items():
+        if weights[name].shape != empty.shape:
+            raise UnsupportedModel(
+                f"{_their_names(name)} is {tuple(weights[name].shape)} in {folder.name}; the "
+                f"target (hidden size {hidden_size}, vocabulary {vocab_size}) needs "
+                f"{tuple(empty.shape)}"
+            )
+        cast[name] = weights[name].to(device, None if name == "token_map" else dtype)
+    heads.load_state_dict(cast, assign=True)
+    return heads.requires_grad_(False).eval()
+
+
+def save_medusa(heads: MedusaHeads, folder: Path | str) -> None:
+    """Write `config.json` and `medusa_lm_head.safetensors` in the original layout.
+
+    Raises ValueError for heads that the layout cannot express.
+    """
+    config = heads.config
+    if config.shared or config.head_vocab is not None or not config.bias:
+        raise ValueError(f"the original layout has no place for {config}")
+    weights = {}
+    for k in range(config.num_heads):
+        for j in range(config.num_layers):
+            for part in ("weight", "bias"):
+                weights[f"{k}.{j}.linear.{part}"] = heads.get_parameter(f"blocks.{k}.{j}.{part}")
+        weights[f"{k}.{config.num_layers}.weight"] = heads.get_parameter(f"outputs.{k}.weight")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, target / FILES[0])
+    fields = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    (target / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Tensor]:
+    """Our names for the tensors of either layout; what belongs to neither is left out.
+
+    shared: vLLM's `original_lm_head`, one output matrix for all heads. Rows of an output matrix
+    that token_map does not name are dropped.
+    """
+    ours: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        short = PREFIX.sub("", name)
+        if found := ORIGINAL_BLOCK.match(short) or VLLM_BLOCK.match(short):
+            ours["blocks.{}.{}.{}".format(*found.groups())] = tensor
+        elif found := ORIGINAL_OUTPUT.match(short):
+            ours[f"outputs.{found[1]}.weight"] = tensor
+        elif (found := VLLM_OUTPUT.match(short)) and (found[1] is not None or shared):
+            ours[f"outputs.{0 if shared else found[1]}.weight"] = tensor
+        elif short == "token_map":
+            ours[short] = tensor.long()
+    words = ours.get("token_map")
+    if words is not None:
+        for name, tensor in ours.items():
+            if name.startswith("outputs.") and tensor.shape[0] > words.shape[0]:
+                ours[name] = tensor[words]
+    return ours
+
+
+def _config(
+    weights: Mapping[str, Tensor], folder: str, hidden_size: int, vocab_size: int
+) -> MedusaConfig:
+    """What the tensors are, told by their names."""
+    blocks = [name.split(".") for name in weights if name.startswith("blocks.")]
+    outputs = [name for name in weights if name.startswith("outputs.")]
+    if not outputs or not blocks:
+        raise UnsupportedModel(
+            f"{folder} holds no Medusa heads: no tensor like '0.0.linear.weight' or "
+            "'blocks.0.layers.0.weight' with its output matrix"
+        )
+    config = MedusaConfig(
+        hidden_size,
+        vocab_size,
+        1 + max(int(part[1]) for part in blocks),
+        1 + max(int(part[2]) for part in blocks),
+        bias=any(part[3] == "bias" for part in blocks),
+        shared=len(outputs) == 1 and len({part[1] for part in blocks}) > 1,
+    )
+    words = weights.get("token_map")
+    if words is None:
+        return config
+    if words.numel() and not 0 <= int(words.min()) <= int(words.max()) < vocab_size:
+        raise UnsupportedModel(
+            f"token_map of {folder} names tokens {int(words.min())}..{int(words.max())}; the "
+            f"target's vocabulary is 0..{vocab_size - 1}"
+        )
+    return replace(config, head_vocab=words.shape[0])
+
+
+def _their_names(name: str) -> str:
+    """A tensor of ours as the two layouts call it."""
+    if name == "token_map":
+        return name
+    kind, head, *rest = name.split(".")
+    if kind == "outputs":
+        return f"the output matrix of head {head} ('{head}.<last>.weight', 'lm_heads.{head}.weight')"
+    layer, part = rest
+    return f"'{head}.{layer}.linear.{part}' ('blocks.{head}.layers.{layer}.{part}')"
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return fields
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor that may be a head's; the target's own, in files that hold both, is not read."""
+    index = folder / "model.safetensors.index.json"
+    present = [folder / name for name in FILES if (folder / name).exists()]
+    if present:
+        paths = present[:1]
+    elif index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        paths = [folder / f for f in sorted({f for n, f in names.items() if _may_be_head(n)})]
+    else:
+        hint = ""
+        if pickled := sorted(path.name for path in folder.glob("*.pt")):
+            hint = f"; convert {pickled[0]} offline with benchmarks/convert_medusa.py"
+        raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if _may_be_head(name):
+                        weights[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise UnsupportedModel(f"{path.name} of {folder.name} is damaged: {error}") from error
+    return weights
+
+
+def _may_be_head(name: str) -> bool:
+    short = PREFIX.sub("", name)
+    patterns = (ORIGINAL_BLOCK, ORIGINAL_OUTPUT, VLLM_BLOCK, VLLM_OUTPUT)
+    return short == "token_map" or any(pattern.match(short) for pattern in patterns)

@@ -1,0 +1,146 @@
+"""A plain generation loop for tests: full forwards in float64, no cache, no engine."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from recserve.core.sampling_table import sampling_table
+from recserve.core.target import Target
+from recserve.core.text import Budget, Drafter, ScoredTrees, TextContext, TextDraft, TextOutcome
+from recserve.core.text_request import SamplingParams, Speculation
+from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
+from recserve.models.attention import DenseAttention
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.verify.rules import RULES, verify
+
+VOCABULARY = 29
+
+
+def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, sharp: float = 6.0) -> LanguageModel:
+    """A drawn model, sharp enough for its greedy text to be more than one token for ever."""
+    torch.manual_seed(seed)
+    decoder = DecoderConfig(16, 2, 4, 2, 8, 24, max_positions=512)
+    model = LanguageModel(LanguageModelConfig(decoder, vocabulary, tied=False)).double().eval()
+    assert model.head is not None
+    model.head.weight.data.mul_(sharp)
+    return model.requires_grad_(False)
+
+
+@dataclass
+class Written:
+    """What a loop wrote. lengths: accepted drafted tokens of each step."""
+
+    tokens: list[int]
+    lengths: list[int] = field(default_factory=list)
+    drafts: list[TextDraft] = field(default_factory=list)
+
+    @property
+    def mean_length(self) -> float:
+        return sum(self.lengths) / max(len(self.lengths), 1)
+
+
+def check_draft(draft: TextDraft, budget: Budget, vocabulary: int) -> None:
+    """What every draft must be."""
+    n = len(draft)
+    assert n <= budget.num_nodes and draft.depth <= budget.depth
+    assert draft.tokens.dtype == draft.parents.dtype == torch.int64
+    tree = from_parents(draft.tokens, draft.parents)  # raises unless preorder
+    assert draft.depth == (int(tree.depths.max()) + 1 if n else 0)
+    assert not n or 0 <= int(draft.tokens.min()) <= int(draft.tokens.max()) < vocabulary
+    if draft.drawing != "independent":
+        seen = set()
+        kinds = [0] * n if draft.kinds is None else draft.kinds.tolist()
+        for token, parent, kind in zip(
+            draft.tokens.tolist(), draft.parents.tolist(), kinds, strict=True
+        ):
+            if kind != AUXILIARY:
+                assert (parent, token) not in seen, "equal siblings"
+                seen.add((parent, token))
+
+
+def with_node_0(token: int, draft: TextDraft) -> TokenTree:
+    """The step's tree."""
+    tokens = torch.cat([torch.tensor([token]), draft.tokens])
+    tree = from_parents(tokens, torch.cat([torch.tensor([-1]), draft.parents + 1]))
+    kinds = None
+    if draft.kinds is not None:
+        kinds = torch.cat([draft.kinds.new_zeros(1), draft.kinds])
+    return TokenTree(tree.tokens, tree.parents, tree.depths, tree.ends, tree.offsets, kinds)
+
+
+def score(model: LanguageModel, root: Seq[int], tree: TokenTree) -> torch.Tensor:
+    """Hidden states of the tree's nodes below a root, by one dense forward."""
+    n, m = len(root), tree.num_nodes
+    tokens = torch.cat([torch.tensor(root, dtype=torch.int64), tree.tokens])
+    positions = torch.cat([torch.arange(n), n + tree.depths])
+    mask = torch.ones(n + m, n + m, dtype=torch.bool).tril()
+    mask[n:, n:] = tree.dense_mask()
+    return model(tokens[None], positions[None], DenseAttention(mask))[0, n:]
+
+
+@torch.inference_mode()
+def generate(
+    model: LanguageModel,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    drafter: Drafter,
+    rule: str = "sample",
+    num_nodes: int = 32,
+    speculation: Speculation | None = None,
+) -> list[Written]:
+    """Continue the prompts side by side until each has max_tokens."""
+    speculation = speculation or Speculation("test", rule)
+    contexts = [TextContext(i, list(p), len(p), params, speculation) for i, p in enumerate(prompts)]
+    written = [Written([]) for _ in prompts]
+    running = list(contexts)
+    while running:
+        budgets = [Budget(num_nodes, params.max_tokens - c.num_output - 1) for c in running]
+        drafts = drafter.propose(running, budgets)
+        outcomes = []
+        for context, budget, draft in zip(running, budgets, drafts, strict=True):
+            check_draft(draft, budget, model.config.vocab_size)
+            RULES[speculation.verifier].check(draft)
+            outcomes.append(_step(model, context, draft, speculation.verifier))
+            written[context.id].lengths.append(len(outcomes[-1].accepted))
+            written[context.id].drafts.append(draft)
+        running = [c for c in running if c.num_output < params.max_tokens]
+        drafter.commit([o for o in outcomes if o.context in running])
+        for context in (o.context for o in outcomes if o.context not in running):
+            drafter.forget(context.id)
+    for context in contexts:
+        written[context.id].tokens = context.tokens[context.num_prompt :]
+    return written
+
+
+def _step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str) -> TextOutcome:
+    tree = with_node_0(context.tokens[-1], draft)
+    hidden = score(model, context.tokens[:-1], tree)
+    logits = model.logits(hidden)
+    table = sampling_table([context.params])
+    probs = None
+    if draft.probs is not None:
+        probs = torch.cat([torch.zeros_like(draft.probs[:1]), draft.probs]).double()
+        if not len(draft):
+            probs = torch.zeros(1, logits.shape[1], dtype=torch.float64)
+    accepted = verify(
+        rule,
+        ScoredTrees(
+            tree,
+            draft.depth,
+            Target(logits, tree, draft.depth, table, [context], [None]),
+            table.seeds,
+            torch.tensor([len(context.tokens)]),
+            (draft.drawing,),
+            logits.shape[1],
+            probs,
+            table.greedy,
+        ),
+    )
+    path = accepted.nodes[0, : int(accepted.lengths) + 1]
+    tokens = [*tree.tokens[path[1:]].tolist(), int(accepted.bonus)]
+    context.tokens += tokens
+    context.hidden = hidden[path[-1]]
+    kept = tuple((path[1:] - 1).tolist())
+    return TextOutcome(context, draft, kept, tuple(tokens), hidden, logits)
