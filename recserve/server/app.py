@@ -37,7 +37,7 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
     `app.state.worker` is the worker, for whoever drains it.
     """
     given = Served(served) if isinstance(served, Service) else served
-    worker = Worker((lambda: _load(config)) if given is None else (lambda: given))
+    worker = Worker((lambda: load(config)) if given is None else (lambda: given))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +77,8 @@ async def _to_gate(_: Request, error: Exception) -> Response:
     raise error
 
 
-def _load(config: ServerConfig) -> Served:
+def load(config: ServerConfig) -> Served:
+    """Everything that the settings name, loaded; the engine runs. Raises what loading refuses."""
     text = None
     if config.llm is not None:
         settings = TextSettings(
