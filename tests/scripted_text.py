@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from recserve.core.request import DeadlineExceeded, QueueFull, Timing
@@ -159,6 +160,7 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
         VOCABULARY,
         CONTEXT,
         1234,
+        torch.device("cpu"),
         {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
     )
     return Served(None, model, ScriptedEngine(script, tokenizer))

@@ -16,7 +16,8 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-SERVICE = STEP | DATA | {"text", "bundle", "messages", "messages_text", "metrics"}
+MESSAGES = {"messages", "messages_text", "messages_scoring"}
+SERVICE = STEP | DATA | {"text", "bundle", "metrics"} | MESSAGES
 TOP = SERVICE | {"service", "config"}
 
 # room -> rooms it may import besides itself. A room is a folder or a file directly under recserve/.
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "text": set(),
     "messages": set(),
     "messages_text": {"messages"},
+    "messages_scoring": {"messages", "messages_text"},
     "metrics": set(),
     "config": set(),
     "models": {"kernels"},

@@ -28,6 +28,7 @@ from recserve.core.request import (
     RecommendRequest,
     Request,
     Result,
+    TextScoreRequest,
 )
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
@@ -37,7 +38,12 @@ from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk, TextTrunk
 from recserve.engine.runner import Runner
-from recserve.engine.strategies import LikelihoodStrategy, RankStrategy, recommend_strategies
+from recserve.engine.strategies import (
+    LikelihoodStrategy,
+    RankStrategy,
+    TextScoreStrategy,
+    recommend_strategies,
+)
 from recserve.engine.text_lane import TextLane
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
@@ -112,7 +118,10 @@ class Engine:
             self._lanes["ranker"] = Lane(self._runner(RankerTrunk(ranker.eval())))
             self._strategies["ranker"] = RankStrategy(ranker)
         if text is not None:
-            self._lanes["text"] = TextLane(self._runner(TextTrunk(text.eval())), text)
+            runner = self._runner(TextTrunk(text.eval()))
+            self._lanes["text"] = TextLane(runner, text)
+            self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
+            self._strategies["text_scores"] = TextScoreStrategy(text)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -208,14 +217,15 @@ class Engine:
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
         lanes = list(self._lanes.values())
+        pools = {id(lane.cache): lane for lane in lanes}.values()
         return EngineStats(
             len(self._waiting),
             sum(lane.num_running for lane in lanes),
-            sum(lane.allocator.num_free for lane in lanes),
-            sum(lane.cache.num_pages for lane in lanes),
-            sum(lane.allocator.num_pages for lane in lanes),
-            sum(lane.cache.num_hit_tokens for lane in lanes),
-            sum(lane.cache.num_missed_tokens for lane in lanes),
+            sum(lane.allocator.num_free for lane in pools),
+            sum(lane.cache.num_pages for lane in pools),
+            sum(lane.allocator.num_pages for lane in pools),
+            sum(lane.cache.num_hit_tokens for lane in pools),
+            sum(lane.cache.num_missed_tokens for lane in pools),
         )
 
     @torch.inference_mode()
@@ -318,6 +328,8 @@ def _needs(request: Request | TextRequest) -> tuple[str, str]:
             return "recommender", "likelihood"
         case RankRequest():
             return "ranker", "ranker"
+        case TextScoreRequest():
+            return "text_scores", "text_scores"
         case TextRequest():
             return "text", request.speculation.drafter
 

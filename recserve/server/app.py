@@ -15,7 +15,17 @@ from starlette.responses import Response
 
 from recserve.config import ServerConfig
 from recserve.metrics import Metrics
-from recserve.server import completions, events, health, items, models, playground, rank, recommend
+from recserve.server import (
+    completions,
+    events,
+    health,
+    items,
+    models,
+    playground,
+    rank,
+    recommend,
+    text_scores,
+)
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.gate import Gate
@@ -61,7 +71,8 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
         config.default_timeout_ms,
         config.text_timeout_ms,
     )
-    for room in (recommend, rank, events, items, models, completions, health, playground):
+    items_rooms = (recommend, rank, events, items)
+    for room in (*items_rooms, models, completions, text_scores, health, playground):
         room.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve import messages as m
+from recserve import messages_scoring as s
 from recserve import messages_text as t
 
 BODIES = {
@@ -21,6 +22,9 @@ BODIES = {
     "add_events": m.EventsBody,
     "complete": t.CompletionBody,
     "chat": t.ChatBody,
+    "rerank": s.RerankBody,
+    "rerank_v2": s.RerankBody,
+    "generative_scoring": s.GenerativeScoringBody,
 }
 ANSWERS = {
     "recommend": m.RecommendAnswer,
@@ -29,6 +33,9 @@ ANSWERS = {
     "add_events": m.EventsAnswer,
     "complete": t.CompletionAnswer,
     "chat": t.ChatAnswer,
+    "rerank": s.RerankAnswer,
+    "rerank_v2": s.RerankAnswer,
+    "generative_scoring": s.GenerativeScoringAnswer,
     "history": m.HistoryAnswer,
     "item": m.ItemAnswer,
 }
@@ -37,7 +44,7 @@ ANSWERS = {
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of the app."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer]
+    kinds = list(dict.fromkeys([*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer]))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )

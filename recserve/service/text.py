@@ -43,6 +43,7 @@ from recserve.service.text_prompts import (
     speculation,
     stop_strings,
 )
+from recserve.service.text_scores import TextScores
 from recserve.service.text_stream import Listener, Piece, TextStream
 from recserve.verify.rules import RULES
 
@@ -136,11 +137,12 @@ class TextWork:
 
 
 class Texts:
-    """A language model's side of the service."""
+    """A language model's side of the service. scores: the same model as a scorer of given texts."""
 
     def __init__(self, engine: TextEngine, model: TextModel) -> None:
         self.engine = engine
         self.model = model
+        self.scores = TextScores(engine, model)
         self.fingerprint = f"recserve-{installed('recserve')}"
 
     def begin_completion(

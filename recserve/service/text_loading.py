@@ -70,6 +70,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         vocab_size=config.vocab_size,
         context=config.decoder.max_positions,
         parameters=sum(p.numel() for p in network.parameters()),
+        device=device,
         drafters=drafters,
         default_drafter=next(iter(drafters)),
     )

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from recserve.core.text import Drafter
-from recserve.core.text_request import TextRequest
 from recserve.service.errors import UnknownModel
 from recserve.text.tokenizer import TextTokenizer
 from recserve.verify.rules import RULES
@@ -17,8 +18,10 @@ from recserve.verify.rules import RULES
 class TextEngine(Protocol):
     """What is asked of the engine; `engine.Engine` is one."""
 
-    def submit(self, request: TextRequest) -> Future[Any]:
-        """Queue a request; the future gets its Completion or the error."""
+    def submit(self, request: Any) -> Future[Any]:
+        """Queue a TextRequest or TextScoreRequest; the future gets its Completion, its Scores or
+        the error.
+        """
         ...
 
 
@@ -34,6 +37,7 @@ class TextModel:
     vocab_size: int
     context: int
     parameters: int
+    device: torch.device
     drafters: Mapping[str, Drafter]
     default_drafter: str = "none"
     default_verifier: str = "sample"

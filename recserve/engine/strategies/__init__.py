@@ -8,9 +8,10 @@ from recserve.engine.strategies.beam import BeamStrategy
 from recserve.engine.strategies.likelihood import LikelihoodStrategy
 from recserve.engine.strategies.rank import RankStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
+from recserve.engine.strategies.text_scores import TextScoreStrategy
 from recserve.models.recommender import Recommender
 
-__all__ = ["LikelihoodStrategy", "RankStrategy", "recommend_strategies"]
+__all__ = ["LikelihoodStrategy", "RankStrategy", "TextScoreStrategy", "recommend_strategies"]
 
 
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy]:
