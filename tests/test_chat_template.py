@@ -41,6 +41,27 @@ def test_what_templates_of_the_families_use():
     assert text == '<s>{"role": "user", "content": "é x"}é4True'
 
 
+BLOCKS = (
+    "{{ bos_token }}{% for m in messages %}{% if loop.index0 > 3 %}{% break %}{% endif %}"
+    "{% generation %}{{ m['content'] | trim }}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [CHATML, BLOCKS], ids=["chatml", "blocks"])
+@pytest.mark.parametrize("answer_follows", [True, False])
+def test_equal_to_transformers(source, answer_follows):
+    """transformers' own renderer, with loop controls and generation blocks."""
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    theirs, _ = utilities.render_jinja_template(
+        conversations=[MESSAGES],
+        chat_template=source,
+        add_generation_prompt=answer_follows,
+        bos_token="<s>",
+    )
+    ours = ChatTemplate(source, {"bos_token": "<s>"})
+    assert ours.render(MESSAGES, answer_follows=answer_follows) == theirs[0]
+
+
 def test_settings_replace_neither_messages_nor_special_tokens():
     template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "<s>"})
     assert template.render([{}], {"messages": [1, 2], "bos_token": "x"}) == "<s>1"

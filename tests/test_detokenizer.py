@@ -50,6 +50,23 @@ def test_bytes_that_are_no_character_show_as_a_replacement(tokenizer):
     assert shown(b"\xe2") == "\\xe2" and shown("é".encode()) == "é"
 
 
+def test_any_tokens_stream_to_what_decoding_gives():
+    """500 drawn rows of tokens, most of them no valid UTF-8."""
+    folder = DATA / "tokenizer-gpt2"
+    if not folder.is_dir():
+        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    tokenizer, rng = TextTokenizer.open(folder), random.Random(2)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    broken = 0
+    for _ in range(500):
+        numbers = [rng.randrange(256) for _ in range(rng.randrange(20))]
+        detokenizer = Detokenizer(tokenizer.text_bytes)
+        text = "".join(detokenizer.push(n) for n in numbers) + detokenizer.finish()
+        assert text == tokenizer.tokenizer.decode(numbers)
+        broken += "�" in text
+    assert broken > 300
+
+
 def test_special_tokens_write_nothing():
     fields = {
         "decoder": {

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_PROMPT_CHARACTERS = 8 << 20
@@ -21,13 +24,26 @@ class TemplateError(ValueError):
     """A template is damaged, or refuses these messages; the words are for the client."""
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
 class ChatTemplate:
     """One compiled template. special: `bos_token`, `eos_token` and the like, for the template."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Raises TemplateError where the source does not parse."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
