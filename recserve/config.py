@@ -59,6 +59,7 @@ class ServerConfig(BaseSettings):
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
     default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
+    kv_bytes: int = Field(256 * 2**20, ge=2**20)
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)

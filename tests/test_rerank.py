@@ -1,5 +1,7 @@
 """Reranking and generative scoring over HTTP: equal to full forwards written out by hand."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -170,3 +172,19 @@ def test_refusals(server, path, body, status, param):
     answer = server.post(path, json=body)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/generative_scoring"])
+def test_no_body_is_an_internal_error(server, path):
+    rng = random.Random(path)
+    good = {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1, "instruction": "i"}
+    if path == "/generative_scoring":
+        good = {"query": [1], "items": ["a", [2]], "label_token_ids": [3], "apply_softmax": True}
+    values = [None, True, -1, 0, 2, 10**30, 1.5, "", "x", [], [[]], [""], [1], ["a"], {}, {"a": 1}]
+    statuses = set()
+    for _ in range(100):
+        body = {**good, rng.choice([*good, "model", "timeout_ms"]): rng.choice(values)}
+        answer = server.post(path, json=body)
+        assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
+        statuses.add(answer.status_code)
+    assert {200, 422} <= statuses

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
+from recserve.engine.engine import EngineConfig
 from recserve.metrics import Metrics
 from recserve.server import (
     completions,
@@ -98,7 +99,8 @@ def load(config: ServerConfig) -> Served:
         text = load_text(settings, resolve_device(config.device))
     if config.bundle is None:
         assert text is not None
-        return Served.of_text(text, config.max_queue)
+        sizes = EngineConfig(max_queue=config.max_queue, kv_bytes=config.kv_bytes)
+        return Served.of_text(text, sizes)
     secret = config.signing_key
     items = Service.open(
         config.bundle,
@@ -106,6 +108,7 @@ def load(config: ServerConfig) -> Served:
         config.device,
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
+        kv_bytes=config.kv_bytes,
         text=text,
     )
     return Served(items, None if text is None else text.model)

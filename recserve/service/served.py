@@ -32,9 +32,9 @@ class Served:
             self._texts = Texts(self.engine, replace(text, context=context))
 
     @staticmethod
-    def of_text(text: LoadedText, max_queue: int = 1024) -> Served:
+    def of_text(text: LoadedText, config: EngineConfig | None = None) -> Served:
         """A language model alone, its engine running."""
-        engine = Engine(None, None, EngineConfig(max_queue=max_queue), None, *text.parts)
+        engine = Engine(None, None, config, None, *text.parts)
         engine.start()
         return Served(None, text.model, engine)
 

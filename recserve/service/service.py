@@ -100,6 +100,7 @@ class Service:
         *,
         signing_key: bytes | None = None,
         max_queue: int = 1024,
+        kv_bytes: int = EngineConfig.kv_bytes,
         text: LoadedText | None = None,
     ) -> Service:
         """Load everything.
@@ -117,7 +118,7 @@ class Service:
         opened_store = open_store(url)
         import_events(opened_store, opened)
         histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
-        config = EngineConfig(max_queue=max_queue)
+        config = EngineConfig(max_queue=max_queue, kv_bytes=kv_bytes)
         networks = (models.recommender, models.ranker)
         engine = Engine(*networks, config, models.heads, *(text.parts if text else ()))
         engine.start()
