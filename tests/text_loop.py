@@ -102,7 +102,7 @@ def generate(
         for context, budget, draft in zip(running, budgets, drafts, strict=True):
             check_draft(draft, budget, model.config.vocab_size)
             RULES[speculation.verifier].check(draft)
-            outcomes.append(_step(model, context, draft, speculation.verifier))
+            outcomes.append(step(model, context, draft, speculation.verifier))
             written[context.id].lengths.append(len(outcomes[-1].accepted))
             written[context.id].drafts.append(draft)
         running = [c for c in running if c.num_output < params.max_tokens]
@@ -114,7 +114,7 @@ def generate(
     return written
 
 
-def _step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str) -> TextOutcome:
+def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str) -> TextOutcome:
     tree = with_node_0(context.tokens[-1], draft)
     hidden = score(model, context.tokens[:-1], tree)
     logits = model.logits(hidden)

@@ -153,8 +153,10 @@ def likeliest(
             # Shares fall along a path and ties go to the lower node, so parents come first.
             chosen = np.argsort(-shares, kind="stable")[:room]
         chosen = chosen[shares[chosen] >= limits.min_prob]
-        if shares[chosen].sum() > score:
-            best, kept, score = int(m), chosen, float(shares[chosen].sum())
+        # Whole counts, so that equal scores are equal and the longer match wins.
+        total = float(counts[chosen].sum() / part.sum())
+        if total > score:
+            best, kept, score = int(m), chosen, total
     if not best:
         return NO_GUESS
     kept.sort()

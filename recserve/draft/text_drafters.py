@@ -12,13 +12,14 @@ from recserve.core.text import Drafter
 from recserve.core.text_request import Speculation
 from recserve.draft.draft_model import ModelDrafter
 from recserve.draft.lookahead import LookaheadDrafter
-from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.medusa import NUM_NODES, MedusaDrafter
 from recserve.draft.merged import MergedDrafter
 from recserve.draft.ngram import NgramDrafter
 from recserve.draft.none import NoDrafter
+from recserve.draft.rank_tree import best_tree
 from recserve.draft.specinfer import specinfer
 from recserve.draft.suffix import SuffixDrafter
-from recserve.models.drafters.medusa_files import load_medusa
+from recserve.models.drafters.medusa_files import load_accuracies, load_medusa
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 
@@ -69,7 +70,9 @@ def _medusa(target: LanguageModel, weights: DrafterWeights) -> Drafter:
     size, vocabulary = target.config.decoder.hidden_size, target.config.vocab_size
     dtype = target.tokens.weight.dtype
     heads = load_medusa(weights.medusa, size, vocabulary, dtype, _device(target))
-    return MedusaDrafter(heads, size, vocabulary)
+    measured = load_accuracies(weights.medusa)
+    tree = None if measured is None else best_tree(measured, NUM_NODES)
+    return MedusaDrafter(heads, size, vocabulary, tree)
 
 
 DRAFTERS: dict[str, Callable[[LanguageModel, DrafterWeights], Drafter]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.loading import UnsupportedModel
 
+ACCURACIES = "medusa_accuracies"
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 PREFIX = re.compile(r"^(medusa_heads?\.|model\.)+")
 ORIGINAL_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -47,6 +49,10 @@ def load_medusa(
     fields = _fields(folder)
     weights = rename(_tensors(folder), bool(fields.get("original_lm_head", False)))
     config = _config(weights, folder.name, hidden_size, vocab_size)
+    words = weights.get("token_map")
+    for name, tensor in weights.items():
+        if words is not None and name.startswith("outputs.") and tensor.shape[0] == vocab_size:
+            weights[name] = tensor[words]  # written whole; only the named rows count
     with torch.device("meta"):
         heads = MedusaHeads(config)
     expected = heads.state_dict()
@@ -68,10 +74,19 @@ def load_medusa(
     return heads.requires_grad_(False).eval()
 
 
-def save_medusa(heads: MedusaHeads, folder: Path | str) -> None:
+def load_accuracies(folder: Path | str) -> list[list[float]] | None:
+    """How often each head's guess of each rank is right, where that was measured."""
+    rows = _fields(Path(folder)).get(ACCURACIES)
+    return None if rows is None else [[float(value) for value in row] for row in rows]
+
+
+def save_medusa(
+    heads: MedusaHeads, folder: Path | str, accuracies: Seq[Seq[float]] | None = None
+) -> None:
     """Write `config.json` and `medusa_lm_head.safetensors` in the original layout.
 
-    Raises ValueError for heads that the layout cannot express.
+    accuracies: by head and rank, for `load_accuracies`. Raises ValueError for heads that the
+    layout cannot express.
     """
     config = heads.config
     if config.shared or config.head_vocab is not None or not config.bias:
@@ -85,20 +100,21 @@ def save_medusa(heads: MedusaHeads, folder: Path | str) -> None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, target / FILES[0])
-    fields = {
+    fields: dict[str, Any] = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
     }
+    if accuracies is not None:
+        fields[ACCURACIES] = [[round(value, 6) for value in row] for row in accuracies]
     (target / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
 def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Tensor]:
     """Our names for the tensors of either layout; what belongs to neither is left out.
 
-    shared: vLLM's `original_lm_head`, one output matrix for all heads. Rows of an output matrix
-    that token_map does not name are dropped.
+    shared: vLLM's `original_lm_head`, one output matrix for all heads.
     """
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -111,11 +127,6 @@ def rename(weights: Mapping[str, Tensor], shared: bool = False) -> dict[str, Ten
             ours[f"outputs.{0 if shared else found[1]}.weight"] = tensor
         elif short == "token_map":
             ours[short] = tensor.long()
-    words = ours.get("token_map")
-    if words is not None:
-        for name, tensor in ours.items():
-            if name.startswith("outputs.") and tensor.shape[0] > words.shape[0]:
-                ours[name] = tensor[words]
     return ours
 
 

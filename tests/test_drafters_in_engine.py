@@ -1,0 +1,144 @@
+"""Every drafter in the engine: the same tokens as without, few pages, cancels, nothing left behind.
+
+In float32; logits of a tree differ from plain ones in the last bits, and the drawn models have no
+ties that close.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import DATA
+from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_plain import VOCABULARY, drawn_model
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.draft_model import ModelDrafter
+from recserve.draft.lookahead import LookaheadDrafter
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.merged import MergedDrafter
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.specinfer import specinfer
+from recserve.draft.suffix import SuffixDrafter
+from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.models.loading import load_language_model
+
+
+def medusa(model) -> MedusaDrafter:
+    torch.manual_seed(0)
+    heads = MedusaHeads(MedusaConfig(model.config.decoder.hidden_size, VOCABULARY, 3))
+    heads.start_from(model)
+    return MedusaDrafter(heads.eval(), model.config.decoder.hidden_size, VOCABULARY)
+
+
+MAKERS = {
+    "ngram": lambda m: NgramDrafter(min_match=1, branches=2),
+    "suffix": lambda m: SuffixDrafter(),
+    "lookahead": lambda m: LookaheadDrafter(window=3, ngram=3),
+    "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),
+    "specinfer": lambda m: specinfer([m, drawn_model(3)], VOCABULARY, (2, 1, 2)),
+    "medusa": medusa,
+    "merged": lambda m: MergedDrafter(
+        [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextRequest]:
+    """Eight texts, every other one with parameters of another kind."""
+    fields = [PARAMETERS[parameters], PARAMETERS["warm"]]
+    return [
+        TextRequest(
+            prompt,
+            SamplingParams(**{"max_tokens": 24, "seed": 100 + i} | fields[i % 2]),
+            Speculation(name, verifier),
+        )
+        for i, prompt in enumerate(prompts(8))
+    ]
+
+
+@pytest.mark.parametrize("parameters", ["greedy", "hot", "stops", "everything"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_text_is_the_plain_text(name, parameters, model):
+    """Alone; eight together; eight together with so few pages that some are set aside."""
+    drafter = MAKERS[name](model)
+    drafted = requests(name, parameters)
+    plain = engine_for(model).run_many(requests("none", parameters))
+    for pages in (200, 14):
+        engine = engine_for(model, pages, {name: drafter})
+        answers = engine.run_many(drafted)
+        for answer, expected in zip(answers, plain, strict=True):
+            assert answer.tokens.tolist() == expected.tokens.tolist()
+            assert answer.finish_reason == expected.finish_reason
+        assert_no_leak(engine)
+    alone = engine_for(model, drafters={name: drafter}).run(drafted[0])
+    assert alone.tokens.tolist() == plain[0].tokens.tolist()
+    assert sum(answer.counts.num_drafts for answer in answers) > 0
+    assert_forgotten(drafter)
+
+
+def assert_forgotten(drafter) -> None:
+    """No state of a sequence that is over."""
+    for member in getattr(drafter, "sources", (drafter,)):
+        for state in ("_texts", "_contexts", "_windows", "_readings", "_parts"):
+            assert not getattr(member, state, {})
+        if isinstance(member, ModelDrafter):
+            assert member._cache.num_free == member._cache.pool.num_pages
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block", "multi_step"])
+@pytest.mark.parametrize("name", ["draft_model", "specinfer"])
+def test_drawn_drafts_are_judged_and_forgotten(name, verifier, model):
+    """The draft model is the target, so nearly everything that it draws is kept."""
+    drafter = ModelDrafter(model, VOCABULARY, (1, 1, 1), distinct=True)
+    if name == "specinfer":
+        drafter = specinfer([model, drawn_model(3)], VOCABULARY, (2, 1))
+    engine = engine_for(model, drafters={name: drafter})
+    answers = engine.run_many(requests(name, "hot", verifier))
+    assert all(len(answer.tokens) == 24 for answer in answers)
+    rate = sum(a.counts.num_accepted_tokens for a in answers) / sum(
+        a.counts.num_drafts for a in answers
+    )
+    assert rate > 1.4
+    assert_forgotten(drafter)
+
+
+def test_cancelled_texts_leave_nothing(model):
+    drafters = {name: make(model) for name, make in MAKERS.items()}
+    engine = engine_for(model, 60, drafters)
+    futures = [engine.submit(r) for name in MAKERS for r in requests(name, "warm")[:3]]
+    for step in range(400):
+        if step < len(futures) and step % 2:
+            futures[step].cancel()
+        if not engine.step():
+            break
+    assert all(future.done() for future in futures)
+    assert_no_leak(engine)
+    for drafter in drafters.values():
+        assert_forgotten(drafter)
+
+
+def test_known_text_of_a_trained_model():
+    """stories260k with every drafter that needs no training, itself as the draft model."""
+    folder = DATA / "stories260k"
+    if not folder.is_dir():
+        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    model = load_language_model(folder)
+    names = sorted(set(DRAFTERS) - {"medusa", "none"})
+    names += ["suffix+draft_model", "ngram+lookahead"]
+    weights = DrafterWeights((folder,))
+    drafters = {name: build_drafter(name, model, weights) for name in names}
+    engine = engine_for(model, 2000, drafters)
+    prompt = np.array([1, 403, 407, 261, 378])  # Once upon a time
+    params = SamplingParams(0.0, max_tokens=40)
+    plain = engine.run(TextRequest(prompt, params))
+    for name in names:
+        answer = engine.run(TextRequest(prompt, params, Speculation(name)))
+        assert answer.tokens.tolist() == plain.tokens.tolist()
+        if "draft_model" in name or name == "specinfer":
+            assert answer.counts.num_accepted_tokens / answer.counts.num_drafts > 3
