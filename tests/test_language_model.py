@@ -92,6 +92,14 @@ def test_dtype_is_the_configuration_s_unless_asked(tmp_path):
     assert load_language_model(tmp_path, torch.float32).tokens.weight.dtype == torch.float32
 
 
+def test_end_of_text_tokens_come_from_both_files(tmp_path):
+    """Chat models name theirs in generation_config.json."""
+    drawn(tmp_path, "llama")
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert load_language_model(tmp_path).config.eos_tokens == (2, 7, 9)
+
+
 def test_older_rope_fields_mean_the_same(tmp_path):
     drawn(tmp_path, "llama-3.1")
     fields = json.loads((tmp_path / "config.json").read_text())

@@ -20,7 +20,9 @@ from recserve.core.text import Budget, TextContext
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.text_step import under_last_tokens
+from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
+from recserve.verify.sample import draw_tokens
 
 
 def drawn_params(random: np.random.Generator) -> SamplingParams:
@@ -220,3 +222,16 @@ def test_greedy_text_equals_transformers(tmp_path):
         )
         answers = engine.run_many(requests)
         assert [a.tokens.tolist() for a in answers] == list(texts.values())
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1000, 5003])
+def test_few_possible_tokens_are_drawn_as_all_are(vocabulary):
+    """Looking noise up token by token changes no draw."""
+    g = torch.Generator().manual_seed(vocabulary)
+    seeds = torch.randint(0, 2**40, (50,), generator=g)
+    positions = torch.randint(0, 10_000, (50,), generator=g)
+    logits = torch.randn(50, vocabulary, generator=g) * 2
+    for kept in (1, 2, vocabulary // 10 + 1, vocabulary):
+        cut = sampling.truncate(logits, torch.full((50,), kept), torch.ones(50), torch.zeros(50))
+        expected = (cut + gumbel(seeds, positions, vocabulary)).argmax(1)
+        assert torch.equal(draw_tokens(cut, seeds, positions), expected)

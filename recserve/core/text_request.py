@@ -86,12 +86,20 @@ class Speculation:
     drafter does by itself. tree: rank paths of a static tree, as Medusa's choices, for drafters
     that take one: (0,) is the likeliest child of the last committed token, (0, 1) the second
     likeliest child of that.
+    Raises ValueError for a value out of its range.
     """
 
     drafter: str = "none"
     verifier: str = "sample"
     num_tokens: int | None = None
     tree: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        _within("num_tokens", self.num_tokens or 0, 0, None)
+        ranks = [rank for path in self.tree or () for rank in path]
+        _within("a rank of the tree", min(ranks, default=0), 0, None)
+        if self.tree is not None and not all(self.tree):
+            raise ValueError("the tree holds an empty path; each names at least one rank")
 
 
 @dataclass(frozen=True)

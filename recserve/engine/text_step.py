@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -67,35 +66,42 @@ def under_last_tokens(
 
     last [B] tokens. Returns B trees of `1 + n` nodes each, packed, on the device.
     """
-    sizes = torch.tensor([1 + len(draft) for draft in drafts])
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(device)
-    if all(not len(draft) for draft in drafts):
-        index = torch.arange(len(drafts), device=device)
-        alone = torch.tensor(last, dtype=torch.int64, device=device)
-        return TokenTree(
-            alone, torch.full_like(index, -1), torch.zeros_like(index), index + 1, offsets
-        )
-    starts = accumulate((1 + len(draft) for draft in drafts), initial=0)
-    tokens: list[Tensor] = []
-    parents: list[Tensor] = []
-    kinds: list[Tensor] = []
-    for token, start, draft in zip(last, starts, drafts, strict=False):
-        tokens += [torch.tensor([token]).to(device), draft.tokens.to(device)]
-        parents += [torch.tensor([-1]).to(device), draft.parents.to(device) + (start + 1)]
-        if any(d.kinds is not None for d in drafts):
-            own = torch.full((len(draft),), CANDIDATE) if draft.kinds is None else draft.kinds
-            kinds += [torch.tensor([CANDIDATE]).to(device), own.to(device)]
-    above = torch.cat(parents)
-    size, depths = torch.ones_like(above), torch.zeros_like(above)
-    node = above
+    sizes = torch.tensor([len(draft) for draft in drafts])
+    starts = torch.arange(len(drafts)) + sizes.cumsum(0) - sizes
+    total = int(sizes.sum()) + len(drafts)
+    offsets = torch.cat([starts, torch.tensor([total])]).to(device)
+    tokens = torch.empty(total, dtype=torch.int64, device=device)
+    tokens[offsets[:-1]] = torch.tensor(last, dtype=torch.int64, device=device)
+    parents = torch.full_like(tokens, -1)
+    depths, size = torch.zeros_like(tokens), torch.ones_like(tokens)
+    kinds: Tensor | None = None
+    if total > len(drafts):
+        owners = torch.arange(len(drafts)).repeat_interleave(sizes)
+        places = (torch.arange(total - len(drafts)) + owners + 1).to(device)
+        tokens[places] = _column([draft.tokens for draft in drafts], device)
+        above = _column([draft.parents for draft in drafts], device)
+        parents[places] = above + starts[owners].to(device) + 1
+        if any(draft.kinds is not None for draft in drafts):
+            kinds = torch.full_like(tokens, CANDIDATE)
+            neutral = [torch.full_like(draft.tokens, CANDIDATE) for draft in drafts]
+            pairs = zip(drafts, neutral, strict=True)
+            kinds[places] = _column([n if d.kinds is None else d.kinds for d, n in pairs], device)
+    node = parents
     for _ in range(max(draft.depth for draft in drafts)):
         inside = node >= 0
         depths += inside
         size.index_add_(0, node.clamp(min=0), inside.to(size.dtype))
-        node = torch.where(inside, above[node.clamp(min=0)], -1)
-    ends = torch.arange(above.shape[0], device=device) + size
-    kind = torch.cat(kinds) if kinds else None
-    return TokenTree(torch.cat(tokens), above, depths, ends, offsets, kind)
+        node = torch.where(inside, parents[node.clamp(min=0)], -1)
+    ends = torch.arange(total, device=device) + size
+    return TokenTree(tokens, parents, depths, ends, offsets, kinds)
+
+
+def _column(parts: Seq[Tensor], device: torch.device | str) -> Tensor:
+    """All parts on the device, in as few copies as their places allow."""
+    parts = [part for part in parts if part.shape[0]]
+    if len({part.device for part in parts}) == 1:
+        return torch.cat(parts).to(device)
+    return torch.cat([part.to(device) for part in parts])
 
 
 def draft_probs(drafts: Seq[TextDraft], logits: Tensor) -> Tensor | None:

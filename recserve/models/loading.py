@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,11 @@ def load_language_model(
     """
     fields = _read_json(folder / "config.json")
     config = read_config(fields)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        # Chat models end their turn with other tokens than the one that ends a text.
+        more = _tokens(_read_json(generation).get("eos_token_id"))
+        config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
     if dtype is None:
         name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
         if name not in DTYPES:
@@ -43,23 +50,27 @@ def load_language_model(
     with torch.device("meta"):
         model = LanguageModel(config)
     files = _tensor_files(folder)
-
-    def read(name: str) -> Tensor:
-        if name not in files:
-            raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
-        with safe_open(files[name], framework="pt", device=str(device)) as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor.to(dtype)
-
     weights = {}
-    for name, empty in model.state_dict().items():
-        weight = _assemble(name, read)
-        if weight.shape != empty.shape:
-            raise UnsupportedModel(
-                f"{name} is {tuple(weight.shape)} in {folder.name}; config.json makes it "
-                f"{tuple(empty.shape)}"
-            )
-        weights[name] = weight
+    with ExitStack() as stack:
+        opened = {
+            path: stack.enter_context(safe_open(path, framework="pt", device=str(device)))
+            for path in sorted(set(files.values()))
+        }
+
+        def read(name: str) -> Tensor:
+            if name not in files:
+                raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
+            tensor: Tensor = opened[files[name]].get_tensor(name)
+            return tensor.to(dtype)
+
+        for name, empty in model.state_dict().items():
+            weight = _assemble(name, read)
+            if weight.shape != empty.shape:
+                raise UnsupportedModel(
+                    f"{name} is {tuple(weight.shape)} in {folder.name}; config.json makes it "
+                    f"{tuple(empty.shape)}"
+                )
+            weights[name] = weight
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -96,14 +107,19 @@ def read_config(fields: dict[str, Any]) -> LanguageModelConfig:
         output_bias=family != "qwen2" and biased,
         rope_scaling=scaling,
     )
-    ends = fields.get("eos_token_id")
     return LanguageModelConfig(
         decoder,
         _whole(fields, "vocab_size"),
         bool(fields.get("tie_word_embeddings", False)),
         fields.get("bos_token_id"),
-        tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),),
+        _tokens(fields.get("eos_token_id")),
     )
+
+
+def _tokens(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
-from recserve.kernels.noise import gumbel
+from recserve.kernels.noise import gumbel, gumbel_of_tokens
 from recserve.verify.path import follow
+
+FEW = 8  # share of the vocabulary under which tokens are looked up one by one
 
 
 class SampleRule:
@@ -24,12 +26,25 @@ class SampleRule:
         """Every draft will do."""
 
     def verify(self, scored: ScoredTrees) -> Accepted:
-        """The path of the target's own draws (Gumbel-max)."""
+        """The path of the target's own draws."""
 
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:
-            logits = scored.target(nodes)
             positions = scored.lengths[trees] + scored.tree.depths[nodes]
-            noise = gumbel(scored.seeds[trees], positions, scored.vocab_size)
-            return (logits + noise).argmax(-1)
+            return draw_tokens(scored.target(nodes), scored.seeds[trees], positions)
 
         return follow(scored, draw)
+
+
+def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One token per row by Gumbel-max, ties to the lowest token.
+
+    logits [m, V], -inf where banned; seeds, positions [m]. Returns [m].
+    """
+    possible = int((logits > float("-inf")).sum(1).max())
+    if possible > logits.shape[1] // FEW:
+        return (logits + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+    # Noise costs more than finding the few tokens that can win, and is the same for each of them.
+    tokens = logits.topk(possible).indices.sort().values
+    noise = gumbel_of_tokens(seeds, positions, tokens)
+    best = (logits.gather(1, tokens) + noise).argmax(-1, keepdim=True)
+    return tokens.gather(1, best)[:, 0]
