@@ -149,7 +149,7 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
             tokenizer.tokenizer,
             tokenizer.all_bytes,
             tokenizer.text_bytes,
-            tokenizer.end_tokens,
+            tokenizer.end_token,
             None,
         )
     heads = MedusaHeads(MedusaConfig(8, VOCABULARY, num_heads=3))
@@ -158,6 +158,7 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
         "toy",
         tokenizer,
         VOCABULARY,
+        (END,),
         CONTEXT,
         1234,
         torch.device("cpu"),

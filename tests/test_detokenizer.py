@@ -132,18 +132,15 @@ def test_no_stop_string_counts_before_min_tokens():
     assert detokenizer.stopped and detokenizer.finish() == ""
 
 
-def test_end_tokens_and_templates_come_from_the_folder(tmp_path):
+def test_end_token_and_template_come_from_the_folder(tmp_path):
     source = DATA / "stories260k"
     if not source.is_dir():
         pytest.skip(f"NO REFERENCE DATA at {source}: this test did not run")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    assert TextTokenizer.open(tmp_path).end_token is None
     said = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    assert TextTokenizer.open(tmp_path).end_tokens == (2,)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert TextTokenizer.open(tmp_path).end_tokens == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert TextTokenizer.open(tmp_path).end_tokens == (2, 7)
+    assert TextTokenizer.open(tmp_path).end_token == 2
     assert TextTokenizer.open(tmp_path).template is None
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     template = TextTokenizer.open(tmp_path).template

@@ -39,7 +39,7 @@ def server(request, network, tmp_path_factory):
     engine = Engine(text=network, config=EngineConfig(kv_bytes=2**24))
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
-    model = TextModel("toy", tokenizer, VOCABULARY, POSITIONS, 1, cpu, none)
+    model = TextModel("toy", tokenizer, VOCABULARY, (), POSITIONS, 1, cpu, none)
     with live(Served(None, model, engine)) as running:
         running.tokenizer, running.templated = tokenizer, request.param == "template"
         yield running

@@ -68,6 +68,8 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         name=settings.name or folder.resolve().name,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
+        end_tokens=config.eos_tokens
+        or (() if tokenizer.end_token is None else (tokenizer.end_token,)),
         context=config.decoder.max_positions,
         parameters=sum(p.numel() for p in network.parameters()),
         device=device,

@@ -28,13 +28,14 @@ class TextEngine(Protocol):
 @dataclass(frozen=True)
 class TextModel:
     """name: what `model` must say. vocab_size: tokens the model scores, which may be more than the
-    tokeniser has. context: most tokens of prompt and text together. drafters: what the engine
-    has; default_drafter: of requests that name none.
+    tokeniser has. end_tokens: those that end a text. context: most tokens of prompt and text
+    together. drafters: what the engine has; default_drafter: of requests that name none.
     """
 
     name: str
     tokenizer: TextTokenizer
     vocab_size: int
+    end_tokens: tuple[int, ...]
     context: int
     parameters: int
     device: torch.device

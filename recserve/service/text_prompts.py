@@ -92,7 +92,7 @@ def sampling(
     bias, stops = body.logit_bias or {}, body.stop_token_ids or []
     check_tokens("logit_bias", list(bias), model)
     check_tokens("stop_token_ids", stops, model)
-    ends = () if body.ignore_eos else model.tokenizer.end_tokens
+    ends = () if body.ignore_eos else model.end_tokens
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=max(body.top_k or 0, 0),

@@ -21,13 +21,13 @@ class TextTokenizer:
     """Text to token numbers and back, for one model.
 
     all_bytes, text_bytes: what each token writes; special ones write nothing in the second.
-    end_tokens: those that end a text. template: None where the folder has none.
+    end_token: ends a text. template: of chats. Either is None where the folder does not have it.
     """
 
     tokenizer: Tokenizer
     all_bytes: tuple[bytes, ...]
     text_bytes: tuple[bytes, ...]
-    end_tokens: tuple[int, ...]
+    end_token: int | None
     template: ChatTemplate | None
 
     @staticmethod
@@ -49,14 +49,11 @@ class TextTokenizer:
         special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
         said = _read(folder / "tokenizer_config.json")
         names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
-        ends = _end_tokens(folder)
-        if not ends and names.get("eos_token") in vocabulary:
-            ends = (vocabulary[names["eos_token"]],)
         return TextTokenizer(
             tokenizer,
             tuple(every),
             tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
-            ends,
+            vocabulary.get(names.get("eos_token", "")),
             _template(folder, said, names, chat_template),
         )
 
@@ -70,15 +67,6 @@ class TextTokenizer:
         table = self.text_bytes
         spelled = b"".join(table[token] for token in tokens if token < len(table))
         return spelled.decode("utf-8", "replace")
-
-
-def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """Of the generation settings where they say so, they know of turns too; else the model's."""
-    for name in ("generation_config.json", "config.json"):
-        ends = _read(folder / name).get("eos_token_id")
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (int(ends),)
-    return ()
 
 
 def _template(
