@@ -29,30 +29,25 @@ class Pieces:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     def put(self, piece: Piece) -> None:
         """On the engine's thread, which may outlive the loop."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
-    async def next(self, gone: asyncio.Task[None], deadline_s: float) -> Piece:
-        """The next piece. Raises ClientGone, or DeadlineExceeded where the engine does not say so
-        itself.
-        """
-        with contextlib.suppress(asyncio.QueueEmpty):
-            return self._queue.get_nowait()
-        waiting = asyncio.ensure_future(self._queue.get())
-        try:
-            left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
-            await asyncio.wait({waiting, gone}, timeout=left_s, return_when="FIRST_COMPLETED")
-            if waiting.done():
-                return waiting.result()
-            if gone.done():
-                raise ClientGone("the client closed the connection")
-            raise DeadlineExceeded("the deadline passed before the text was complete")
-        finally:
-            waiting.cancel()
+    def fail(self, error: Exception) -> None:
+        """Nobody waits for more, or may; on the event loop."""
+        self._queue.put_nowait(error)
+
+    async def next(self) -> Piece:
+        """The next piece. Raises what came instead of it."""
+        piece = await self._queue.get()
+        error = piece if isinstance(piece, Exception) else piece.error
+        if error is not None:
+            raise error
+        assert isinstance(piece, Piece)
+        return piece
 
 
 class EventStream(Response):
@@ -72,16 +67,20 @@ class EventStream(Response):
         super().__init__(None, 200, HEADERS, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self.request, self.work = request, work
-        self.pieces, self.deadline_s, self.on_end = pieces, deadline_s, on_end
+        self.pieces, self.on_end = pieces, on_end
         self.gone = asyncio.ensure_future(disconnected(request))
+        gone = ClientGone("the client closed the connection")
+        self.gone.add_done_callback(lambda _: pieces.fail(gone))
+        # The engine itself ends what is late; this is for the case that it cannot.
+        left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
+        late = DeadlineExceeded("the deadline passed before the text was complete")
+        self.timer = asyncio.get_running_loop().call_later(left_s, pieces.fail, late)
         self.first: Piece | None = None
 
     async def begin(self) -> EventStream:
         """Wait for the first piece. Raises what came instead of it."""
         try:
-            self.first = await self.pieces.next(self.gone, self.deadline_s)
-            if self.first.error is not None:
-                raise self.first.error
+            self.first = await self.pieces.next()
         except BaseException:
             self._close()
             raise
@@ -105,10 +104,9 @@ class EventStream(Response):
         piece = self.first
         try:
             while left:
-                if piece is None:
-                    piece = await self.pieces.next(self.gone, self.deadline_s)
-                if piece.error is not None:
-                    raise piece.error
+                piece = piece or await self.pieces.next()
+                if self.gone.done():
+                    raise ClientGone("the client closed the connection")
                 left -= piece.ended
                 yield _event(self.work.chunk(piece, last=not left))
                 piece = None
@@ -124,6 +122,7 @@ class EventStream(Response):
     def _close(self) -> None:
         """Whatever of the texts is not done is not wanted."""
         self.gone.cancel()
+        self.timer.cancel()
         self.work.cancel()
         self.on_end()
 
