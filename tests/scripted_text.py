@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,13 +146,7 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
     byte_tokenizer(folder)
     tokenizer = TextTokenizer.open(folder)
     if not template:
-        tokenizer = TextTokenizer(
-            tokenizer.tokenizer,
-            tokenizer.all_bytes,
-            tokenizer.text_bytes,
-            tokenizer.end_token,
-            None,
-        )
+        tokenizer = replace(tokenizer, template=None)
     heads = MedusaHeads(MedusaConfig(8, VOCABULARY, num_heads=3))
     medusa = MedusaDrafter(heads, 8, VOCABULARY)
     model = TextModel(

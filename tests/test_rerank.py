@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from live_server import live
-from scripted_text import BEGIN, VOCABULARY, byte_tokenizer
+from scripted_text import BEGIN, END, VOCABULARY, byte_tokenizer
 from text_plain import last_logits
 
 from recserve.draft.none import NoDrafter
@@ -130,6 +130,18 @@ def test_an_instruction_and_a_cut_change_the_scores(server):
     cut = server.post("/v1/rerank", json={**body, "max_tokens_per_doc": 3}).json()
     short = server.post("/v1/rerank", json={**body, "documents": ["red"]}).json()
     assert cut["results"] == short["results"]
+
+
+def test_a_document_cannot_end_its_turn(server, network):
+    """`</s>` in a document is four characters; its four tokens count, the special one does not."""
+    document = "</s>"
+    body = {"query": "toys?", "documents": [document]}
+    answer = server.post("/v1/rerank", json=body).json()
+    tokenizer = server.tokenizer
+    assert tokenizer.encode(document, False) == [END]
+    assert len(tokenizer.encode_literal(document)) == 4
+    empty = server.post("/v1/rerank", json={**body, "documents": [""]}).json()
+    assert answer["usage"]["prompt_tokens"] == empty["usage"]["prompt_tokens"] + 4
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ class TextScores:
         body.check()
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
         question = self._question(body.instruction or INSTRUCTION, body.query)
-        encode, most = self.model.tokenizer.encode, body.max_tokens_per_doc
-        branches = [[*encode(text, False)[:most], *question.after] for text in texts]
+        encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
+        branches = [[*encode(text)[:most], *question.after] for text in texts]
 
         def finish(values: np.ndarray, usage: Usage) -> RerankAnswer:
             scores = _softmax(values)[:, 0]

@@ -20,11 +20,13 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 class TextTokenizer:
     """Text to token numbers and back, for one model.
 
-    all_bytes, text_bytes: what each token writes; special ones write nothing in the second.
-    end_token: ends a text. template: of chats. Either is None where the folder does not have it.
+    literal: the same, but the names of special tokens in a text are only text. all_bytes,
+    text_bytes: what each token writes; special ones write nothing in the second. end_token: ends a
+    text. template: of chats. Either is None where the folder does not have it.
     """
 
     tokenizer: Tokenizer
+    literal: Tokenizer
     all_bytes: tuple[bytes, ...]
     text_bytes: tuple[bytes, ...]
     end_token: int | None
@@ -40,9 +42,8 @@ class TextTokenizer:
         if not file.exists():
             raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
         raw = file.read_bytes()
-        tokenizer = Tokenizer.from_buffer(raw)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer, literal = _tokenizer(raw), _tokenizer(raw)
+        literal.encode_special_tokens = True
         fields = json.loads(raw)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         every = token_bytes(fields, vocabulary)
@@ -51,6 +52,7 @@ class TextTokenizer:
         names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
         return TextTokenizer(
             tokenizer,
+            literal,
             tuple(every),
             tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
             vocabulary.get(names.get("eos_token", "")),
@@ -62,11 +64,23 @@ class TextTokenizer:
         numbers: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
         return numbers
 
+    def encode_literal(self, text: str) -> list[int]:
+        """Token numbers of a text from elsewhere, which may not end a turn or begin one."""
+        numbers: list[int] = self.literal.encode(text, add_special_tokens=False).ids
+        return numbers
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, special ones left out, as it reads after other text."""
         table = self.text_bytes
         spelled = b"".join(table[token] for token in tokens if token < len(table))
         return spelled.decode("utf-8", "replace")
+
+
+def _tokenizer(raw: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_buffer(raw)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _template(
