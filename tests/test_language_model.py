@@ -16,6 +16,7 @@ from transformers import (
 
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
+from recserve.models.packed_linear import PackedLinear, can_pack, pack_linears
 
 COMMON = {
     "vocab_size": 61,
@@ -144,3 +145,29 @@ def test_missing_files_and_tensors_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match="safetensors only"):
         load_language_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
+@torch.inference_mode()
+def test_packed_weights_are_the_same_model(family, dtype, tmp_path):
+    """Sums in another order: float32 to 1e-4, bfloat16 to a few of its last bits."""
+    drawn(tmp_path, family)
+    plain, packed = load_language_model(tmp_path, dtype), load_language_model(tmp_path, dtype)
+    packed.pack()
+    assert isinstance(packed.head, PackedLinear) == can_pack(plain.tokens.weight)
+    assert isinstance(packed.decoder.layers[0].qkv, PackedLinear) == can_pack(plain.tokens.weight)
+    for rows in (1, 2, 33):
+        tokens = torch.randint(0, 61, (1, rows))
+        positions = torch.arange(rows)[None]
+        ours = packed.logits(packed(tokens, positions, DenseAttention()))
+        expected = plain.logits(plain(tokens, positions, DenseAttention()))
+        tolerance = 1e-4 if dtype == torch.float32 else 0.06
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_weight_that_has_no_layout_stays():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4))
+    pack_linears(model)
+    assert isinstance(model[0], torch.nn.Linear)
+    assert isinstance(model[1], PackedLinear) == can_pack(torch.zeros(1))

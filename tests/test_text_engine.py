@@ -139,6 +139,20 @@ def test_drafts_change_nothing(name, kind, model, expected):
     assert_no_leak(engine)
 
 
+def test_drafts_change_nothing_with_packed_weights():
+    model = drawn_model(1)
+    model.pack()
+    prompt = prompts(1)[0]
+    for temperature in (0.0, 1.2):
+        params = SamplingParams(temperature=temperature, seed=4, max_tokens=20)
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        drafter = TableDrafter("mixed", {tuple(prompt.tolist()): tokens})
+        engine = engine_for(model, drafters={"table": drafter})
+        for _ in range(3):
+            answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+            assert answer.tokens.tolist() == tokens
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_context_limit_inside_the_tree(kind):
     model = drawn_model(2, positions=16)
@@ -432,8 +446,9 @@ def test_soak_with_cancels(model):
     assert not engine._lanes["text"].aside and set(drafter.forgotten)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("kind", ["none", "right", "tree"])
-def test_stories(kind):
+def test_stories(kind, packed):
     """The reference checkpoint writes its known text."""
     folder = DATA / "stories260k"
     if not folder.is_dir():
@@ -448,7 +463,10 @@ def test_stories(kind):
     prompt = tokenizer.encode("Once upon a time").ids
     whole = tokenizer.encode(text).ids
     drafter = TableDrafter(kind, {tuple(prompt): whole[len(prompt) :]})
-    engine = engine_for(load_language_model(folder), drafters={"table": drafter})
+    model = load_language_model(folder)
+    if packed:
+        model.pack()
+    engine = engine_for(model, drafters={"table": drafter})
     params = SamplingParams(temperature=0.0, max_tokens=len(whole) - len(prompt))
     answer = engine.run(TextRequest(np.array(prompt), params, Speculation("table")))
     assert tokenizer.decode([*prompt, *answer.tokens.tolist()]) == text

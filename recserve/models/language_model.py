@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
+from recserve.models.packed_linear import PackedLinear, can_pack, pack_linears
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class LanguageModel(nn.Module):
         size = config.decoder.hidden_size
         self.tokens = nn.Embedding(config.vocab_size, size)
         self.decoder = Decoder(config.decoder)
-        self.head = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
+        self.head: nn.Module | None = None
+        if not config.tied:
+            self.head = nn.Linear(size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [..., T, E], final norm applied. tokens, positions: [..., T]."""
@@ -45,4 +48,13 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> [..., V]."""
-        return F.linear(hidden, self.tokens.weight if self.head is None else self.head.weight)
+        if self.head is None:
+            return F.linear(hidden, self.tokens.weight)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def pack(self) -> None:
+        """Lay the weights out for this CPU, where it has a layout of its own; for serving only."""
+        if self.head is None and can_pack(self.tokens.weight):
+            self.head = PackedLinear(self.tokens.weight, None)
+        pack_linears(self)
