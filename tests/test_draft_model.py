@@ -171,7 +171,7 @@ def test_little_room_means_fewer_drafts_and_no_lost_slots(num_slots):
     assert [w.tokens for w in written] == [w.tokens for w in plain]
     empty = sum(not len(draft) for w in written for draft in w.drafts[:-1])
     assert (empty > 0) == (num_slots < 1000)
-    assert drafter._cache.num_free == num_slots and not drafter._readings
+    assert drafter._cache.num_free == num_slots and not drafter._cache.readings
 
 
 def test_a_step_that_was_not_judged_is_drafted_again():
@@ -203,6 +203,8 @@ def test_contexts_beyond_the_models_positions_are_not_drafted():
 def test_another_vocabulary_is_refused():
     with pytest.raises(ValueError, match="has 29 tokens, the target 31"):
         ModelDrafter(tiny_model(), 31)
+    with pytest.raises(ValueError, match="there are 29 tokens"):
+        ModelDrafter(tiny_model(), 29, (1, 30))
     with pytest.raises(ValueError, match="at least one draft model"):
         specinfer([], 29)
     with pytest.raises(ValueError, match="has 29 tokens, the target 30"):

@@ -85,9 +85,10 @@ def test_the_text_is_the_plain_text(name, parameters, model):
 def assert_forgotten(drafter) -> None:
     """No state of a sequence that is over."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_readings", "_parts"):
+        for state in ("_texts", "_contexts", "_windows", "_parts"):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
+            assert not member._cache.readings
             assert member._cache.num_free == member._cache.pool.num_pages
 
 

@@ -5,8 +5,9 @@ Slots have no order, so a drafted token that was accepted keeps its slot: nothin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,8 +44,22 @@ class Chains:
         return TokenTree(self.tokens, columns[0], columns[1], columns[2], offsets.to(device))
 
 
+@dataclass(eq=False)
+class Reading:
+    """What the model has read of a sequence.
+
+    slots [n]: of its first n tokens, on the device; kept: the same on the host. num_read: tokens
+    whose keys and values are there. nodes: slots of the inner nodes of the last draft.
+    """
+
+    slots: Tensor
+    kept: list[int] = field(default_factory=list)
+    num_read: int = 0
+    nodes: dict[int, int] = field(default_factory=dict)
+
+
 class CachedModel:
-    """num_slots: tokens of all sequences together."""
+    """num_slots: tokens of all sequences together. readings: by sequence."""
 
     def __init__(self, model: LanguageModel, num_slots: int) -> None:
         decoder, weight = model.config.decoder, model.tokens.weight
@@ -52,6 +67,7 @@ class CachedModel:
         self.model = model
         self.device = weight.device
         self.pool = KVPool(shape, num_slots, 1, weight.dtype, weight.device)
+        self.readings: dict[int, Reading] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -59,17 +75,85 @@ class CachedModel:
         """Slots that nobody holds."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Slots for `count` tokens. Raises ValueError where fewer are free."""
-        if count > len(self._free):
-            raise ValueError(f"{count} slots are needed and {len(self._free)} are free")
+    def place(self, name: int, length: int, inner: Seq[int], busy: Collection[int]) -> bool:
+        """Take slots for all tokens of a sequence and for the inner nodes of a draft.
+
+        length: its tokens. Where slots are short, sequences outside `busy` lose theirs; False where
+        that does not suffice either.
+        """
+        reading = self.readings.get(name)
+        if reading is None:
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            reading = self.readings[name] = Reading(nothing)
+        self._clear(reading)
+        self._shorten(reading, length - 1)
+        needed = length - len(reading.kept) + len(inner)
+        if needed > len(self._free):
+            for idle in sorted(self.readings.keys() - set(busy)):
+                self.forget(idle)
+        if needed > len(self._free):
+            return False
+        reading.nodes = dict(zip(inner, self._take(len(inner)), strict=True))
+        self._append(reading, self._take(length - len(reading.kept)))
+        return True
+
+    def keep(self, name: int, accepted: Seq[int]) -> None:
+        """Of the last draft's nodes, the accepted ones are tokens of the sequence from now on."""
+        reading = self.readings.get(name)
+        if reading is not None:
+            path = [reading.nodes.pop(node) for node in accepted if node in reading.nodes]
+            self._append(reading, path)
+            reading.num_read += len(path)
+            self._clear(reading)
+
+    def forget(self, name: int) -> None:
+        """Hand back a sequence's slots."""
+        reading = self.readings.pop(name, None)
+        if reading is not None:
+            self._clear(reading)
+            self._free += reading.kept
+
+    def _take(self, count: int) -> list[int]:
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         return taken
 
-    def give(self, slots: Seq[int]) -> None:
-        """Hand slots back."""
-        self._free += slots
+    def _append(self, reading: Reading, slots: list[int]) -> None:
+        if slots:
+            reading.kept += slots
+            reading.slots = torch.cat([reading.slots, torch.tensor(slots, device=self.device)])
+
+    def _shorten(self, reading: Reading, length: int) -> None:
+        """The last token is always read anew: its hidden state is what a draft begins with."""
+        if len(reading.kept) > length:
+            self._free += reading.kept[length:]
+            del reading.kept[length:]
+            reading.slots = reading.slots[:length]
+            reading.num_read = min(reading.num_read, length)
+
+    def _clear(self, reading: Reading) -> None:
+        self._free += reading.nodes.values()
+        reading.nodes = {}
+
+    def read_new(self, names: Seq[int], tokens: Seq[list[int]]) -> Tensor:
+        """Read what sequences have more than was read. tokens: all of theirs, placed.
+
+        Returns the final hidden states [B, E] of their last tokens.
+        """
+        readings = [self.readings[name] for name in names]
+        new = [own[r.num_read :] for own, r in zip(tokens, readings, strict=True)]
+        lengths = [len(part) for part in new]
+        hidden = self.read(
+            Chains(
+                torch.tensor(sum(new, []), device=self.device),
+                torch.cat([reading.slots[reading.num_read :] for reading in readings]),
+                lengths,
+                tuple(reading.slots[: reading.num_read] for reading in readings),
+            )
+        )
+        for reading in readings:
+            reading.num_read = len(reading.kept)
+        return hidden[torch.tensor(lengths).cumsum(0).to(hidden.device) - 1]
 
     @torch.inference_mode()
     def read(self, chains: Chains) -> Tensor:

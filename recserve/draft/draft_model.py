@@ -10,7 +10,7 @@ algorithm 2); trees: SpecInfer (arXiv 2305.09781, section 3.1).
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch import Tensor
 from recserve.core import sampling
 from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.text import Budget, Drawing, TextContext, TextDraft, TextOutcome, empty_draft
-from recserve.draft.cached_model import CachedModel, Chains
+from recserve.draft.cached_model import CachedModel, Chains, Reading
 from recserve.draft.limits import allowed, only_chains, wants_drawn
+from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, expansion_tree
 from recserve.kernels.noise import DRAFT, gumbel
 from recserve.models.language_model import LanguageModel
@@ -28,27 +29,13 @@ CHAIN = 5
 FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
 
 
-@dataclass(eq=False)
-class Reading:
-    """What the model has read of a sequence.
-
-    slots [n]: of its first n tokens, on the device; kept: the same on the host. num_read: tokens
-    whose keys and values are there. nodes: slots of the inner nodes of the last draft.
-    """
-
-    slots: Tensor
-    kept: list[int] = field(default_factory=list)
-    num_read: int = 0
-    nodes: dict[int, int] = field(default_factory=dict)
-
-
 class ModelDrafter:
     """expansion: children of every node, level by level; all 1 is a chain.
 
     num_slots: tokens of keys and values, for all sequences together; a sequence that finds no room
     is not drafted for. distinct: siblings are drawn without replacement where they are drawn.
     source: number of this model where several draft one tree, so that their noise differs.
-    Raises ValueError where the vocabulary is not the target's.
+    Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
     """
 
     def __init__(
@@ -65,20 +52,30 @@ class ModelDrafter:
                 f"the draft model has {model.config.vocab_size} tokens, the target {vocab_size}; "
                 "both must number the same tokens"
             )
+        if expansion and max(expansion) > vocab_size:
+            raise ValueError(f"expansion is {tuple(expansion)}; there are {vocab_size} tokens")
         self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
         self.distinct, self.source = distinct, source
         self._cache = CachedModel(model, num_slots)
-        self._readings: dict[int, Reading] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Trees of the model's own guesses; empty where budget, room or positions run out."""
         drafts = [empty_draft(self._cache.device) for _ in contexts]
         groups: dict[Drawing, list[int]] = {}
         shapes = []
+        busy = {context.id for context in contexts}
+        positions = self._cache.model.config.decoder.max_positions
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             tree = self.chain if only_chains(context) else self.tree
-            shapes.append(tree.within(allowed(context, budget, len(tree))))
-            if self._place(context, shapes[i], contexts):
+            shape = tree.within(allowed(context, budget, len(tree)))
+            shapes.append(shape)
+            length = len(context.tokens)
+            inner = [level.nodes[k] for level in shape.levels() for k in level.inner]
+            if (
+                len(shape)
+                and length + shape.depth <= positions
+                and self._cache.place(context.id, length, inner, busy)
+            ):
                 drawing: Drawing = "chosen"
                 if wants_drawn(context):
                     drawing = "distinct" if self.distinct and tree is self.tree else "independent"
@@ -92,61 +89,11 @@ class ModelDrafter:
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Keep what was read of the accepted path."""
         for outcome in outcomes:
-            reading = self._readings.get(outcome.context.id)
-            if reading is None:
-                continue
-            path = [node for node in outcome.accepted if node in reading.nodes]
-            self._append(reading, [reading.nodes.pop(node) for node in path])
-            reading.num_read += len(path)
-            self._clear(reading)
+            self._cache.keep(outcome.context.id, outcome.accepted)
 
     def forget(self, context_id: int) -> None:
         """Hand back the sequence's slots."""
-        reading = self._readings.pop(context_id, None)
-        if reading is not None:
-            self._clear(reading)
-            self._cache.give(reading.kept)
-
-    def _place(self, context: TextContext, shape: RankTree, asking: Seq[TextContext]) -> bool:
-        """Take slots for what is to be read; False where there is nothing to draft, or no room."""
-        config, length = self._cache.model.config.decoder, len(context.tokens)
-        if not len(shape) or length + shape.depth > config.max_positions:
-            return False
-        reading = self._readings.get(context.id)
-        if reading is None:
-            nothing = torch.empty(0, dtype=torch.int64, device=self._cache.device)
-            reading = self._readings[context.id] = Reading(nothing)
-        self._clear(reading)
-        self._shorten(reading, length - 1)
-        inner = [level.nodes[k] for level in shape.levels() for k in level.inner]
-        needed = length - len(reading.kept) + len(inner)
-        if needed > self._cache.num_free:
-            idle = self._readings.keys() - {other.id for other in asking}
-            for context_id in sorted(idle):
-                self.forget(context_id)
-            if needed > self._cache.num_free:
-                return False
-        reading.nodes = dict(zip(inner, self._cache.take(len(inner)), strict=True))
-        self._append(reading, self._cache.take(length - len(reading.kept)))
-        return True
-
-    def _append(self, reading: Reading, slots: list[int]) -> None:
-        if slots:
-            reading.kept += slots
-            added = torch.tensor(slots, device=self._cache.device)
-            reading.slots = torch.cat([reading.slots, added])
-
-    def _shorten(self, reading: Reading, length: int) -> None:
-        """The last token is always read anew: its hidden state is what a draft begins with."""
-        if len(reading.kept) > length:
-            self._cache.give(reading.kept[length:])
-            del reading.kept[length:]
-            reading.slots = reading.slots[:length]
-            reading.num_read = min(reading.num_read, length)
-
-    def _clear(self, reading: Reading) -> None:
-        self._cache.give(list(reading.nodes.values()))
-        reading.nodes = {}
+        self._cache.forget(context_id)
 
     @torch.inference_mode()
     def _draft(
@@ -154,9 +101,10 @@ class ModelDrafter:
     ) -> list[TextDraft]:
         """Level by level: choose children of the frontier, read those that have children too."""
         cache, draw = self._cache, _Draw(contexts, drawing, self.source, self._cache.device)
-        readings = [self._readings[context.id] for context in contexts]
+        names = [context.id for context in contexts]
+        readings = [cache.readings[name] for name in names]
         frontier = _Frontier(
-            self._read_committed(contexts, readings),
+            cache.read_new(names, [context.tokens for context in contexts]),
             list(range(len(contexts))),
             [-1] * len(contexts),
             [reading.slots for reading in readings],
@@ -187,22 +135,6 @@ class ModelDrafter:
             TextDraft(own[i], above[i], shape.depth, drawing, rows[i])
             for i, shape in enumerate(shapes)
         ]
-
-    def _read_committed(self, contexts: Seq[TextContext], readings: Seq[Reading]) -> Tensor:
-        """Read what was committed since; hidden states [B, E] of the last tokens."""
-        new = [c.tokens[r.num_read :] for c, r in zip(contexts, readings, strict=True)]
-        lengths = [len(part) for part in new]
-        hidden = self._cache.read(
-            Chains(
-                torch.tensor(sum(new, []), device=self._cache.device),
-                torch.cat([reading.slots[reading.num_read :] for reading in readings]),
-                lengths,
-                tuple(reading.slots[: reading.num_read] for reading in readings),
-            )
-        )
-        for reading in readings:
-            reading.num_read = len(reading.kept)
-        return hidden[torch.tensor(lengths).cumsum(0).to(hidden.device) - 1]
 
     def _read_level(
         self, tokens: Tensor, level: _Joined, frontier: _Frontier, readings: Seq[Reading]
@@ -291,10 +223,12 @@ class _Draw:
             )
         vocabulary, width = rows.shape[1], max(level.ranks) + 1
         if self.drawing == "chosen":
-            if not table.greedy:
-                noise = gumbel(table.seeds[owners], self.lengths[owners] + depth, vocabulary)
-                rows = rows + noise * (temperature > 0)[:, None]
-            return rows.topk(width).indices[parents, ranks], None
+            if table.greedy:
+                return rows.topk(width).indices[parents, ranks], None
+            scale = (temperature > 0).to(rows.dtype)
+            positions = self.lengths[owners] + depth
+            best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
+            return best[parents, ranks], None
         if self.drawing == "distinct":
             rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
             best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices

@@ -15,20 +15,19 @@ from torch import Tensor
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import Speculation
 from recserve.draft.limits import allowed, only_chains
+from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
-from recserve.kernels.noise import gumbel_of_tokens
 from recserve.models.drafters.medusa import MedusaHeads
 
 NUM_NODES = 24
 RANKS = 10  # of a head, in the tree that is used where nobody measured
-NOISY = 64  # likeliest guesses of a head that are ranked anew with noise
 
 
-def assumed_accuracies(num_heads: int) -> list[list[float]]:
+def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
     """Accuracies by head and rank to make a tree of before any are measured: each head is right
     four fifths as often as the one before it, each rank a third as often.
     """
-    return [[0.6 * 0.8**k * 0.33**rank for rank in range(RANKS)] for k in range(num_heads)]
+    return [[0.6 * 0.8**k * 0.33**rank for rank in range(ranks)] for k in range(num_heads)]
 
 
 class MedusaDrafter:
@@ -48,7 +47,8 @@ class MedusaDrafter:
                 f"tokens, the target has {hidden_size} and {vocab_size}"
             )
         self.heads = heads
-        self.tree = tree or best_tree(assumed_accuracies(config.num_heads), NUM_NODES)
+        ranks = min(RANKS, config.head_vocab or config.vocab_size)
+        self.tree = tree or best_tree(assumed_accuracies(config.num_heads, ranks), NUM_NODES)
         self.chain = expansion_tree([1] * config.num_heads)
         self._check_tree(self.tree)
 
@@ -108,17 +108,18 @@ class MedusaDrafter:
         if all(context.params.greedy for context in contexts):
             return self.heads.tokens(logits.topk(width).indices)
         device, count = logits.device, len(self.heads.blocks)
-        best = logits.float().topk(min(max(NOISY, width), logits.shape[-1]))
-        tokens = self.heads.tokens(best.indices)
         params = [context.params for context in contexts]
-        temperature = torch.tensor([p.temperature for p in params], device=device)[:, None]
-        seeds = torch.tensor([p.seed for p in params], device=device).repeat(count)
         lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
         positions = lengths + torch.arange(count, device=device)[:, None]
-        noise = gumbel_of_tokens(seeds, positions.flatten(), tokens.flatten(0, 1))
-        # Scaled by the temperature: at 0 there is no noise, and no division.
-        noisy = best.values + noise.view_as(best.values) * temperature
-        return tokens.gather(-1, noisy.topk(width).indices)
+        best = best_with_noise(
+            logits.float().flatten(0, 1),
+            torch.tensor([p.temperature for p in params], device=device).repeat(count),
+            torch.tensor([p.seed for p in params], device=device).repeat(count),
+            positions.flatten(),
+            width,
+            self.heads.token_map,
+        )
+        return self.heads.tokens(best).view(count, len(contexts), width)
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads the target's hidden state."""
