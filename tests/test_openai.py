@@ -439,6 +439,31 @@ def test_a_failure_in_a_stream_is_an_event(client, server, engine):
     assert json.loads(lines[-2])["error"]["code"] == "internal" and lines[-1] == "[DONE]"
 
 
+def test_a_deadline_that_passes_in_a_stream_is_an_event(client, engine):
+    engine.hold.set()
+    stream = client.completions.create(**ASK, stream=True, extra_body={"timeout_ms": 300})
+    assert next(iter(stream)).choices[0].text == "Z"
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert caught.value.body["code"] == "deadline_exceeded"
+
+
+def test_a_stream_goes_on_while_the_server_drains(client, server, engine):
+    worker = server.app.state.worker
+    engine.hold.set()
+    stream = iter(client.completions.create(**ASK, stream=True))
+    first = next(stream).choices[0].text
+    worker.draining = True
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**ASK)
+        assert caught.value.status_code == 503
+        engine.hold.clear()
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == STORY
+    finally:
+        worker.draining = False
+
+
 def raw_events(server, body, path="/v1/completions"):
     answer = server.post(path, json=body)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -493,6 +518,20 @@ def test_an_async_client_that_cancels(server, engine):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    run_async(server, leave)
+    until(lambda: engine.cancelled == before + 1)
+
+
+def test_an_async_client_that_leaves_a_stream(server, engine):
+    engine.hold.set()
+    before = engine.cancelled
+
+    async def leave(client):
+        async with await client.completions.create(**ASK, stream=True) as stream:
+            async for chunk in stream:
+                assert chunk.choices[0].text == "Z"
+                break
 
     run_async(server, leave)
     until(lambda: engine.cancelled == before + 1)

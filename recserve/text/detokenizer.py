@@ -11,28 +11,30 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed in a text that comes in pieces."""
+    """Finds the first stop string to be completed in a text that comes in pieces.
+
+    Each stop string walks along the text with its own automaton, so that a character costs the
+    same however long they are (Knuth, Morris and Pratt 1977).
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """stops: none of them empty."""
-        self.stops = tuple(stops)
-        self._reach = max(map(len, self.stops), default=1) - 1
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)
         self._held = ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
         """What may be shown now. Sets `found`, and then shows nothing from the stop string on."""
+        if not self._stops:
+            return piece
         text = self._held + piece
-        ends = [
-            (place + len(stop), place, stop)
-            for stop in self.stops
-            if (place := text.find(stop)) >= 0
-        ]
-        if ends:
-            _, start, self.found = min(ends)
-            self._held = ""
-            return text[:start]
-        keep = self._unfinished(text)
+        for end, character in enumerate(piece, len(self._held) + 1):
+            self._walk(character)
+            if self.found is not None:
+                self._held = ""
+                return text[: end - len(self.found)]
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -41,12 +43,28 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _unfinished(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        for length in range(min(self._reach, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stops if len(stop) > length):
-                return length
-        return 0
+    def _walk(self, character: str) -> None:
+        """One character on; of stop strings that end with it the longest is found."""
+        for number, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[number]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._matched[number] = matched
+            if matched == len(stop) and len(stop) > len(self.found or ""):
+                self.found = stop
+
+
+def _borders(stop: str) -> list[int]:
+    """[len] for each beginning of a text, the longest shorter beginning that it ends with."""
+    borders = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return borders
 
 
 class Detokenizer:
