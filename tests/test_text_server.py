@@ -1,6 +1,7 @@
 """A trained model behind HTTP: its known text, the same whatever drafts it, pages given back."""
 
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,6 +108,23 @@ def test_the_prompt_is_cached(client):
     again = client.completions.create(**ask)
     details = again.usage.prompt_tokens_details
     assert 0 < again.usage.prompt_tokens - details.cached_tokens <= 17
+
+
+def test_stages_are_measured(server):
+    before = server.get("/metrics").text
+    answer = server.post("/v1/completions", json={**ASK, "prompt": "A new beginning of a text"})
+    stages = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    times = {name: float(value) for name, value in stages.items()}
+    assert set(times) == {"queue", "features", "prefill", "draft", "verify", "total"}
+    assert times["verify"] > 0 and times["prefill"] > 0 and times["features"] > 0
+    assert sum(times.values()) - times["total"] <= times["total"] * 1.01
+    stream = {**ASK, "stream": True}
+    assert "server-timing" not in server.post("/v1/completions", json=stream).headers
+    counted = [
+        float(re.search(r'stage_seconds_count\{stage="verify"\} (\S+)', page)[1])
+        for page in (before, server.get("/metrics").text)
+    ]
+    assert counted[1] >= counted[0] + 2
 
 
 def test_the_context_is_not_exceeded(client):

@@ -58,6 +58,7 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         usage = work.usage()
         exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
         exchange.metrics.drafted(work.speculation.drafter, work.drafted())
+        trace.timing_ms = work.timing_ms()
 
     if body.stream:
         return await EventStream(request, work, pieces, deadline_s, count).begin()

@@ -20,7 +20,7 @@ from recserve.core.text_request import (
     SpeculationCounts,
     TextRequest,
 )
-from recserve.messages import InvalidRequest
+from recserve.messages import InvalidRequest, TimingMs
 from recserve.messages_text import (
     ChatBody,
     CompletionBody,
@@ -45,6 +45,7 @@ from recserve.service.text_prompts import (
 )
 from recserve.service.text_scores import TextScores
 from recserve.service.text_stream import Listener, Piece, TextStream
+from recserve.service.work import Stopwatch
 from recserve.verify.rules import RULES
 
 
@@ -52,7 +53,8 @@ from recserve.verify.rules import RULES
 class TextWork:
     """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
 
-    exact: whether the acceptance rule leaves the text's distribution as it is.
+    exact: whether the acceptance rule leaves the text's distribution as it is. watch: began with
+    the body.
     """
 
     head: dict[str, Any]
@@ -64,6 +66,7 @@ class TextWork:
     speculation: Speculation
     exact: bool
     include_usage: bool
+    watch: Stopwatch
 
     def cancel(self) -> None:
         """Nobody waits for these texts any more."""
@@ -94,13 +97,17 @@ class TextWork:
     def usage(self) -> Usage:
         """Token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
-        cached = sum(stream.cached_tokens for stream in self.streams[:: self.copies])
+        cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=written,
             total_tokens=self.prompt_tokens + written,
             prompt_tokens_details=PromptDetails(cached),
         )
+
+    def timing_ms(self) -> TimingMs:
+        """Stages of the text that took longest."""
+        return self.watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
 
     def drafted(self) -> SpeculationCounts:
         """What drafting did, summed over the texts."""
@@ -156,7 +163,7 @@ class Texts:
 
         Raises InvalidRequest, ContextExceeded, UnknownModel, and what the engine refuses with.
         """
-        self._check(body)
+        watch = self._check(body)
         if body.echo and body.logprobs is not None:
             why = "is not done together with logprobs: those of a prompt are not computed"
             raise InvalidRequest("echo", why)
@@ -168,7 +175,7 @@ class Texts:
             most = body.max_tokens or max(1, min(COMPLETION_TOKENS, room))
             return sampling(body, self.model, prompt, most, body.logprobs)
 
-        return self._begin(body, prompts, params, shape, request_id, deadline_s, listener)
+        return self._begin(body, prompts, params, shape, watch, request_id, deadline_s, listener)
 
     def begin_chat(
         self,
@@ -178,7 +185,7 @@ class Texts:
         listener: Listener | None = None,
     ) -> TextWork:
         """Start the answers to a conversation, as `begin_completion`."""
-        self._check(body)
+        watch = self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
         prompt = chat_prompt(body, self.model)
@@ -189,16 +196,17 @@ class Texts:
             most = body.max_completion_tokens or body.max_tokens
             return sampling(body, self.model, prompt, most, logprobs)
 
-        return self._begin(body, [prompt], params, shape, request_id, deadline_s, listener)
+        return self._begin(body, [prompt], params, shape, watch, request_id, deadline_s, listener)
 
     def described(self) -> dict[str, Any]:
         """The model in OpenAI's form, with what is ours under `recserve`."""
         head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
         return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
 
-    def _check(self, body: TextBody) -> None:
+    def _check(self, body: TextBody) -> Stopwatch:
         self.model.check_name(body.model)
         body.check()
+        return Stopwatch()
 
     def _begin(
         self,
@@ -206,6 +214,7 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
+        watch: Stopwatch,
         request_id: str | None,
         deadline_s: float | None,
         listener: Listener | None,
@@ -240,6 +249,7 @@ class Texts:
             "system_fingerprint": self.fingerprint,
         }
         options = body.stream_options
+        watch.features_done()
         return TextWork(
             head,
             shape,
@@ -250,6 +260,7 @@ class Texts:
             asked,
             RULES[asked.verifier].exact,
             options is not None and options.include_usage,
+            watch,
         )
 
     def _submit(

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from recserve.core.request import Timing
 from recserve.core.text_request import (
     Completion,
     FinishReason,
@@ -76,7 +77,7 @@ class TextStream:
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
-        self.cached_tokens = 0
+        self.timing = Timing()
         if beginning:
             self._tell(beginning)
 
@@ -131,7 +132,7 @@ class TextStream:
         rest = self._detokenizer.finish()
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
         self.counts = result.counts
-        self.cached_tokens = result.timing.root_cached
+        self.timing = result.timing
         self._tell(rest, finish_reason=self.finish_reason)
 
     def _tell(
