@@ -83,6 +83,20 @@ def test_the_same_text_whatever_drafts_it(client, temperature):
         assert (answer.model_extra["metrics"]["speculative_decoding"] is None) == (name == "none")
 
 
+def test_a_rule_that_would_be_biased_is_refused_and_harms_nobody(client):
+    prompt = "One day One day One day One day"
+    pairing = drafted_by("ngram", verifier="multi_step")
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(client.completions.create, **ASK, temperature=0)
+        for stream in (False, True):
+            with pytest.raises(openai.UnprocessableEntityError, match="biased") as caught:
+                client.completions.create(**{**ASK, "prompt": prompt}, stream=stream, **pairing)
+            assert caught.value.code == "unfit_draft"
+        assert neighbour.result().choices[0].text.startswith(KNOWN)
+    lossy = client.completions.create(**ASK, seed=1, **drafted_by("suffix", verifier="typical"))
+    assert lossy.model_extra["metrics"]["speculative_decoding"]["exact"] is False
+
+
 def test_drafts_are_accepted_where_text_repeats(client):
     prompt = "Lily saw a big red ball. " * 6
     answer = client.completions.create(
