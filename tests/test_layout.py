@@ -61,7 +61,7 @@ OWNERS = {
     "redis": {"features/redis_store.py"},
     "lmdb": {"features/lmdb_store.py"},
     "faiss": {"features"},
-    "tokenizers": {"text", "training/text_data.py", "training/language_model.py"},
+    "tokenizers": {"text"},
     "jinja2": {"text"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}

@@ -29,7 +29,9 @@ class LanguageModelConfig:
 
 
 class LanguageModel(nn.Module):
-    """Token numbers in, logits of the next token out."""
+    """Token numbers in, logits of the next token out. head: None where it is the embedding."""
+
+    head: nn.Linear | None
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -37,9 +39,8 @@ class LanguageModel(nn.Module):
         size = config.decoder.hidden_size
         self.tokens = nn.Embedding(config.vocab_size, size)
         self.decoder = Decoder(config.decoder)
-        self.head: nn.Module | None = None
-        if not config.tied:
-            self.head = nn.Linear(size, config.vocab_size, bias=False)
+        own = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
+        self.register_module("head", own)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [..., T, E], final norm applied. tokens, positions: [..., T]."""
@@ -56,5 +57,5 @@ class LanguageModel(nn.Module):
     def pack(self) -> None:
         """Lay the weights out for this CPU, where it has a layout of its own; for serving only."""
         if self.head is None and can_pack(self.tokens.weight):
-            self.head = PackedLinear(self.tokens.weight, None)
+            self.add_module("head", PackedLinear(self.tokens.weight, None))
         pack_linears(self)
