@@ -165,8 +165,8 @@ def test_training_makes_drafts_longer(tmp_path):
     prompts = [[i] for i in range(8)]
     plain = generate(model.double(), prompts, params, NoDrafter())
     lengths = []
-    for heads in (fresh, trained.heads):
-        written = generate(model, prompts, params, MedusaDrafter(heads, E, V, trained.tree))
+    for drafter in (MedusaDrafter(fresh, E, V, trained.tree), trained):
+        written = generate(model, prompts, params, drafter)
         assert [w.tokens for w in written] == [w.tokens for w in plain]
         lengths.append(sum(w.mean_length for w in written) / len(written))
     assert lengths[1] > lengths[0] + 0.3 and lengths[1] > 1.0, lengths

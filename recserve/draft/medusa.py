@@ -18,6 +18,7 @@ from recserve.draft.limits import allowed, only_chains
 from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
 from recserve.models.drafters.medusa import MedusaHeads
+from recserve.models.packed_linear import pack_linears
 
 NUM_NODES = 24
 RANKS = 10  # of a head, in the tree that is used where nobody measured
@@ -47,10 +48,15 @@ class MedusaDrafter:
                 f"tokens, the target has {hidden_size} and {vocab_size}"
             )
         self.heads = heads
+        self._dtype, self._device = heads.weight.dtype, heads.weight.device
         ranks = min(RANKS, config.head_vocab or config.vocab_size)
         self.tree = tree or best_tree(assumed_accuracies(config.num_heads, ranks), NUM_NODES)
         self.chain = expansion_tree([1] * config.num_heads)
         self._check_tree(self.tree)
+
+    def pack(self) -> None:
+        """Lay the heads' weights out for this CPU; they cannot be saved or trained after that."""
+        pack_linears(self.heads)
 
     def check(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that these heads cannot fill."""
@@ -68,7 +74,7 @@ class MedusaDrafter:
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """The request's tree or the drafter's, filled; empty where no hidden state is known."""
-        device = self.heads.weight.device
+        device = self._device
         drafts = [empty_draft(device) for _ in contexts]
         shapes = [self._shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
         rows = [i for i, c in enumerate(contexts) if c.hidden is not None and len(shapes[i])]
@@ -104,7 +110,7 @@ class MedusaDrafter:
     def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
         """[K, B, width] tokens, best first."""
         hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
-        logits = self.heads(hidden.to(self.heads.weight.dtype))
+        logits = self.heads(hidden.to(self._dtype))
         if all(context.params.greedy for context in contexts):
             return self.heads.tokens(logits.topk(width).indices)
         device, count = logits.device, len(self.heads.blocks)

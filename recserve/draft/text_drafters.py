@@ -72,7 +72,9 @@ def _medusa(target: LanguageModel, weights: DrafterWeights) -> Drafter:
     heads = load_medusa(weights.medusa, size, vocabulary, dtype, _device(target))
     measured = load_accuracies(weights.medusa)
     tree = None if measured is None else best_tree(measured, NUM_NODES)
-    return MedusaDrafter(heads, size, vocabulary, tree)
+    drafter = MedusaDrafter(heads, size, vocabulary, tree)
+    drafter.pack()
+    return drafter
 
 
 DRAFTERS: dict[str, Callable[[LanguageModel, DrafterWeights], Drafter]] = {
@@ -108,8 +110,6 @@ def build_drafter(
 
 def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
     """Raises ValueError for a request's words that its drafter cannot follow."""
-    if speculation.num_tokens is not None and speculation.num_tokens < 0:
-        raise ValueError(f"num_tokens is {speculation.num_tokens}; it must be at least 0")
     if speculation.tree is None:
         return
     members = drafter.sources if isinstance(drafter, MergedDrafter) else (drafter,)
@@ -123,7 +123,9 @@ def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
 
 
 def _load(folder: Path, target: LanguageModel) -> LanguageModel:
-    return load_language_model(folder, device=_device(target))
+    model = load_language_model(folder, device=_device(target))
+    model.pack()
+    return model
 
 
 def _device(target: LanguageModel) -> torch.device:

@@ -62,11 +62,15 @@ class MedusaHeads(nn.Module):
     def start_from(self, target: LanguageModel) -> None:
         """Blocks that do nothing and the target's own head: every head guesses the next token.
 
-        Raises ValueError for heads that know a part of the vocabulary only.
+        Raises ValueError for heads that know a part of the vocabulary, and for a packed target.
         """
         if self.config.head_vocab is not None:
             raise ValueError(f"these heads know {self.config.head_vocab} tokens; train whole ones")
-        weight = target.tokens.weight if target.head is None else target.head.weight
+        weight = target.tokens.weight
+        if not target.config.tied:
+            if not isinstance(target.head, nn.Linear):
+                raise ValueError("the target's weights are packed; take them before that")
+            weight = target.head.weight
         for block in self.blocks.parameters():
             block.zero_()
         for output in self.outputs.parameters():
