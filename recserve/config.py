@@ -27,8 +27,12 @@ class ConfigError(ValueError):
 
 
 class ServerConfig(BaseSettings):
-    """What `recserve serve` can be told.
+    """What `recserve serve` can be told. `bundle`, `llm` or both are required.
 
+    llm: a Hugging Face folder of a language model. llm_name: what `model` says in a request, None:
+    the folder's name. llm_dtype: None is the folder's own. chat_template: a file to use instead of
+    the folder's. drafters: `NAME`, or `NAME=DIR` for one with weights; the first is the one of
+    requests that name none. text_timeout_ms: most time for a text, unless the request says less.
     store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. journal: folder for
     changes of items; None: beside the bundle. api_keys: a client
     sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
@@ -41,7 +45,13 @@ class ServerConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    bundle: Path
+    bundle: Path | None = None
+    llm: Path | None = None
+    llm_name: str | None = Field(None, min_length=1, max_length=256)
+    llm_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    chat_template: Path | None = None
+    drafters: Annotated[tuple[str, ...], NoDecode] = ()
+    text_timeout_ms: int = Field(600_000, ge=1, le=3_600_000)
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     store: str | None = None
@@ -52,6 +62,7 @@ class ServerConfig(BaseSettings):
     signing_key: SecretStr | None = None
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
     default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
+    kv_bytes: int = Field(256 * 2**20, ge=2**20)
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
@@ -61,10 +72,10 @@ class ServerConfig(BaseSettings):
     shadow_share: float = Field(0.01, ge=0, le=1)
     access_log: bool = False
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "drafters", mode="before")
     @classmethod
-    def _split_keys(cls, value: Any) -> Any:
-        """The environment gives one string: keys between commas."""
+    def _split(cls, value: Any) -> Any:
+        """The environment gives one string: parts between commas."""
         return (
             [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
         )
@@ -77,6 +88,16 @@ class ServerConfig(BaseSettings):
             if length < MIN_KEY_LENGTH:
                 raise ValueError(f"a key needs {MIN_KEY_LENGTH} characters or more, got {length}")
         return value
+
+    @model_validator(mode="after")
+    def _something_to_serve(self) -> ServerConfig:
+        if self.bundle is None and self.llm is None:
+            raise ValueError("bundle: is required, or llm, or both")
+        if self.llm is None:
+            for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: is for a language model; set llm too")
+        return self
 
     @model_validator(mode="after")
     def _guarded(self) -> ServerConfig:

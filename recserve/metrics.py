@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,8 @@ SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
+# Drafted tokens deeper than this count with the last place.
+POSITIONS = 32
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 
 
@@ -45,6 +48,15 @@ class Gauges:
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
     shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
+
+
+class Drafted(Protocol):
+    """What drafting did; core/text_request.py counts it."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    per_position: list[int]
 
 
 class _EngineCollector(Collector):
@@ -137,6 +149,24 @@ class Metrics:
             buckets=ROUNDS,
             registry=self.registry,
         )
+        self.tokens = Counter(
+            "recserve_text_tokens", "Tokens read and written", ["kind"], registry=self.registry
+        )
+        self.first_token = Histogram(
+            "recserve_first_token_seconds",
+            "Time from the first byte of a request to the first piece of its text",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._drafts = {
+            name: Counter(f"recserve_spec_{name}", text, labels, registry=self.registry)
+            for name, text, labels in (
+                ("drafts", "Drafts that were scored", ["drafter"]),
+                ("draft_tokens", "Tokens of those drafts", ["drafter"]),
+                ("accepted_tokens", "Tokens of them that were kept", ["drafter"]),
+                ("accepted_per_position", "The same by place", ["drafter", "position"]),
+            )
+        }
         # A reason that never happened must still be there to alert on.
         for reason in self.reasons:
             self.failed.labels(reason)
@@ -157,6 +187,22 @@ class Metrics:
         """Count the stages of one answered request."""
         for stage, histogram in self._stages.items():
             histogram.observe(milliseconds[stage] / 1e3)
+
+    def text_tokens(self, prompt: int, written: int) -> None:
+        """Count the tokens of one text request."""
+        self.tokens.labels("prompt").inc(prompt)
+        self.tokens.labels("completion").inc(written)
+
+    def drafted(self, drafter: str, counts: Drafted) -> None:
+        """Count what drafting did for one text request; `drafter` is one that was loaded."""
+        if not counts.num_drafts:
+            return
+        self._drafts["drafts"].labels(drafter).inc(counts.num_drafts)
+        self._drafts["draft_tokens"].labels(drafter).inc(counts.num_draft_tokens)
+        self._drafts["accepted_tokens"].labels(drafter).inc(counts.num_accepted_tokens)
+        by_position = self._drafts["accepted_per_position"]
+        for place, accepted in enumerate(counts.per_position):
+            by_position.labels(drafter, min(place, POSITIONS - 1)).inc(accepted)
 
     def page(self) -> bytes:
         """All collectors in Prometheus' text format."""

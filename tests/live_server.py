@@ -14,12 +14,14 @@ import uvicorn
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
 from recserve.service import Service
+from recserve.service.served import Served
 
 
 @contextmanager
-def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
+def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a running server; the service is closed with it."""
-    app = create_app(ServerConfig(bundle=service.bundle.root, **settings), service)
+    named = {"bundle": service.bundle.root} if isinstance(service, Service) else {"llm": "given"}
+    app = create_app(ServerConfig(**named, **settings), service)
     config = uvicorn.Config(app, port=0, log_level="warning", ws="none", server_header=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

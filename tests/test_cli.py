@@ -98,6 +98,17 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+def test_serve_takes_a_language_model_and_its_drafters(monkeypatch):
+    served = []
+    monkeypatch.setattr("recserve.server.run.serve", lambda config: served.append(config) or 0)
+    flags = "--llm m --llm-name tiny --drafter ngram --drafter medusa=heads --chat-template c"
+    assert run("serve", *flags.split()).exit_code == 0
+    (config,) = served
+    assert (config.bundle, config.llm.name, config.llm_name) == (None, "m", "tiny")
+    assert config.drafters == ("ngram", "medusa=heads") and config.chat_template.name == "c"
+    assert "llm" in str(run("serve", "--bundle", "b", "--drafter", "ngram").exception)
+
+
 def test_debug_shows_the_trace_back(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recserve", "--debug", "bundle", "verify", str(tmp_path)])
     with pytest.raises(ValueError, match=r"manifest\.json"):

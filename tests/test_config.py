@@ -41,7 +41,11 @@ def test_flag_over_environment_over_file(tmp_path, monkeypatch):
         ("bundle: b\nport: 70000\n", ("port", "65535", "70000")),
         ("bundle: b\ndrain_delay_s: -1\n", ("drain_delay_s", "0", "-1")),
         ("bundle: b\ndevice: tpu\n", ("device", "cuda", "tpu")),
-        ("port: 9\n", ("bundle", "required")),
+        ("port: 9\n", ("bundle", "llm", "required")),
+        ("bundle: b\ndrafters: [ngram]\n", ("drafters", "llm")),
+        ("bundle: b\nllm_name: x\n", ("llm_name", "llm")),
+        ("llm: m\nllm_dtype: int8\n", ("llm_dtype", "bfloat16", "int8")),
+        ("llm: m\ntext_timeout_ms: 0\n", ("text_timeout_ms", "1", "0")),
         ("bundle: b\napi_keys: [short]\n", ("api_keys", "16", "5")),
         ("bundle: [\n", ("recserve.yaml",)),
         ("- a\n", ("recserve.yaml",)),
@@ -92,3 +96,12 @@ def test_keys_from_the_environment_and_never_printed(monkeypatch):
 )
 def test_is_loopback(host, yes):
     assert is_loopback(host) is yes
+
+
+def test_drafters_come_from_flag_environment_and_file(tmp_path, monkeypatch):
+    file = written(tmp_path, "llm: m\ndrafters: [suffix, draft_model=d]\n")
+    assert ServerConfig.load({}, file).drafters == ("suffix", "draft_model=d")
+    monkeypatch.setenv("RECSERVE_DRAFTERS", "ngram, medusa=heads")
+    assert ServerConfig.load({}, file).drafters == ("ngram", "medusa=heads")
+    assert ServerConfig.load({"drafters": ["lookahead"]}, file).drafters == ("lookahead",)
+    assert ServerConfig.load({"llm": "m"}).bundle is None

@@ -16,14 +16,18 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-SERVICE = STEP | DATA | {"bundle", "messages", "metrics", "text"}
+MESSAGES = {"messages", "messages_text", "messages_scoring"}
+SERVICE = STEP | DATA | {"text", "bundle", "metrics"} | MESSAGES
 TOP = SERVICE | {"service", "config"}
 
 # room -> rooms it may import besides itself. A room is a folder or a file directly under recserve/.
 MAY_IMPORT = {
     "kernels": set(),
     "features": set(),
+    "text": set(),
     "messages": set(),
+    "messages_text": {"messages"},
+    "messages_scoring": {"messages", "messages_text"},
     "metrics": set(),
     "config": set(),
     "models": {"kernels"},
@@ -32,7 +36,6 @@ MAY_IMPORT = {
     # One way between the two neighbours: a verifier reads the draft that it verifies.
     "verify": TENSORS | {"core", "draft"},
     "engine": STEP,
-    "text": {"core"},
     "bundle": DATA,
     "building": DATA | {"bundle"},
     "exporting": DATA | {"bundle"},

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from live_server import live
+from scripted_text import scripted
 from tiny_bundle import shared_bundle
 
 from recserve.server import playground
@@ -42,6 +43,19 @@ def test_every_element_that_the_script_asks_for_is_there():
     assert asked and asked <= ids
 
 
+def dom(client, tab, profile):
+    """The page as a browser shows it after its scripts have run."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    flags += " --disable-background-networking --disable-component-update --disable-sync"
+    flags += f" --user-data-dir={profile} --virtual-time-budget=4000 --dump-dom"
+    return subprocess.run(
+        [str(BROWSER), *flags.split(), f"{client.base_url}/{tab}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize(
     "tab, shown", [("", "root tokens cached"), ("#rank", "20 ranked"), ("#health", "/v1/recommend")]
@@ -51,15 +65,16 @@ def test_a_browser_shows_the_tabs(tmp_path, tab, shown):
     user = service.samples(1, 1)["users"][0]
     with live(service) as client:
         client.post("/v1/recommend", json={"user": {"id": user}})
-        flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-        flags += " --disable-background-networking --disable-component-update --disable-sync"
-        flags += f" --user-data-dir={tmp_path}/profile --virtual-time-budget=4000 --dump-dom"
-        page = subprocess.run(
-            [str(BROWSER), *flags.split(), f"{client.base_url}/{tab}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
+        page = dom(client, tab, tmp_path / "profile")
     assert user in page or tab
     assert shown in page
+    assert re.search(r'id="error"[^>]*hidden', page)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_a_browser_shows_a_text_where_there_is_no_bundle(tmp_path):
+    with live(scripted(tmp_path, lambda prompt, seed: " in a <b> land — é")) as client:
+        page = dom(client, "", tmp_path / "profile")
+    assert re.search(r'id="written"[^>]*> in a &lt;b&gt; land — é<', page)
+    assert "tokens</span>" in page and re.search(r'data-tab="recommend"[^>]*hidden', page)
     assert re.search(r'id="error"[^>]*hidden', page)

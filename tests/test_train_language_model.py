@@ -15,7 +15,8 @@ from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import load_language_model
 from recserve.models.saving import save_language_model
-from recserve.text.tokenizer import load_tokenizer, train_tokenizer
+from recserve.text.tokenizer import TextTokenizer
+from recserve.text.training import train_tokenizer
 from recserve.training.corpus import read_texts, standard_library
 from recserve.training.language_model import BOOKS, LanguageRecipe, train_language_model
 from recserve.training.loop import Schedule
@@ -50,7 +51,7 @@ def trained(tmp_path_factory) -> Path:
 
 def test_it_learned_the_rhyme(trained):
     engine = Engine(text=load_language_model(trained), config=EngineConfig(kv_bytes=2**20))
-    tokenizer = load_tokenizer(trained)
+    tokenizer = TextTokenizer.open(trained)
     prompt = np.array(tokenizer.encode("the cat sat on"))
     answer = engine.run(TextRequest(prompt, SamplingParams(temperature=0.0, max_tokens=20)))
     assert tokenizer.decode(answer.tokens).startswith(" the mat and the dog ran to the log")
@@ -61,7 +62,7 @@ def test_transformers_reads_the_folder(trained):
     theirs = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(trained)
     tokens = torch.tensor([tokenizer("the dog ran")["input_ids"]])
-    assert tokens[0].tolist() == load_tokenizer(trained).encode("the dog ran")
+    assert tokens[0].tolist() == TextTokenizer.open(trained).encode("the dog ran")
     ours = load_language_model(trained)
     hidden = ours(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())
     torch.testing.assert_close(ours.logits(hidden), theirs(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -26,16 +26,34 @@ def demo(
 
 def serve(
     bundle: Annotated[Path | None, typer.Option(help="Folder of the bundle.")] = None,
+    llm: Annotated[
+        Path | None, typer.Option(help="Language model: a Hugging Face folder (Llama, Qwen).")
+    ] = None,
+    llm_name: Annotated[str | None, typer.Option(help="Its name; default the folder's.")] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME, or NAME=DIR for one with weights; repeat. The first is default."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Chat template to use instead of the folder's.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address; beyond loopback needs keys.")] = None,
     port: Annotated[int | None, typer.Option(help="Default 8080.")] = None,
     store: StoreFlag = None,
     device: Annotated[Device | None, typer.Option(help="Where tensors live.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings as YAML.")] = None,
 ) -> None:
-    """Serve a bundle over HTTP. A flag wins over its RECSERVE_* variable, that over --config."""
+    """Serve a bundle, a language model or both over HTTP.
+
+    A flag wins over its RECSERVE_* variable, that over --config.
+    """
     from recserve.config import ServerConfig
 
-    flags = {"bundle": bundle, "host": host, "port": port, "store": store, "device": device}
+    flags = {
+        **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
+        **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
+        "drafters": drafter or None,
+    }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server
 

@@ -92,7 +92,22 @@ class WarmRequest:
     deadline_s: float | None = None
 
 
-Request = RecommendRequest | LikelihoodRequest | RankRequest | WarmRequest
+@dataclass(frozen=True)
+class TextScoreRequest:
+    """Score label tokens after each of M given texts that share a beginning, the root.
+
+    tokens [n] int64: the texts, packed. offsets [M + 1]: their starts; none is empty. labels [K]:
+    token numbers.
+    """
+
+    root: Root
+    tokens: np.ndarray
+    offsets: np.ndarray
+    labels: tuple[int, ...]
+    deadline_s: float | None = None
+
+
+Request = RecommendRequest | LikelihoodRequest | RankRequest | WarmRequest | TextScoreRequest
 
 
 @dataclass
@@ -132,9 +147,11 @@ class Slate:
 
 @dataclass(frozen=True)
 class Scores:
-    """Answer to a LikelihoodRequest or RankRequest, in the order of its candidates.
+    """Answer to a LikelihoodRequest, RankRequest or TextScoreRequest, in the order of its
+    candidates.
 
-    values: [M, tasks] float32; task names are the model's (`likelihood` has one).
+    values: [M, tasks] float32; task names are the model's (`likelihood` has one), or the label
+    tokens, whose values are log-probabilities over the whole vocabulary.
     """
 
     values: np.ndarray

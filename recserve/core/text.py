@@ -27,6 +27,10 @@ from recserve.kernels.tree import TokenTree
 Drawing = Literal["chosen", "independent", "distinct"]
 
 
+class UnfitDraft(ValueError):
+    """A draft on which the acceptance rule that was asked for would be biased."""
+
+
 @dataclass(eq=False)
 class TextContext:
     """What a drafter sees of a running sequence. The engine keeps it; drafters only read.
@@ -201,7 +205,7 @@ class Verifier(Protocol):
     exact: bool
 
     def check(self, draft: TextDraft) -> None:
-        """Raises ValueError for a draft on which the rule would be biased."""
+        """Raises UnfitDraft for a draft on which the rule would be biased."""
         ...
 
     def verify(self, scored: ScoredTrees) -> Accepted:

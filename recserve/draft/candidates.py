@@ -1,5 +1,5 @@
 """Given candidates as a tree: branches of one token for the ranker, merged semantic ids for
-likelihood.
+likelihood, branches of several tokens for texts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from recserve.core.drafting import Draft
-from recserve.core.request import RankRequest
+from recserve.core.request import RankRequest, TextScoreRequest
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree import TokenTree, merge, root_branch
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
@@ -42,6 +42,13 @@ def _root_limits(request: RankRequest) -> Tensor:
     if request.root_limits is None:
         return torch.full((len(request.candidates),), len(request.root.inputs))
     return torch.from_numpy(request.root_limits).to(torch.int64)
+
+
+def propose_texts(requests: Seq[TextScoreRequest], device: torch.device) -> Draft:
+    """One isolated branch per text: it sees the root and itself."""
+    trees = [root_branch(torch.from_numpy(r.tokens), torch.from_numpy(r.offsets)) for r in requests]
+    tree = merge(trees).to(device)
+    return Draft(tree, NodeInputs(tree.tokens))
 
 
 def propose_paths(

@@ -22,24 +22,22 @@ import torch
 from recserve.core.drafting import Strategy
 from recserve.core.request import (
     DeadlineExceeded,
-    LikelihoodRequest,
     QueueFull,
-    RankRequest,
-    RecommendRequest,
     Request,
     Result,
-    WarmRequest,
 )
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
 from recserve.engine.delivery import AnyLane, deliver, expired, fail
+from recserve.engine.destination import destination
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import RankerTrunk, RecommenderTrunk, TextTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.strategies import (
     RankStrategy,
+    TextScoreStrategy,
     WarmStrategy,
     likelihood_strategy,
     recommend_strategies,
@@ -119,7 +117,10 @@ class Engine:
             self._strategies["ranker"] = RankStrategy(ranker)
         self._strategies["warm"] = WarmStrategy()
         if text is not None:
-            self._lanes["text"] = TextLane(self._runner(TextTrunk(text.eval())), text)
+            runner = self._runner(TextTrunk(text.eval()))
+            self._lanes["text"] = TextLane(runner, text)
+            self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
+            self._strategies["text_scores"] = TextScoreStrategy(text)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -218,17 +219,22 @@ class Engine:
         """Whether its thread runs; False before `start`, after `close` and if it died."""
         return self._thread is not None and self._thread.is_alive()
 
+    def room(self, model: str) -> int:
+        """Tokens that the pool of a model holds: `recommender`, `ranker` or `text`."""
+        return self._lanes[model].allocator.num_pages * self.config.page_size
+
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
         lanes = list(self._lanes.values())
+        pools = {id(lane.cache): lane for lane in lanes}.values()
         return EngineStats(
             len(self._waiting),
             sum(lane.num_running for lane in lanes),
-            sum(lane.allocator.num_free for lane in lanes),
-            sum(lane.cache.num_pages for lane in lanes),
-            sum(lane.allocator.num_pages for lane in lanes),
-            sum(lane.cache.num_hit_tokens for lane in lanes),
-            sum(lane.cache.num_missed_tokens for lane in lanes),
+            sum(lane.allocator.num_free for lane in pools),
+            sum(lane.cache.num_pages for lane in pools),
+            sum(lane.allocator.num_pages for lane in pools),
+            sum(lane.cache.num_hit_tokens for lane in pools),
+            sum(lane.cache.num_missed_tokens for lane in pools),
         )
 
     @torch.inference_mode()
@@ -304,7 +310,7 @@ class Engine:
                 pass
 
     def _route(self, request: Request | TextRequest) -> tuple[AnyLane, Strategy | Drafter]:
-        model, name = _needs(request)
+        model, name = destination(request)
         if model not in self._lanes:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self._lanes)}")
         if isinstance(request, TextRequest):
@@ -320,21 +326,6 @@ class Engine:
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
         return Runner(trunk, pool)
-
-
-def _needs(request: Request | TextRequest) -> tuple[str, str]:
-    """Model and strategy or drafter that a request is for."""
-    match request:
-        case RecommendRequest():
-            return "recommender", request.strategy
-        case LikelihoodRequest():
-            return "recommender", "likelihood"
-        case RankRequest():
-            return "ranker", "ranker"
-        case WarmRequest():
-            return request.model, "warm"
-        case TextRequest():
-            return "text", request.speculation.drafter
 
 
 def _priority(waiting: _Waiting) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from recserve.core.drafting import Draft, LooksAhead, Strategy
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Request, Result, Timing
 from recserve.core.sequence import Sequence
+from recserve.engine.delivery import AnyLane
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.runner import Piece, Runner
@@ -41,11 +42,12 @@ class Cohort:
 class Lane:
     """Admission, forward, verification and release of the requests of one model."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, beside: AnyLane | None = None) -> None:
+        """beside: a lane of the same runner, with which pages and prefix cache are shared."""
         self.runner = runner
         self.page_size = runner.pool.page_size
-        self.allocator = PageAllocator(runner.pool.num_pages)
-        self.cache = PrefixCache(self.allocator, self.page_size)
+        self.allocator = beside.allocator if beside else PageAllocator(runner.pool.num_pages)
+        self.cache = beside.cache if beside else PrefixCache(self.allocator, self.page_size)
         self.cohorts: list[Cohort] = []
         self.cold: list[tuple[Sequence, Strategy]] = []
         self.warm: list[tuple[Sequence, Strategy]] = []

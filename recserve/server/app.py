@@ -14,26 +14,41 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
+from recserve.engine.engine import EngineConfig
 from recserve.metrics import Metrics
-from recserve.server import events, health, items, playground, rank, recommend
+from recserve.server import (
+    completions,
+    events,
+    health,
+    items,
+    models,
+    playground,
+    rank,
+    recommend,
+    text_scores,
+)
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.gate import Gate
 from recserve.server.openapi import describe
 from recserve.server.worker import Worker
 from recserve.service import Service
+from recserve.service.loading import resolve_device
+from recserve.service.served import Served
 from recserve.service.service import SCORERS, STRATEGIES
+from recserve.service.text_loading import TextSettings, load_text
 
 log = logging.getLogger(__name__)
 
 
-def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
+def create_app(config: ServerConfig, served: Service | Served | None = None) -> FastAPI:
     """An application for any ASGI server; its lifespan loads and closes the service.
 
-    service: an opened one to use instead of loading `config.bundle`; the app closes it.
+    served: something opened to use instead of loading what `config` names; the app closes it.
     `app.state.worker` is the worker, for whoever drains it.
     """
-    worker = Worker((lambda: service) if service is not None else (lambda: _load(config)))
+    given = Served(served) if isinstance(served, Service) else served
+    worker = Worker((lambda: load(config)) if given is None else (lambda: given))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -50,8 +65,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, worker.gauges)
-    exchange = Exchange(worker, metrics, config.max_body_bytes, config.default_timeout_ms)
-    for room in (recommend, rank, events, items, health, playground):
+    exchange = Exchange(
+        worker,
+        metrics,
+        config.max_body_bytes,
+        config.default_timeout_ms,
+        config.text_timeout_ms,
+    )
+    items_rooms = (recommend, rank, events, items)
+    for room in (*items_rooms, models, completions, text_scores, health, playground):
         room.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
@@ -67,17 +89,30 @@ async def _to_gate(_: Request, error: Exception) -> Response:
     raise error
 
 
-def _load(config: ServerConfig) -> Service:
+def load(config: ServerConfig) -> Served:
+    """Everything that the settings name, loaded; the engine runs. Raises what loading refuses."""
+    text = None
+    if config.llm is not None:
+        settings = TextSettings(
+            config.llm, config.llm_name, config.llm_dtype, config.chat_template, config.drafters
+        )
+        text = load_text(settings, resolve_device(config.device))
+    if config.bundle is None:
+        assert text is not None
+        sizes = EngineConfig(max_queue=config.max_queue, kv_bytes=config.kv_bytes)
+        return Served.of_text(text, sizes)
     secret = config.signing_key
-    service = Service.open(
+    items = Service.open(
         config.bundle,
         config.store,
         config.device,
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
+        kv_bytes=config.kv_bytes,
+        text=text,
         dtype=config.dtype,
         journal=config.journal,
     )
     if config.shadow is not None:
-        service.compare_with(config.shadow, config.shadow_share)
-    return service
+        items.compare_with(config.shadow, config.shadow_share)
+    return Served(items, None if text is None else text.model)

@@ -10,12 +10,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.core.text import UnfitDraft
 from recserve.engine.lane import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
 from recserve.features.item_journal import JournalError
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
-from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel, UnknownVersion
+from recserve.service.errors import (
+    ContextExceeded,
+    ServiceClosed,
+    UnknownItem,
+    UnknownModel,
+    UnknownVersion,
+)
 
 
 class BodyTooLarge(ValueError):
@@ -62,6 +69,7 @@ TABLE: dict[type[Exception], Row] = {
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
+    ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
     RequestTooLarge: Row(
         422,
         "invalid_request_error",
@@ -69,6 +77,7 @@ TABLE: dict[type[Exception], Row] = {
         "invalid",
         "the request needs more memory than the server has for one; ask for less",
     ),
+    UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(

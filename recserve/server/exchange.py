@@ -16,12 +16,14 @@ from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded
 from recserve.messages import MAX_TIMEOUT_MS, InvalidRequest
+from recserve.messages_text import MAX_TEXT_TIMEOUT_MS
 from recserve.metrics import Metrics
 from recserve.server.decoding import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.trace import Trace, trace_of
 from recserve.server.worker import Worker
 from recserve.service import Service
+from recserve.service.served import Served
 from recserve.service.work import Work
 
 T = TypeVar("T")
@@ -39,10 +41,16 @@ class Exchange:
     metrics: Metrics
     max_body_bytes: int
     default_timeout_ms: int
+    text_timeout_ms: int
+
+    @property
+    def served(self) -> Served:
+        """What is served. Raises NotReady."""
+        return self.worker.served
 
     @property
     def service(self) -> Service:
-        """The service. Raises NotReady."""
+        """The bundle's side of it. Raises NotReady, or UnknownModel where there is none."""
         return self.worker.service
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
@@ -68,21 +76,32 @@ class Exchange:
         trace_of(request.scope).rename(getattr(body, "request_id", None))
         return body
 
-    def deadline_s(self, request: Request, timeout_ms: int | None) -> float:
+    def deadline_s(
+        self,
+        request: Request,
+        timeout_ms: int | None,
+        default_ms: int | None = None,
+        most_ms: int = MAX_TIMEOUT_MS,
+    ) -> float:
         """time.monotonic() value after which the client does not want its answer.
 
-        The sooner of `timeout_ms` and the X-Deadline-Ms header (milliseconds left).
+        The sooner of `timeout_ms` and the X-Deadline-Ms header (milliseconds left, at most most_ms
+        of them). default_ms: without either; None: `default_timeout_ms`.
         """
         limits = [] if timeout_ms is None else [timeout_ms]
         header = request.headers.get(DEADLINE_HEADER)
         if header is not None:
             if not (header.isascii() and header.isdigit() and len(header) < 10) or not int(header):
                 raise InvalidRequest(
-                    "X-Deadline-Ms", f"expected 1 to {MAX_TIMEOUT_MS} ms, got {header[:40]!r}"
+                    "X-Deadline-Ms", f"expected 1 to {most_ms} ms, got {header[:40]!r}"
                 )
-            limits.append(min(int(header), MAX_TIMEOUT_MS))
-        left_ms = min(limits, default=self.default_timeout_ms)
+            limits.append(min(int(header), most_ms))
+        left_ms = min(limits, default=default_ms or self.default_timeout_ms)
         return trace_of(request.scope).began_s + left_ms / 1e3
+
+    def text_deadline_s(self, request: Request, timeout_ms: int | None) -> float:
+        """As `deadline_s`, with the longer times that texts take."""
+        return self.deadline_s(request, timeout_ms, self.text_timeout_ms, MAX_TEXT_TIMEOUT_MS)
 
 
 async def begin(service: Service, function: Callable[..., A], *arguments: Any) -> A:
@@ -101,18 +120,19 @@ async def outcomes(
     """
     futures = [work.future for work in works if work.future is not None]
     if futures:
-        await _wait(request, futures, deadline_s)
+        await ended(request, futures, deadline_s)
     return [work.outcome() for work in works]
 
 
-async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
+async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
+    """Wait until all are done. Raises ClientGone or DeadlineExceeded; all are cancelled then."""
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Exception | None] = loop.create_future()
+    outcome: asyncio.Future[Exception | None] = loop.create_future()
     left = len(futures)
 
     def end(error: Exception | None) -> None:
-        if not ended.done():
-            ended.set_result(error)
+        if not outcome.done():
+            outcome.set_result(error)
 
     def count() -> None:
         nonlocal left
@@ -127,12 +147,12 @@ async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: fl
 
     for future in futures:
         future.add_done_callback(computed)
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(disconnected(request))
     gone.add_done_callback(lambda _: end(ClientGone("the client closed the connection")))
     late = DeadlineExceeded("the deadline passed before the answer was ready")
     timer = loop.call_later(max(0.0, deadline_s - time.monotonic()) + GRACE_S, end, late)
     try:
-        error = await ended
+        error = await outcome
     finally:
         timer.cancel()
         gone.cancel()
@@ -142,7 +162,8 @@ async def _wait(request: Request, futures: Sequence[Future[Any]], deadline_s: fl
         raise error
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
+    """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -24,13 +24,13 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.get("/v2/health/ready", operation_id="ready_v2")
     async def ready() -> Response:
         """Requests are taken now; 503 while loading, draining or broken."""
-        _ = exchange.service
+        _ = exchange.served
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
     async def version() -> Response:
         """Versions of the program and of what it serves."""
-        return json_response({"version": installed("recserve"), **exchange.service.versions()})
+        return json_response({"version": installed("recserve"), **exchange.served.versions()})
 
     @app.get("/metrics", operation_id="metrics")
     async def metrics() -> Response:

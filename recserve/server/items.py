@@ -1,4 +1,4 @@
-"""The catalogue: GET, PUT and DELETE of items, rollback, and GET /v1/models."""
+"""The catalogue: GET, PUT and DELETE of items, and rollback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLLBACK = msgspec.json.Decoder(RollbackBody)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the catalogue and the models; changes wait for the disk on a thread."""
+    """Routes of the catalogue; changes wait for the disk on a thread."""
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:
@@ -40,8 +40,3 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def item(item_id: str) -> Response:
         """What the catalogue knows of an item."""
         return json_response(exchange.service.item(item_id))
-
-    @app.get("/v1/models", operation_id="models")
-    async def models() -> Response:
-        """The models of the bundle, in OpenAI's list form."""
-        return json_response({"object": "list", "data": exchange.service.models()})

@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve import messages as m
+from recserve import messages_scoring as s
+from recserve import messages_text as t
 
 BODIES = {
     "recommend": m.RecommendBody,
@@ -20,12 +22,22 @@ BODIES = {
     "add_events": m.EventsBody,
     "put_items": m.ItemsBody,
     "rollback_items": m.RollbackBody,
+    "complete": t.CompletionBody,
+    "chat": t.ChatBody,
+    "rerank": s.RerankBody,
+    "rerank_v2": s.RerankBody,
+    "generative_scoring": s.GenerativeScoringBody,
 }
 ANSWERS = {
     "recommend": m.RecommendAnswer,
     "rank": m.RankAnswer,
     "rank_batch": m.RankBatchAnswer,
     "add_events": m.EventsAnswer,
+    "complete": t.CompletionAnswer,
+    "chat": t.ChatAnswer,
+    "rerank": s.RerankAnswer,
+    "rerank_v2": s.RerankAnswer,
+    "generative_scoring": s.GenerativeScoringAnswer,
     "history": m.HistoryAnswer,
     "item": m.ItemAnswer,
     "put_items": m.ItemsAnswer,
@@ -38,6 +50,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of the app."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
     kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer, m.ItemBody]
+    kinds = list(dict.fromkeys(kinds))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )

@@ -1,4 +1,4 @@
-"""The service inside a server process: loading, ready, draining, closed."""
+"""What is served inside a server process: loading, ready, draining, closed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import Callable
 from recserve.metrics import Gauges
 from recserve.server.errors import NotReady
 from recserve.service import Service
+from recserve.service.served import Served
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Holds the service while it lives.
+    """Holds what is served while it lives.
 
-    load: makes the service; it runs on its own thread, so that the server answers `live` meanwhile.
+    load: makes it; it runs on its own thread, so that the server answers `live` meanwhile.
     in_flight: requests being answered; touched on the event loop only.
     """
 
-    def __init__(self, load: Callable[[], Service]) -> None:
+    def __init__(self, load: Callable[[], Served]) -> None:
         self._load = load
-        self._service: Service | None = None
+        self._served: Served | None = None
         self._thread: threading.Thread | None = None
         self.loaded = threading.Event()
         self.failure: BaseException | None = None
@@ -37,12 +38,12 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            service = self._load()
+            served = self._load()
             # Models and catalogue live as long as the process: out of the collector's sight, or
             # every full collection walks them in the middle of a request.
             gc.collect()
             gc.freeze()
-            self._service = service
+            self._served = served
         except BaseException as error:
             log.exception("the service could not be started")
             self.failure = error
@@ -50,27 +51,32 @@ class Worker:
             self.loaded.set()
 
     @property
-    def service(self) -> Service:
-        """The service, if it takes requests now. Raises NotReady."""
+    def served(self) -> Served:
+        """What is served, if it takes requests now. Raises NotReady."""
         if self.draining:
             raise NotReady("the server is shutting down")
         if self.failure is not None:
             raise NotReady("the server could not start")
-        if self._service is None:
+        if self._served is None:
             raise NotReady("the server is loading")
-        if not self._service.alive:
+        if not self._served.alive:
             raise NotReady("the engine has stopped")
-        return self._service
+        return self._served
+
+    @property
+    def service(self) -> Service:
+        """The bundle's side. Raises NotReady, or UnknownModel where there is no bundle."""
+        return self.served.items
 
     def gauges(self) -> Gauges | None:
         """Figures of the engine, None while there is none."""
-        return None if self._service is None else self._service.gauges()
+        return None if self._served is None else self._served.gauges()
 
     def close(self) -> None:
         """Wait for a load under way, then close the service."""
         self.draining = True
         if self._thread is not None:
             self._thread.join()
-        if self._service is not None:
-            self._service.close()
+        if self._served is not None:
+            self._served.close()
             gc.unfreeze()

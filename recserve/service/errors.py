@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recserve.messages import InvalidRequest
+
 
 class UnknownItem(LookupError):
     """The item is not in the catalogue."""
@@ -17,3 +19,7 @@ class UnknownModel(LookupError):
 
 class ServiceClosed(RuntimeError):
     """The service has been closed."""
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt and text together are longer than the model reads."""

@@ -26,6 +26,7 @@ from recserve.service.loading import (
 )
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
+from recserve.service.text_loading import LoadedText
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ def open_parts(
     device: Device,
     dtype: torch.dtype,
     signing_key: bytes,
-    max_queue: int,
+    sizes: EngineConfig,
     journal: Path | None,
+    text: LoadedText | None = None,
 ) -> Parts:
     """Load everything; arguments and errors as in Service.open."""
     bundle = Bundle.open(folder)
@@ -62,7 +64,7 @@ def open_parts(
     import_events(opened_store, bundle)
     histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
     engine = Engine(
-        models.recommender, models.ranker, EngineConfig(max_queue=max_queue), models.heads
+        models.recommender, models.ranker, sizes, models.heads, *(text.parts if text else ())
     )
     engine.start()
     version = bundle.manifest.model_version

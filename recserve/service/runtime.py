@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from recserve.core.request import Timing
-from recserve.engine.engine import Engine
+from recserve.engine.engine import Engine, EngineStats
 from recserve.messages import UserRef
 from recserve.metrics import Gauges
 from recserve.service.attribution import Signer
@@ -69,12 +69,18 @@ class Runtime:
 
     def gauges(self) -> Gauges:
         """The engine's figures for Prometheus."""
-        stats = self.engine.stats()
-        used = stats.pages_total - stats.pages_free - stats.pages_cached
-        return Gauges(
-            stats.queue_depth,
-            self.illegal_items,
-            {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
-            {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
-            {} if self.shadow is None else {self.shadow.strategy: self.shadow.counts},
-        )
+        gauges = gauges_of(self.engine.stats(), self.illegal_items)
+        if self.shadow is None:
+            return gauges
+        return replace(gauges, shadow={self.shadow.strategy: self.shadow.counts})
+
+
+def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
+    """An engine's figures as Prometheus gets them."""
+    used = stats.pages_total - stats.pages_free - stats.pages_cached
+    return Gauges(
+        stats.queue_depth,
+        illegal_items,
+        {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+        {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+    )

@@ -23,6 +23,7 @@ from msgspec import structs
 
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
+from recserve.engine.engine import EngineConfig
 from recserve.features.item_journal import ItemJournal
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.ranking_tables import RankingTables
@@ -55,6 +56,7 @@ from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.shadow import Shadow
+from recserve.service.text_loading import LoadedText
 from recserve.service.warming import Warming
 from recserve.service.work import Work, failed
 
@@ -118,13 +120,16 @@ class Service:
         max_queue: int = 1024,
         journal: Path | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        kv_bytes: int = EngineConfig.kv_bytes,
+        text: LoadedText | None = None,
     ) -> Service:
         """Load everything.
 
         journal: folder of the changes of items, None: beside the bundle. dtype: of the recommender.
 
         store: URL of the history store, None: `default_store`. An empty store is filled with the
-        bundle's own events. signing_key: None draws one, whose tokens end with the process.
+        bundle's own events. signing_key: None draws one, whose tokens end with the process. text: a
+        language model that shares the engine.
         Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not
         here.
         """
@@ -134,8 +139,9 @@ class Service:
             device,
             getattr(torch, dtype),
             secrets.token_bytes(32) if signing_key is None else signing_key,
-            max_queue,
+            EngineConfig(max_queue=max_queue, kv_bytes=kv_bytes),
             journal,
+            text,
         )
         return Service(opened.bundle, opened.runtime, opened.models, opened.journal)
 

@@ -1,1 +1,1 @@
-"""Between text and token numbers: tokenizer, chat template, streaming, stop strings."""
+"""Text to token numbers and back: tokeniser, chat template, incremental text, stop strings."""

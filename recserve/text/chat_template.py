@@ -1,18 +1,15 @@
-"""Chat templates: messages to the prompt a model was trained on.
+"""Chat templates: messages to a prompt, as the model's folder says, in a sandbox.
 
-A template is code that came with the weights, so it runs in Jinja's immutable sandbox: no access to
-Python's internals, and nothing it is given can be changed. What templates may call beside Jinja's
-own follows Hugging Face's renderer.
+A template is a program that came with the weights. It runs in jinja2's immutable sandbox, sees only
+the messages and names below, and what it writes is bounded.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from datetime import datetime
-from functools import lru_cache
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -20,9 +17,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_PROMPT_CHARACTERS = 8 << 20
 
-class ChatTemplateError(ValueError):
-    """A template refused the messages, or is itself broken."""
+
+class TemplateError(ValueError):
+    """A template is damaged, or refuses these messages; the words are for the client."""
 
 
 class _Generation(Extension):
@@ -36,49 +35,76 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def render_chat(
-    template: str,
-    messages: Seq[Mapping[str, Any]],
-    special: Mapping[str, str],
-    add_generation_prompt: bool = True,
-    **variables: Any,
-) -> str:
-    """The prompt of a conversation.
+class ChatTemplate:
+    """One compiled template. special: `bos_token`, `eos_token` and the like, for the template."""
 
-    messages: `{"role", "content"}` each, oldest first. special: bos_token and the like by name.
-    variables: whatever else a template reads (tools, documents, its own switches).
-    Raises ChatTemplateError with the template's own words where it raises.
-    """
-    try:
-        return _compile(template).render(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            **special,
-            **variables,
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        """Raises TemplateError where the source does not parse."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-    except Exception as error:
-        raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        self._special = dict(special)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template does not parse: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any] | None = None,
+        answer_follows: bool = True,
+    ) -> str:
+        """The prompt. settings: further names for the template, such as `enable_thinking`.
+
+        answer_follows: end with the beginning of the assistant's turn.
+        Raises TemplateError where the template refuses, fails, or writes too much.
+        """
+        names = {
+            **(settings or {}),
+            **self._special,
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": answer_follows,
+        }
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(names):
+                size += len(piece)
+                if size > MAX_PROMPT_CHARACTERS:
+                    raise TemplateError(
+                        f"the chat template wrote over {MAX_PROMPT_CHARACTERS} characters"
+                    )
+                pieces.append(piece)
+        except TemplateError:
+            raise
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template cannot be applied: {error}") from None
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):
+            raise TemplateError("the chat template cannot be applied to these messages") from None
+        return "".join(pieces)
 
 
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
-    return environment.from_string(template)
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML characters, which prompts do not want.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> str:
-    raise jinja2.TemplateError(message)
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(f"the chat template refuses this: {str(message)[:200]}")
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+    return datetime.datetime.now().strftime(form)

@@ -1,96 +1,109 @@
-"""Tokenizers from a model folder: tokenizer.json, and what tokenizer_config.json says beside it."""
+"""A model folder's tokeniser: tokenizer.json, and what its configuration files say of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
+
+from recserve.text.chat_template import ChatTemplate, TemplateError
+from recserve.text.token_bytes import UnsupportedTokenizer, token_bytes
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass(frozen=True)
-class Tokenizer:
-    """Text to token numbers and back.
+class TextTokenizer:
+    """Text to token numbers and back, for one model.
 
-    special: texts of the special tokens by role, such as bos_token. chat_template: Jinja source,
-    None where the model has none.
+    literal: the same, but the names of special tokens in a text are only text. all_bytes,
+    text_bytes: what each token writes; special ones write nothing in the second. end_token: ends a
+    text. template: of chats. Either is None where the folder does not have it.
     """
 
-    backend: tokenizers.Tokenizer
-    special: dict[str, str]
-    chat_template: str | None = None
+    tokenizer: Tokenizer
+    literal: Tokenizer
+    all_bytes: tuple[bytes, ...]
+    text_bytes: tuple[bytes, ...]
+    end_token: int | None
+    template: ChatTemplate | None
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens, added ones included."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
+    @staticmethod
+    def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
+        """Read a Hugging Face folder. chat_template: a file to use instead of the folder's own.
+
+        Raises UnsupportedTokenizer or TemplateError naming what is wrong.
+        """
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
+        raw = file.read_bytes()
+        tokenizer, literal = _tokenizer(raw), _tokenizer(raw)
+        literal.encode_special_tokens = True
+        fields = json.loads(raw)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        every = token_bytes(fields, vocabulary)
+        special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
+        said = _read(folder / "tokenizer_config.json")
+        names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
+        return TextTokenizer(
+            tokenizer,
+            literal,
+            tuple(every),
+            tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
+            vocabulary.get(names.get("eos_token", "")),
+            _template(folder, said, names, chat_template),
+        )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token numbers. special: with what the tokenizer puts around a text, such as BOS."""
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+        """Token numbers. special: add what the model expects at the beginning, such as BOS."""
+        numbers: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return numbers
 
-    def decode(self, tokens: Seq[int], special: bool = False) -> str:
-        """Text of tokens. special: special tokens are spelt out instead of left out."""
-        return str(self.backend.decode(list(tokens), skip_special_tokens=not special))
+    def encode_literal(self, text: str) -> list[int]:
+        """Token numbers of a text from elsewhere, which may not end a turn or begin one."""
+        numbers: list[int] = self.literal.encode(text, add_special_tokens=False).ids
+        return numbers
 
-    def token(self, text: str) -> int | None:
-        """Number of the token that is spelt so, None if there is none."""
-        found: int | None = self.backend.token_to_id(text)
-        return found
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder.
-
-    Raises ValueError where tokenizer.json is missing.
-    """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"{folder.name} has no tokenizer.json; other formats are not read")
-    fields = _fields(folder / "tokenizer_config.json")
-    special = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name.endswith("_token") and isinstance(value, str | dict)
-    }
-    template = fields.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    separate = folder / "chat_template.jinja"
-    if separate.exists():
-        template = separate.read_text(encoding="utf-8")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), special, template)
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out, as it reads after other text."""
+        table = self.text_bytes
+        spelled = b"".join(table[token] for token in tokens if token < len(table))
+        return spelled.decode("utf-8", "replace")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, end: str) -> Tokenizer:
-    """A byte-level BPE of exactly what the texts hold; token 0 is `end`, which no text spells.
-
-    Raises ValueError where the texts do not give so many tokens.
-    """
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    made = Tokenizer(backend, {"bos_token": end, "eos_token": end})
-    if made.vocab_size != vocab_size:
-        raise ValueError(
-            f"the text gives {made.vocab_size} tokens, not {vocab_size}; give more text or ask for "
-            "a smaller vocabulary"
-        )
-    return made
+def _tokenizer(raw: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_buffer(raw)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _template(
+    folder: Path, said: dict[str, Any], names: dict[str, str], file: Path | None
+) -> ChatTemplate | None:
+    beside = folder / "chat_template.jinja"
+    source: Any = said.get("chat_template")
+    if file is not None:
+        if not file.is_file():
+            raise TemplateError(f"chat template {file} does not exist")
+        source = file.read_text(encoding="utf-8")
+    elif beside.exists():
+        source = beside.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return None if source is None else ChatTemplate(source, names)
+
+
+def _content(token: Any) -> str:
+    """A special token, which configuration files write as text or as an object."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return fields

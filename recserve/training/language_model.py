@@ -21,7 +21,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
-from recserve.text.tokenizer import Tokenizer, train_tokenizer
+from recserve.text.training import Tokenizer, train_tokenizer
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 
@@ -157,7 +157,7 @@ def train_language_model(
     trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
     report = fit(trainee, schedule, options, out / "training", console)
     save_language_model(trainee.model, out)
-    tokenizer.backend.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"))
     fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}
     (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n")
     return report
@@ -165,6 +165,6 @@ def train_language_model(
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
     """One row of tokens: each text after an END."""
-    end = tokenizer.token(END)
-    rows = tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    end = tokenizer.token_to_id(END)
+    rows = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return np.concatenate([np.array([end, *row.ids], dtype=np.int64) for row in rows])

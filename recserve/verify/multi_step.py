@@ -10,7 +10,7 @@ Sources: SpecInfer (arXiv 2305.09781, algorithm 2); without replacement: Jeon et
 
 from __future__ import annotations
 
-from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.core.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
 from recserve.verify.rejection import coins, reject, residual_noise
 
 
@@ -22,7 +22,7 @@ class MultiStepRule:
     def check(self, draft: TextDraft) -> None:
         """Raises ValueError for a draft that was chosen."""
         if len(draft) and draft.drawing == "chosen":
-            raise ValueError(
+            raise UnfitDraft(
                 "the rule 'multi_step' needs a draft that was drawn, with its distributions; this "
                 "one was chosen (top-k, lookup), on which the rule is biased; ask for 'sample'"
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.sampling import step_keys
-from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.core.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
 from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, uniform
 from recserve.verify.path import first_children
 
@@ -105,9 +105,9 @@ def residual_noise(scored: ScoredTrees) -> Tensor:
 
 
 def refuse_trees(rule: str, draft: TextDraft) -> None:
-    """Raises ValueError unless the draft is a chain of candidates."""
+    """Raises UnfitDraft unless the draft is a chain of candidates."""
     if draft.depth != len(draft) or draft.kinds is not None:
-        raise ValueError(
+        raise UnfitDraft(
             f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} on "
             f"{draft.depth} levels; ask for 'sample' or 'multi_step'"
         )

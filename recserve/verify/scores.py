@@ -7,8 +7,24 @@ from torch import Tensor
 
 from recserve.core.beams import Scored
 from recserve.kernels.trie_overlay import AnyTrie
+from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.verify.beam import level_log_probs
+
+# Rows whose logits over a whole vocabulary exist at once.
+LABEL_ROWS = 128
+
+
+def label_scores(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label as the next token.
+
+    hidden [M, E], labels [K] -> [M, K] float32.
+    """
+    parts = [
+        model.logits(rows).float().log_softmax(-1)[:, labels]
+        for rows in torch.split(hidden, LABEL_ROWS)
+    ]
+    return torch.cat(parts)
 
 
 def root_scores(

@@ -12,10 +12,17 @@ from recserve.engine.strategies.nezha import NezhaStrategy
 from recserve.engine.strategies.parallel import ParallelStrategy
 from recserve.engine.strategies.rank import RankStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
+from recserve.engine.strategies.text_scores import TextScoreStrategy
 from recserve.engine.strategies.warm import WarmStrategy
 from recserve.models.recommender import Recommender
 
-__all__ = ["RankStrategy", "WarmStrategy", "likelihood_strategy", "recommend_strategies"]
+__all__ = [
+    "RankStrategy",
+    "TextScoreStrategy",
+    "WarmStrategy",
+    "likelihood_strategy",
+    "recommend_strategies",
+]
 
 
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy]:

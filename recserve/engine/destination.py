@@ -1,0 +1,30 @@
+"""Where a request goes: the model it is for, and its strategy or drafter."""
+
+from __future__ import annotations
+
+from recserve.core.request import (
+    LikelihoodRequest,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    TextScoreRequest,
+    WarmRequest,
+)
+from recserve.core.text_request import TextRequest
+
+
+def destination(request: Request | TextRequest) -> tuple[str, str]:
+    """Model and strategy or drafter that a request is for."""
+    match request:
+        case RecommendRequest():
+            return "recommender", request.strategy
+        case LikelihoodRequest():
+            return "recommender", "likelihood"
+        case RankRequest():
+            return "ranker", "ranker"
+        case WarmRequest():
+            return request.model, "warm"
+        case TextScoreRequest():
+            return "text_scores", "text_scores"
+        case TextRequest():
+            return "text", request.speculation.drafter

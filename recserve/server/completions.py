@@ -1,0 +1,69 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.messages_text import ChatBody, CompletionBody, TextBody
+from recserve.server.event_stream import EventStream, Pieces
+from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.trace import trace_of
+from recserve.service.text import TextWork
+from recserve.service.text_stream import Listener, Piece
+
+BODY = msgspec.json.Decoder(CompletionBody)
+CHAT_BODY = msgspec.json.Decoder(ChatBody)
+B = TypeVar("B", bound=TextBody)
+Begin = Callable[[B, str, float, Listener], TextWork]
+
+
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
+    """Routes that write text, in OpenAI's shapes."""
+
+    @app.post("/v1/completions", operation_id="complete")
+    async def complete(request: Request) -> Response:
+        """The prompt goes on."""
+        body = await exchange.body(request, BODY)
+        return await _answer(exchange, request, body, exchange.served.texts.begin_completion)
+
+    @app.post("/v1/chat/completions", operation_id="chat")
+    async def chat(request: Request) -> Response:
+        """The assistant's next turn."""
+        body = await exchange.body(request, CHAT_BODY)
+        return await _answer(exchange, request, body, exchange.served.texts.begin_chat)
+
+
+async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]) -> Response:
+    deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
+    trace, pieces = trace_of(request.scope), Pieces()
+
+    def listen(piece: Piece) -> None:
+        if piece.first and piece.index == 0:
+            exchange.metrics.first_token.observe(time.monotonic() - trace.began_s)
+        if body.stream:
+            pieces.put(piece)
+
+    # Encoding a long prompt takes a while; the event loop need not wait for it.
+    work = await asyncio.to_thread(begin, body, trace.request_id, deadline_s, listen)
+
+    def count() -> None:
+        usage = work.usage()
+        exchange.metrics.text_tokens(usage.prompt_tokens, usage.completion_tokens)
+        exchange.metrics.drafted(work.speculation.drafter, work.drafted())
+        trace.timing_ms = work.timing_ms()
+
+    if body.stream:
+        return await EventStream(request, work, pieces, deadline_s, count).begin()
+    try:
+        await ended(request, work.futures, deadline_s)
+        return json_response(work.answer())
+    finally:
+        count()

@@ -1,0 +1,22 @@
+"""GET /v1/models and /v1/models/{name}."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from recserve.server.exchange import Exchange, json_response
+
+
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
+    """Routes of the models."""
+
+    @app.get("/v1/models", operation_id="models")
+    async def models() -> Response:
+        """What is served, in OpenAI's list form."""
+        return json_response({"object": "list", "data": exchange.served.models()})
+
+    @app.get("/v1/models/{name:path}", operation_id="model")
+    async def model(name: str) -> Response:
+        """One of the models."""
+        return json_response(exchange.served.model(name))

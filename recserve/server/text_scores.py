@@ -1,0 +1,55 @@
+"""POST /v1/rerank, /v2/rerank and /generative_scoring."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from recserve.messages_scoring import GenerativeScoringBody, RerankBody
+from recserve.server.exchange import Exchange, ended, json_response
+from recserve.server.trace import trace_of
+from recserve.service.text_scores import ScoreWork
+
+RERANK_BODY = msgspec.json.Decoder(RerankBody)
+SCORING_BODY = msgspec.json.Decoder(GenerativeScoringBody)
+
+
+def add_routes(app: FastAPI, exchange: Exchange) -> None:
+    """Routes that score given texts under a language model."""
+
+    @app.post("/v1/rerank", operation_id="rerank")
+    async def rerank(request: Request) -> Response:
+        """Documents by relevance to a query, in Jina's shape."""
+        return await _rerank(exchange, request, "1")
+
+    @app.post("/v2/rerank", operation_id="rerank_v2")
+    async def rerank_v2(request: Request) -> Response:
+        """The same in Cohere's shape."""
+        return await _rerank(exchange, request, "2")
+
+    @app.post("/generative_scoring", operation_id="generative_scoring")
+    async def generative_scoring(request: Request) -> Response:
+        """Probabilities of label tokens after a query and each item."""
+        body = await exchange.body(request, SCORING_BODY)
+        deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
+        name, scores = trace_of(request.scope).request_id, exchange.served.texts.scores
+        begin = scores.begin_scoring
+        return await _answer(request, deadline_s, lambda: begin(body, name, deadline_s))
+
+
+async def _rerank(exchange: Exchange, request: Request, version: str) -> Response:
+    body = await exchange.body(request, RERANK_BODY)
+    deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
+    name, begin = trace_of(request.scope).request_id, exchange.served.texts.scores.begin_rerank
+    return await _answer(request, deadline_s, lambda: begin(body, version, name, deadline_s))
+
+
+async def _answer(request: Request, deadline_s: float, begin: Callable[[], ScoreWork]) -> Response:
+    work = await asyncio.to_thread(begin)
+    await ended(request, work.futures, deadline_s)
+    return json_response(work.answer())

@@ -1,0 +1,162 @@
+"""A language model that writes what a test says: real tokeniser, scripted tokens, real threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from recserve.core.request import DeadlineExceeded, QueueFull, Timing
+from recserve.core.text_request import (
+    Completion,
+    SpeculationCounts,
+    TextCommit,
+    TextRequest,
+    TokenLogprobs,
+)
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.none import NoDrafter
+from recserve.engine.engine import EngineStats
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.service.served import Served
+from recserve.service.text_model import TextModel
+from recserve.text.tokenizer import TextTokenizer
+
+BEGIN, END = 256, 257
+VOCABULARY, CONTEXT = 258, 200
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}"
+    "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if loud %}LOUD{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """A model folder's tokeniser whose tokens are single bytes, so that `é` takes two."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+class ScriptedEngine:
+    """Writes `script(prompt text, seed)` and the end token, in steps of 1, 3, 2, 1, 3, … tokens.
+
+    hold: while set, no text goes beyond its first step. full: every queue is full. failure: raised
+    in the third step.
+    """
+
+    def __init__(self, script: Callable[[str, int], str], tokenizer: TextTokenizer) -> None:
+        self.script = script
+        self.tokenizer = tokenizer
+        self.hold = threading.Event()
+        self.full = False
+        self.failure: Exception | None = None
+        self.requests: list[TextRequest] = []
+        self.cancelled = 0
+        self.alive = True
+
+    def submit(self, request: TextRequest) -> Future[Completion]:
+        if self.full:
+            raise QueueFull("the queue is full", 2.5)
+        self.requests.append(request)
+        future: Future[Completion] = Future()
+        threading.Thread(target=self._run, args=(request, future), daemon=True).start()
+        return future
+
+    def room(self, model: str) -> int:
+        return CONTEXT + 1
+
+    def close(self) -> None:
+        self.alive = False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 4, 0, 4, 0, 0)
+
+    def _run(self, request: TextRequest, future: Future[Completion]) -> None:
+        try:
+            answer = self._write(request, future)
+            if answer is not None:
+                future.set_result(answer)
+        except InvalidStateError:
+            self.cancelled += 1
+        except Exception as error:
+            future.set_exception(error)
+
+    def _write(self, request: TextRequest, future: Future[Completion]) -> Completion | None:
+        params = request.params
+        text = self.script(self.tokenizer.decode(request.prompt.tolist()), params.seed)
+        tokens = self.tokenizer.encode(text, special=False)
+        ends = END in params.stop_token_ids and len(tokens) < params.max_tokens
+        tokens = tokens[: params.max_tokens]
+        counts = SpeculationCounts()
+        start = step = 0
+        while True:
+            if step == 1:
+                while self.hold.is_set() and not future.cancelled():
+                    time.sleep(0.005)
+            if future.cancelled():
+                self.cancelled += 1
+                return None
+            if request.deadline_s is not None and time.monotonic() > request.deadline_s:
+                raise DeadlineExceeded("the deadline passed while the request ran")
+            if step == 2 and self.failure is not None:
+                raise self.failure
+            size = (1, 3, 2)[step % 3]
+            part = tokens[start : start + size]
+            start, step = start + len(part), step + 1
+            last = start >= len(tokens)
+            if request.speculation.drafter != "none":
+                counts.add(4, len(part) - 1 if part else 0)
+            rows = tuple(likely(token, params.logprobs) for token in part)
+            reason = ("stop" if ends else "length") if last else None
+            commit = TextCommit(tuple(part), rows if params.logprobs is not None else (), reason)
+            stopped = bool(request.on_commit and request.on_commit(commit))
+            if stopped or last:
+                return Completion(
+                    np.array(tokens[:start]),
+                    "stop" if stopped else reason,
+                    END if ends and not stopped else None,
+                    counts=counts,
+                    timing=Timing(root_cached=len(request.prompt) // 2),
+                )
+
+
+def likely(token: int, count: int | None) -> TokenLogprobs:
+    """The token itself is the second likeliest, `#` is the first."""
+    sharp = [2, token, 30, 31, 32][: count or 0]
+    return TokenLogprobs(-1.5, tuple(sharp), tuple(-0.5 - place for place in range(len(sharp))))
+
+
+def scripted(folder: Path, script: Callable[[str, int], str], template: bool = True) -> Served:
+    """A server's side of a scripted model called `toy`."""
+    byte_tokenizer(folder)
+    tokenizer = TextTokenizer.open(folder)
+    if not template:
+        tokenizer = replace(tokenizer, template=None)
+    heads = MedusaHeads(MedusaConfig(8, VOCABULARY, num_heads=3))
+    medusa = MedusaDrafter(heads, 8, VOCABULARY)
+    model = TextModel(
+        "toy",
+        tokenizer,
+        VOCABULARY,
+        (END,),
+        CONTEXT,
+        1234,
+        torch.device("cpu"),
+        {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
+    )
+    return Served(None, model, ScriptedEngine(script, tokenizer))
