@@ -1,7 +1,8 @@
 """`recserve demo`: from nothing to answers in about two minutes on a laptop.
 
 Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
-together, one slate and one ranking are printed, and the server starts. A finished bundle stays in
+together, a tiny language model on the sources of the standard library, one slate, one ranking and
+one completion are printed, and the server starts. A finished bundle stays in
 the user's cache folder under a name made of its data, so that a second run starts at once.
 """
 
@@ -35,15 +36,20 @@ from recserve.messages import (
     RecommendBody,
     UserRef,
 )
+from recserve.messages_text import CompletionAnswer, CompletionBody, SpeculationBody
 from recserve.server.run import serve
 from recserve.service import Service
+from recserve.service.served import Served
+from recserve.service.text_loading import TextSettings, load_text
 from recserve.terminal import ranking_table, slate_table, timing_line, titles
-from recserve.training.options import TrainOptions
+from recserve.training.corpus import standard_library
+from recserve.training.language_model import LanguageRecipe, train_language_model
+from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranker import RankerRecipe, train_ranker
 from recserve.training.recommender import ITEMS_MASKED, train_recommender
 
 HOST = "127.0.0.1"
-MINUTES = {"recommender": 0.5, "ranker": 0.25}
+MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
 # Smaller than what `recserve train` takes, so that several epochs fit into half a minute.
 RECOMMENDER = replace(
@@ -55,6 +61,13 @@ RECOMMENDER = replace(
     validation_width=10,
 )
 RANKER = RankerRecipe(hidden_size=48, validation_users=300)
+LANGUAGE = LanguageRecipe(num_layers=2, steps=50)
+SOURCES_BYTES = 1_000_000
+DRAFTER = "suffix"
+PROMPT = "def __init__(self, "
+WRITTEN = 64
+LLM = "llm"
+CPU = torch.device("cpu")
 CODES = 64
 SLATE = 10
 CANDIDATES = 200
@@ -71,13 +84,15 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
     console = Console(highlight=False)
     folder = prepare(data, console)
     show_answers(folder / "bundle", console)
+    show_completion(folder / LLM, console)
     if once:
         return 0
     free = free_port(port)
     if free != port:
         say(console, f"port {port} is taken; using {free}")
     say(console, f"\nplayground and API: http://{HOST}:{free}/ (Ctrl-C ends)")
-    return serve(ServerConfig.load({"bundle": folder / "bundle", "host": HOST, "port": free}))
+    settings = {"bundle": folder / "bundle", "llm": folder / LLM, "drafters": (DRAFTER,)}
+    return serve(ServerConfig.load({**settings, "host": HOST, "port": free}))
 
 
 def prepare(data: Path | None, console: Console) -> Path:
@@ -90,6 +105,7 @@ def prepare(data: Path | None, console: Console) -> Path:
     making = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
         make_bundle(data, making, console)
+        make_llm(making / LLM, console)
         making.rename(folder)
         say(console, f"kept for the next run: {folder / 'bundle'}")
     finally:
@@ -108,16 +124,36 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
     out = folder / "bundle"
     options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
     build_bundle(options, lambda line: say(console, line.replace(f"{folder}{os.sep}", "")))
-    for name, minutes in MINUTES.items():
-        console.rule(f"{name}, about {minutes * 60:.0f} s", align="left")
-        bundle, asked = Bundle.open(out), TrainOptions(max_minutes=minutes)
+    for name in ("recommender", "ranker"):
+        bundle, asked = Bundle.open(out), minutes(name, console)
         with one_thread():
             if name == "recommender":
                 report = train_recommender(bundle, asked, RECOMMENDER, console)
             else:
                 report = train_ranker(bundle, asked, RANKER, console)
-        kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
-        say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
+        tell(report, console)
+
+
+def make_llm(folder: Path, console: Console) -> None:
+    """A language model small enough to be trained on the spot."""
+    asked = minutes("llm", console)
+    with one_thread():
+        tell(
+            train_language_model(standard_library(SOURCES_BYTES), folder, asked, LANGUAGE, console),
+            console,
+        )
+
+
+def minutes(name: str, console: Console) -> TrainOptions:
+    """A rule over what is trained next, and how long it may take."""
+    console.rule(f"{name}, about {MINUTES[name] * 60:.0f} s", align="left")
+    return TrainOptions(max_minutes=MINUTES[name])
+
+
+def tell(report: TrainReport, console: Console) -> None:
+    """What a training run came to."""
+    kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
+    say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
 
 
 @contextmanager
@@ -161,6 +197,39 @@ def show_answers(bundle: Path, console: Console) -> None:
         say(console, f"again, root cached: {timing_line(order_again.timing_ms)}")
 
 
+def show_completion(folder: Path, console: Console) -> None:
+    """Print a completion, drafted and plain: the same text in fewer steps."""
+    console.rule(f"completion, drafted by {DRAFTER}", align="left")
+    served = Served.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU))
+    try:
+        completion(served, "none")
+        plain, plain_s = completion(served, "none")
+        drafted, drafted_s = completion(served, DRAFTER)
+    finally:
+        served.close()
+    say(console, PROMPT + drafted.choices[0].text)
+    same = "the same text" if drafted.choices[0].text == plain.choices[0].text else "another text"
+    counts = drafted.metrics.speculative_decoding if drafted.metrics else None
+    length = counts.mean_acceptance_length if counts else 1.0
+    steps = f"{WRITTEN} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
+    say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
+
+
+def completion(served: Served, drafter: str) -> tuple[CompletionAnswer, float]:
+    """The prompt continued, and the seconds it took."""
+    began = time.monotonic()
+    body = CompletionBody(
+        prompt=PROMPT,
+        max_tokens=WRITTEN,
+        temperature=0.0,
+        ignore_eos=True,
+        speculation=SpeculationBody(drafter=drafter),
+    )
+    answer = served.texts.begin_completion(body).answer()
+    assert isinstance(answer, CompletionAnswer)
+    return answer, time.monotonic() - began
+
+
 def slate(service: Service, user_id: str) -> RecommendAnswer:
     """Items the user has not seen."""
     return service.recommend(RecommendBody(user=UserRef(id=user_id), k=SLATE))
@@ -188,7 +257,7 @@ def fingerprint(data: Path | None) -> str:
 
     Raises SchemaError if the folder lacks one of the two files.
     """
-    digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER}".encode())
+    digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parent
     sources = [package / "building.py", package / "bundle.py"]
     for room in ("features", "models", "training"):

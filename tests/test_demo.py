@@ -29,7 +29,9 @@ def small(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(demo, "SYNTHETIC", SyntheticOptions(500, 120, 12))
         patch.setattr(demo, "CODES", 16)
-        patch.setattr(demo, "MINUTES", {"recommender": 0.03, "ranker": 0.03})
+        patch.setattr(demo, "MINUTES", {"recommender": 0.03, "ranker": 0.03, "llm": 0.05})
+        patch.setattr(demo, "SOURCES_BYTES", 200_000)
+        patch.setattr(demo, "LANGUAGE", replace(demo.LANGUAGE, hidden_size=32, steps=5))
         patch.setattr(
             demo,
             "RECOMMENDER",
@@ -49,6 +51,10 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
         "recommend: exact ",
         "rank: ranker",
         "again, root cached",
+        "llm, about",
+        "completion, drafted by suffix",
+        demo.PROMPT,
+        "without drafts the same text",
     ):
         assert words in out
     assert out.count("item0") >= demo.SLATE + demo.SHOWN
