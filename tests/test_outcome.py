@@ -68,7 +68,7 @@ def test_an_outcome_moves_auto_to_dense_and_the_slate(client, user):
     assert {click["strategy"], save["strategy"]} == {"dense"}
     assert items(click) != items(save)
     assert items(default) == items(ask(client, {**user, "strategy": "dense"}))
-    assert ask(client, user)["strategy"] == "beam"
+    assert ask(client, user)["strategy"] == "speculative"
 
 
 def test_filters_hold(client, user):

@@ -170,7 +170,7 @@ def test_metrics_have_their_names_and_labels_from_closed_sets(tmp_path):
         assert f'recserve_stage_seconds_count{{stage="{stage}"}}' in text
     for reason in REASONS:
         assert f'reason="{reason}"' in text
-    assert 'route="/v1/recommend",strategy="beam"' in text
+    assert 'route="/v1/recommend",strategy="speculative"' in text
     assert 'route="/v1/recommend",strategy="popular"' in text
     assert 'route="/v1/rank",strategy="ranker"' in text
 

@@ -18,7 +18,7 @@ def test_redis_comes_and_goes(tmp_path):
     try:
         with live(service) as client:
             before = client.post("/v1/recommend", json=body).json()
-            assert before["degraded"] == [] and before["strategy"] == "beam"
+            assert before["degraded"] == [] and before["strategy"] == "speculative"
             assert client.post("/v1/events", json=event).json()["accepted"] == 1
             after = client.post("/v1/recommend", json=body).json()
             assert [i["score"] for i in after["items"]] != [i["score"] for i in before["items"]]
@@ -29,7 +29,7 @@ def test_redis_comes_and_goes(tmp_path):
             assert popular.status_code == 200
             assert popular.json()["degraded"] == ["history_unavailable", "cold_start"]
             inline = client.post("/v1/recommend", json={**body, "history": [item]}).json()
-            assert inline["degraded"] == [] and inline["strategy"] == "beam"
+            assert inline["degraded"] == [] and inline["strategy"] == "speculative"
             ranked = client.post(
                 "/v1/rank", json={"user": {"id": user}, "candidates": [{"item_id": item}]}
             ).json()
@@ -47,7 +47,7 @@ def test_redis_comes_and_goes(tmp_path):
             redis, _ = start_redis(tmp_path, port)
             assert client.post("/v1/events", json=event).json()["accepted"] == 1
             back = client.post("/v1/recommend", json=body).json()
-            assert back["degraded"] == [] and back["strategy"] == "beam"
+            assert back["degraded"] == [] and back["strategy"] == "speculative"
     finally:
         redis.kill()
         redis.wait()
