@@ -36,7 +36,9 @@ class LanguageModel(nn.Module):
         size = config.decoder.hidden_size
         self.tokens = nn.Embedding(config.vocab_size, size)
         self.decoder = Decoder(config.decoder)
-        self.head = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
+        self.head: nn.Module | None = None
+        if not config.tied:
+            self.head = nn.Linear(size, config.vocab_size, bias=False)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -47,4 +49,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> [..., V]."""
-        return F.linear(hidden, self.tokens.weight if self.head is None else self.head.weight)
+        if self.head is None:
+            return F.linear(hidden, self.tokens.weight)
+        logits: Tensor = self.head(hidden)
+        return logits

@@ -26,6 +26,7 @@ from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 
 END = "<|endoftext|>"
+PART = 2**18  # characters encoded at once; a tokenizer needs a hundred bytes for each
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,14 @@ def train_language_model(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
-    """One row of tokens: each text after an END."""
-    end = tokenizer.token(END)
-    rows = tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return np.concatenate([np.array([end, *row.ids], dtype=np.int64) for row in rows])
+    """One row of tokens: each text after an END, a long one encoded in parts that end lines."""
+    rows: list[NDArray[np.int64]] = []
+    for text in texts:
+        rows.append(np.array([tokenizer.token(END)], dtype=np.int64))
+        start = 0
+        while start < len(text):
+            stop = text.find("\n", start + PART)
+            stop = len(text) if stop < 0 else stop + 1
+            rows.append(np.array(tokenizer.encode(text[start:stop], special=False), np.int64))
+            start = stop
+    return np.concatenate(rows)
