@@ -44,7 +44,7 @@ from recserve.engine.strategies import (
     likelihood_strategy,
     recommend_strategies,
 )
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text_lane import TextLane, TextLimits
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
@@ -58,13 +58,15 @@ class EngineConfig:
     """Sizes of the engine.
 
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
-    may wait. max_running: requests that may share a model's forward.
+    may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
+    large as the load lets them pay, or none.
     """
 
     page_size: int = 16
     kv_bytes: int = 256 * 2**20
     max_queue: int = 1024
     max_running: int = 64
+    load_aware: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class Engine:
             self._strategies["ranker"] = RankStrategy(ranker)
         self._strategies["warm"] = WarmStrategy()
         if text is not None:
-            self._lanes["text"] = TextLane(self._runner(TextTrunk(text.eval())), text)
+            limits = TextLimits(load_aware=self.config.load_aware)
+            self._lanes["text"] = TextLane(self._runner(TextTrunk(text.eval())), text, limits)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()

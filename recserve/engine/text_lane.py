@@ -23,17 +23,18 @@ from torch import Tensor
 from recserve.core.request import DeadlineExceeded
 from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
-from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Piece, Runner
+from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup, moves, token_logprobs
 from recserve.kernels.tree import CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import GREEDY, RULES, check_rule
+from recserve.verify.rules import GREEDY, check_rule
 
 Answer = tuple[TextSequence, Completion | Exception]
 
@@ -45,11 +46,12 @@ class PromptTooLong(ValueError):
 @dataclass(frozen=True)
 class TextLimits:
     """prefill_tokens: most prompt tokens computed in a step, over all texts. draft_nodes: most
-    nodes of a draft.
+    nodes of a draft. load_aware: drafts are as large as the load lets them pay, or none.
     """
 
     prefill_tokens: int = 512
     draft_nodes: int = 64
+    load_aware: bool = False
 
 
 class TextLane:
@@ -65,6 +67,7 @@ class TextLane:
         # Both in the order in which they are served: by priority, then by age.
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
+        self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
         self._ids = count()
         self._tables: dict[str, tuple[tuple[int, ...], SamplingTable]] = {}
 
@@ -146,9 +149,10 @@ class TextLane:
         self._make_room()
         began = time.perf_counter()
         failed: list[Answer] = []
-        groups = self._groups([s for s in self.running if s.ready], failed)
-        drafted = time.perf_counter()
         chunks = self._chunks()
+        prefill = sum(size for _, size in chunks)
+        groups = self._groups([s for s in self.running if s.ready], prefill, failed)
+        drafted = time.perf_counter()
         device = self.runner.pool.keys.device
         pieces = [group.piece(device) for group in groups]
         pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
@@ -184,28 +188,17 @@ class TextLane:
         """Stop the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.aside if s.future.cancelled()])
 
-    def _groups(self, ready: Seq[TextSequence], failed: list[Answer]) -> list[TextGroup]:
+    def _groups(
+        self, ready: Seq[TextSequence], prefill: int, failed: list[Answer]
+    ) -> list[TextGroup]:
         """Drafts of the texts that may step, grouped by the rule that judges them."""
-        drafts: dict[int, TextDraft] = {}
-        for drafter in {id(s.drafter): s.drafter for s in ready}.values():
-            own = [s for s in ready if s.drafter is drafter]
-            try:
-                budgets = [s.budget(self.limits.draft_nodes) for s in own]
-                proposed = drafter.propose([s.context for s in own], budgets)
-            except Exception as error:
-                self._drop(own)
-                failed += [(s, error) for s in own]
-                continue
-            for sequence, draft, budget in zip(own, proposed, budgets, strict=True):
-                assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
-                try:
-                    RULES[sequence.request.speculation.verifier].check(draft)
-                except ValueError as error:
-                    self._drop([sequence])
-                    failed.append((sequence, error))
-                    continue
-                fits = not len(draft) or self.pages.grow(sequence, sequence.length + len(draft))
-                drafts[sequence.context.id] = draft if fits else empty_draft()
+        drafts, refused = self._drafting.propose(ready, prefill)
+        self._drop([sequence for sequence, _ in refused])
+        failed += refused
+        for sequence in ready:
+            draft = drafts.get(sequence.context.id)
+            if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
+                drafts[sequence.context.id] = empty_draft()
         rules: dict[str, list[TextSequence]] = {}
         for sequence in ready:
             if sequence.context.id in drafts:
@@ -263,6 +256,7 @@ class TextLane:
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
                 sequence.counts.add(drafted, used)
+                self._drafting.judged(sequence, draft, length)
             if sequence.finish_reason is not None:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
@@ -314,7 +308,7 @@ class TextLane:
         """Out of the lane: pages given back, drafters told."""
         for sequence in sequences:
             self.pages.release(sequence)
-            sequence.drafter.forget(sequence.context.id)
+            self._drafting.forget(sequence)
         gone = {s.context.id for s in sequences}
         self.running = [s for s in self.running if s.context.id not in gone]
         self.aside = [s for s in self.aside if s.context.id not in gone]
