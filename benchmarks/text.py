@@ -92,7 +92,8 @@ class Ours:
             drafters={**drafters, "ngram": NgramDrafter()},
         )
         self.now, self.network_s = CLOCKS[clock], 0.0
-        runner: Any = self.engine._lanes["text"].runner  # type: ignore[union-attr]
+        lane: Any = self.engine._lanes["text"]
+        runner = lane.runner
         runner.trunk.hidden = self._timed(runner.trunk.hidden)
         model.logits = self._timed(model.logits)  # type: ignore[method-assign]
 
@@ -161,6 +162,7 @@ class Theirs:
             options["prompt_lookup_num_tokens"] = DRAFTED
         self.model._get_candidate_generator = self.stock
         if method.startswith("assisted"):
+            # What generate would ask the assistant model for.
             oracle = self.oracles[method.replace("assisted", "oracle")]
             candidates = OracleCandidates(oracle, length)
             self.model._get_candidate_generator = lambda **_: candidates
@@ -197,7 +199,7 @@ def run_type(
 ) -> tuple[dict[str, list[Written]], bool]:
     """Every method's runs; whether the texts agree as they must."""
     oracles = {n: Oracle(a, DRAFTED, model.config.vocab_size) for n, a in AGREEMENTS.items()}
-    theirs = None
+    theirs: Theirs | None = None
     if options.only != "ours":
         theirs = Theirs(language_llama(model), oracles, options.clock)
     pack_weights(model)
@@ -218,10 +220,11 @@ def run_type(
         done["together"] = ours.write(prompts, "none", options.tokens)
         same &= done["together"].texts[0] == truth
         for name in THEIRS if theirs is not None else ():
+            assert theirs is not None
             done[name] = theirs.write(alone, name, options.tokens)
-            same &= done[name].texts[0] == truth or model.tokens.weight.dtype != torch.float32
             if done[name].texts[0] != truth:
                 console.print(f"  {name}: run {number} writes another text")
+                same &= model.tokens.weight.dtype != torch.float32
         if number:  # the first is to warm up
             for name, written in done.items():
                 runs.setdefault(name, []).append(written)

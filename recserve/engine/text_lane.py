@@ -23,7 +23,7 @@ from torch import Tensor
 from recserve.core.request import DeadlineExceeded
 from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
-from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
+from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Piece, Runner
@@ -31,7 +31,7 @@ from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup, moves, token_logprobs
-from recserve.kernels.tree import CANDIDATE, chain
+from recserve.kernels.tree import CANDIDATE, TokenTree, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import GREEDY, check_rule
@@ -155,25 +155,38 @@ class TextLane:
         drafted = time.perf_counter()
         device = self.runner.pool.keys.device
         pieces = [group.piece(device) for group in groups]
+        trees = [piece.tree for piece in pieces]
         pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
         if not pieces:
             return failed
         hidden = self.runner.forward(pieces)
-        done: list[Answer] = []
-        for group, piece, states in zip(groups, pieces, hidden, strict=False):
-            done += self._commit(group, piece, states)
-        for (sequence, size), states in zip(chunks, hidden[len(groups) :], strict=True):
+        states = hidden[: len(groups)]
+        begun: dict[int, Tensor] = {}
+        for (sequence, size), state in zip(chunks, hidden[len(groups) :], strict=True):
+            if sequence.num_computed + size == sequence.length:
+                # The last token is node 0 of a first step, made together with the prompt.
+                begun[sequence.context.id], state = state[1:], state[:1]
+                size -= 1
             sequence.num_computed += size
-            sequence.context.hidden = states[-1].clone()
+            sequence.context.hidden = state[0].clone()
             if sequence.ready:
                 self.pages.keep(sequence)
+        first = [sequence for sequence, _ in chunks if sequence.context.id in begun]
+        for group in self._by_rule(first, {s.context.id: empty_draft() for s in first}):
+            trees.append(group.tree(device))
+            states.append(torch.cat([begun[s.context.id] for s in group.sequences]))
+            groups.append(group)
+        done: list[Answer] = []
+        for group, tree, own in zip(groups, trees, states, strict=True):
+            done += self._commit(group, tree, own)
         ended = time.perf_counter()
         for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for group in groups:
             for sequence, draft in zip(group.sequences, group.drafts, strict=True):
-                sequence.timing.draft_ms += (drafted - began) * 1e3
-                sequence.timing.verify_ms += (ended - drafted) * 1e3
+                if sequence.context.id not in begun:
+                    sequence.timing.draft_ms += (drafted - began) * 1e3
+                    sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
                 sequence.timing.nodes += 1 + len(draft)
         return failed + done
@@ -199,12 +212,16 @@ class TextLane:
             draft = drafts.get(sequence.context.id)
             if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
                 drafts[sequence.context.id] = empty_draft()
+        return self._by_rule([s for s in ready if s.context.id in drafts], drafts)
+
+    def _by_rule(
+        self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]
+    ) -> list[TextGroup]:
         rules: dict[str, list[TextSequence]] = {}
-        for sequence in ready:
-            if sequence.context.id in drafts:
-                request = sequence.request
-                rule = GREEDY if request.params.greedy else request.speculation.verifier
-                rules.setdefault(rule, []).append(sequence)
+        for sequence in sequences:
+            request = sequence.request
+            rule = GREEDY if request.params.greedy else request.speculation.verifier
+            rules.setdefault(rule, []).append(sequence)
         return [
             TextGroup(rule, own, [drafts[s.context.id] for s in own], self._table(rule, own))
             for rule, own in rules.items()
@@ -218,13 +235,12 @@ class TextLane:
             self._tables[rule] = (ids, sampling_table(params, self.runner.pool.keys.device))
         return self._tables[rule][1]
 
-    def _commit(self, group: TextGroup, piece: Piece, hidden: Tensor) -> list[Answer]:
+    def _commit(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> list[Answer]:
         """Judge a group's trees, keep the paths; the answers of the texts that ended."""
-        tree = piece.tree
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
         if len(group.sequences) < tree.num_nodes:
-            source, target = moves(tree, accepted, piece.slots)
+            source, target = moves(tree, accepted, group.slots())
             if source.shape[0]:
                 self.runner.pool.copy_slots(source, target)
         # The one look at the device in a step: what was written decides what is done next.
@@ -273,12 +289,14 @@ class TextLane:
         return done
 
     def _chunks(self) -> list[tuple[TextSequence, int]]:
-        """Who computes how many committed tokens in this step, first come first served."""
+        """Who computes how many committed tokens in this step, first come first served: of those
+        that are not ready, and of these all up to the last token if there is room for them.
+        """
         left = self.limits.prefill_tokens
         chunks = []
         for sequence in self.running:
-            size = min(sequence.length - 1 - sequence.num_computed, left)
-            if size > 0:
+            size = min(sequence.length - sequence.num_computed, left)
+            if size > 0 and not sequence.ready:
                 chunks.append((sequence, size))
                 left -= size
         return chunks
@@ -290,7 +308,8 @@ class TextLane:
         )
         slots = sequence.slots
         own = slots[start : start + size]
-        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), 1)
+        read = 2 if start + size == sequence.length else 1
+        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), read)
 
     def _make_room(self) -> None:
         """Every text that steps gets a slot for node 0; those served last give theirs up."""

@@ -37,7 +37,7 @@ def packable(weight: Tensor) -> bool:
     """Whether this machine has products of packed weights for it."""
     if weight.device.type != "cpu" or weight.dtype not in TYPES:
         return False
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return weight.dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
