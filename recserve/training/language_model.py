@@ -66,7 +66,7 @@ class LanguageRecipe:
         return LanguageModelConfig(decoder, self.vocab_size, True, 0, (0,))
 
 
-# About 20 million weights, for the 80 MB of books; the default is a minute's work for a demo.
+# About 18 million weights, for megabytes of books; the default is a minute's work for a demo.
 BOOKS = LanguageRecipe(
     vocab_size=8192,
     hidden_size=384,
@@ -74,8 +74,12 @@ BOOKS = LanguageRecipe(
     num_heads=6,
     num_kv_heads=2,
     intermediate_size=1280,
-    steps=500,
+    batch=4,
     schedule=Schedule(20, 1.5e-3, weight_decay=0.1, averaging=0.99),
+)
+# A twentieth of that beside the embedding: drafts for a model whose tokenizer it shares.
+DRAFT = replace(
+    BOOKS, hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=384
 )
 
 
@@ -141,14 +145,22 @@ def train_language_model(
     options: TrainOptions,
     recipe: LanguageRecipe | None = None,
     console: Console | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> TrainReport:
     """Tokenizer and model from texts, written to the folder `out`.
 
-    Raises ValueError where there is too little text.
+    tokenizer: one that was trained before, None: a new one. Raises ValueError where there is too
+    little text, or where the tokenizer is not of the recipe's size.
     """
     recipe = recipe or LanguageRecipe()
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
+    elif tokenizer.vocab_size != recipe.vocab_size or tokenizer.token(END) != 0:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and {END} as number "
+            f"{tokenizer.token(END)}; the recipe wants {recipe.vocab_size} and 0"
+        )
     tokens = encode(tokenizer, texts)
     schedule = replace(
         recipe.schedule,
