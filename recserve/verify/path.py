@@ -44,6 +44,8 @@ def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Acc
     for depth in range(scored.depth + 1):
         nodes[rows, depth] = here[rows]
         bonus[rows] = draw(here[rows], rows)
+        if depth == scored.depth:
+            break
         children = first_children(tree, here, tree.tokens == bonus[owners])[rows]
         rows = rows[children >= 0]
         if not rows.shape[0]:
