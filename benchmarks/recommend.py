@@ -49,7 +49,7 @@ from rich.table import Table
 
 from recserve.core.request import RecommendRequest, Request, Root, Slate, Timing
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.models.packed_linear import pack_linears
+from recserve.models.packing import pack_weights
 
 HISTORY_TOKENS = 200
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -113,7 +113,7 @@ class Model:
         self.ours = drawn_recommender(catalogue, hidden, layers, "children", self.dtype)
         self.theirs = to_llama(self.ours)
         self.bare = copy.deepcopy(self.ours)
-        pack_linears(self.ours.decoder)  # as the server does when it loads a bundle
+        pack_weights(self.ours.decoder)  # as the server does when it loads a bundle
         self.t5 = tiger_t5(self.ours.config.num_code_tokens).to(self.dtype)
         slot = 2 * layers * hidden * self.dtype.itemsize
         self.engine = Engine(self.ours, config=EngineConfig(kv_bytes=slot * 16_384))

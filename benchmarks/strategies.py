@@ -37,7 +37,7 @@ from recserve.kernels.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
-from recserve.models.packed_linear import pack_linears
+from recserve.models.packing import pack_weights
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.loading import item_index, load_heads
 from recserve.training.cases import leave_one_out_cases
@@ -62,7 +62,7 @@ class Subject:
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
-        pack_linears(model.decoder)  # as the server does when it loads a bundle
+        pack_weights(model.decoder)  # as the server does when it loads a bundle
         self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 32_768), heads=heads)
         self.index = item_index(model, heads)
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
-from recserve.models.packed_linear import PackedLinear, can_pack, pack_linears
+from recserve.models.packing import PackedLinear, pack_weights, packable
 
 COMMON = {
     "vocab_size": 61,
@@ -154,9 +154,9 @@ def test_packed_weights_are_the_same_model(family, dtype, tmp_path):
     """Sums in another order: float32 to 1e-4, bfloat16 to a few of its last bits."""
     drawn(tmp_path, family)
     plain, packed = load_language_model(tmp_path, dtype), load_language_model(tmp_path, dtype)
-    packed.pack()
-    assert isinstance(packed.head, PackedLinear) == can_pack(plain.tokens.weight)
-    assert isinstance(packed.decoder.layers[0].qkv, PackedLinear) == can_pack(plain.tokens.weight)
+    pack_weights(packed)
+    assert isinstance(packed.head, PackedLinear) == packable(plain.tokens.weight)
+    assert isinstance(packed.decoder.layers[0].qkv, PackedLinear) == packable(plain.tokens.weight)
     for rows in (1, 2, 33):
         tokens = torch.randint(0, 61, (1, rows))
         positions = torch.arange(rows)[None]
@@ -168,6 +168,6 @@ def test_packed_weights_are_the_same_model(family, dtype, tmp_path):
 
 def test_a_weight_that_has_no_layout_stays():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4))
-    pack_linears(model)
+    pack_weights(model)
     assert isinstance(model[0], torch.nn.Linear)
-    assert isinstance(model[1], PackedLinear) == can_pack(torch.zeros(1))
+    assert isinstance(model[1], PackedLinear) == packable(torch.zeros(1))

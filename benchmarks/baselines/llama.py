@@ -16,6 +16,7 @@ from transformers import (
 
 from recserve.exporting import as_language_model
 from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.models.saving import named_tensors
 
@@ -68,3 +69,11 @@ def to_llama(model: Recommender) -> Network:
     theirs = empty_model(model.config.decoder, model.config.num_code_tokens)
     theirs.load_state_dict({name: w.clone() for name, w in weights.items()})
     return theirs.to(model.tokens.weight.dtype).eval()
+
+
+@torch.no_grad()
+def language_llama(model: LanguageModel) -> Network:
+    """A language model as Hugging Face's; both read the same memory."""
+    theirs = empty_model(model.config.decoder, model.config.vocab_size)
+    theirs.load_state_dict(named_tensors(model), assign=True)
+    return theirs.eval()

@@ -11,7 +11,7 @@ import typer
 
 from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
-Model = Literal["recommender", "ranker", "drafter", "retriever", "sasrec"]
+Model = Literal["recommender", "ranker", "drafter", "retriever", "sasrec", "lm", "medusa"]
 
 
 def build(
@@ -50,7 +50,9 @@ def build(
 
 def train(
     model: Annotated[Model, typer.Argument(help="What to train.")],
-    bundle: BundleFlag,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="Folder of the bundle; not for lm and medusa.")
+    ] = None,
     input: Annotated[
         Literal["items", "codes"],
         typer.Option(help="A recommender reads one position per item, or its codes."),
@@ -66,9 +68,17 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of weights, order and sampling.")] = 0,
     device: DeviceFlag = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="lm, medusa: a text to learn from, .zst or plain.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="lm, medusa: folder of the new model.")] = None,
+    llm: Annotated[
+        Path | None, typer.Option(help="lm, medusa: folder of the model to draft for.")
+    ] = None,
 ) -> None:
-    """Train a model of the bundle; the best checkpoint on validation is kept."""
+    """Train a model of the bundle, or one of text; the best checkpoint on validation is kept."""
     from recserve.bundle import Bundle
+    from recserve.cli.language import train_from_text
     from recserve.training.drafters import train_drafter
     from recserve.training.options import TrainOptions, TrainReport
     from recserve.training.ranker import train_ranker
@@ -92,7 +102,12 @@ def train(
         "retriever": train_retriever,
         "sasrec": train_sasrec,
     }
-    report = trainers[model](Bundle.open(bundle), options)
+    if model == "lm" or model == "medusa":
+        report = train_from_text(model, text, out, llm, options)
+    elif bundle is None:
+        raise typer.BadParameter(f"train {model} needs --bundle")
+    else:
+        report = trainers[model](Bundle.open(bundle), options)
     kept = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     typer.echo(
         f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "

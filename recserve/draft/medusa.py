@@ -18,7 +18,7 @@ from recserve.draft.limits import allowed, only_chains
 from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
 from recserve.models.drafters.medusa import MedusaHeads
-from recserve.models.packed_linear import pack_linears
+from recserve.models.packing import pack_weights
 
 NUM_NODES = 24
 RANKS = 10  # of a head, in the tree that is used where nobody measured
@@ -56,7 +56,7 @@ class MedusaDrafter:
 
     def pack(self) -> None:
         """Lay the heads' weights out for this CPU; they cannot be saved or trained after that."""
-        pack_linears(self.heads)
+        pack_weights(self.heads)
 
     def check(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that these heads cannot fill."""

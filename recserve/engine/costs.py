@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.engine.networks import RecommenderTrunk
+from recserve.engine.networks import RecommenderTrunk, TextTrunk
 from recserve.engine.runner import Piece, Runner
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import root_branch
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 
 SIZES = (1, 16, 64, 256, 1024)
@@ -46,22 +47,36 @@ class Cost:
 
 def forward_cost(model: Recommender) -> Cost:
     """A forward of n tree nodes under a short root, as the engine makes it."""
-    runner, device = scratch_runner(model, SIZES[-1]), model.tokens.weight.device
+    return _cost_of_forwards(scratch_runner(model, SIZES[-1]), lambda hidden: None)
+
+
+def text_cost(model: LanguageModel) -> Cost:
+    """The same of a language model, with the logits of every node."""
+    runner = _scratch(TextTrunk(model), SIZES[-1])
+    return _cost_of_forwards(runner, lambda hidden: model.logits(hidden))
+
+
+def _cost_of_forwards(runner: Runner, read: Callable[[torch.Tensor], object]) -> Cost:
+    device = runner.pool.keys.device
     slots = torch.arange(ROOT + SIZES[-1], device=device)
 
+    @torch.inference_mode()
     def forward(size: int) -> None:
         tokens = torch.zeros(size, dtype=torch.int64, device=device)
         starts = torch.arange(size + 1, device=device)
         tree = root_branch(tokens, starts)
         piece = Piece(tree, NodeInputs(tokens), None, slots[ROOT : ROOT + size], (slots[:ROOT],))
-        runner.forward([piece])
+        read(runner.forward([piece])[0])
 
     return measured(forward, SIZES, device)
 
 
 def scratch_runner(model: Recommender, nodes: int) -> Runner:
     """The model over a pool of its own: ROOT slots for a root, then one for each node."""
-    trunk = RecommenderTrunk(model)
+    return _scratch(RecommenderTrunk(model), nodes)
+
+
+def _scratch(trunk: RecommenderTrunk | TextTrunk, nodes: int) -> Runner:
     return Runner(trunk, KVPool(trunk.kv_shape, ROOT + nodes, 1, trunk.dtype, trunk.device))
 
 

@@ -42,7 +42,7 @@ from recserve.engine.strategies import (
     likelihood_strategy,
     recommend_strategies,
 )
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text_lane import TextLane, TextLimits
 from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
@@ -56,13 +56,15 @@ class EngineConfig:
     """Sizes of the engine.
 
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
-    may wait. max_running: requests that may share a model's forward.
+    may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
+    large as the load lets them pay, or none.
     """
 
     page_size: int = 16
     kv_bytes: int = 256 * 2**20
     max_queue: int = 1024
     max_running: int = 64
+    load_aware: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class Engine:
         self._strategies["warm"] = WarmStrategy()
         if text is not None:
             runner = self._runner(TextTrunk(text.eval()))
-            self._lanes["text"] = TextLane(runner, text)
+            limits = TextLimits(load_aware=self.config.load_aware)
+            self._lanes["text"] = TextLane(runner, text, limits)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
         self._waiting: deque[_Waiting] = deque()

@@ -27,13 +27,14 @@ from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, emp
 from recserve.core.text_request import Completion, TextRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Piece, Runner
+from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup, moves, token_logprobs
-from recserve.kernels.tree import CANDIDATE, chain
+from recserve.kernels.tree import CANDIDATE, TokenTree, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import GREEDY, RULES, check_rule
+from recserve.verify.rules import GREEDY, check_rule
 
 Answer = tuple[TextSequence, Completion | Exception]
 
@@ -45,11 +46,12 @@ class PromptTooLong(ValueError):
 @dataclass(frozen=True)
 class TextLimits:
     """prefill_tokens: most prompt tokens computed in a step, over all texts. draft_nodes: most
-    nodes of a draft.
+    nodes of a draft. load_aware: drafts are as large as the load lets them pay, or none.
     """
 
     prefill_tokens: int = 512
     draft_nodes: int = 64
+    load_aware: bool = False
 
 
 class TextLane:
@@ -65,6 +67,7 @@ class TextLane:
         # Both in the order in which they are served: by priority, then by age.
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
+        self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
         self._ids = count()
         self._tables: dict[str, tuple[tuple[int, ...], SamplingTable]] = {}
 
@@ -146,30 +149,44 @@ class TextLane:
         self._make_room()
         began = time.perf_counter()
         failed: list[Answer] = []
-        groups = self._groups([s for s in self.running if s.ready], failed)
-        drafted = time.perf_counter()
         chunks = self._chunks()
+        prefill = sum(size for _, size in chunks)
+        groups = self._groups([s for s in self.running if s.ready], prefill, failed)
+        drafted = time.perf_counter()
         device = self.runner.pool.keys.device
         pieces = [group.piece(device) for group in groups]
+        trees = [piece.tree for piece in pieces]
         pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
         if not pieces:
             return failed
         hidden = self.runner.forward(pieces)
-        done: list[Answer] = []
-        for group, piece, states in zip(groups, pieces, hidden, strict=False):
-            done += self._commit(group, piece, states)
-        for (sequence, size), states in zip(chunks, hidden[len(groups) :], strict=True):
+        states = hidden[: len(groups)]
+        begun: dict[int, Tensor] = {}
+        for (sequence, size), state in zip(chunks, hidden[len(groups) :], strict=True):
+            if sequence.num_computed + size == sequence.length:
+                # The last token is node 0 of a first step, made together with the prompt.
+                begun[sequence.context.id], state = state[1:], state[:1]
+                size -= 1
             sequence.num_computed += size
-            sequence.context.hidden = states[-1].clone()
+            sequence.context.hidden = state[0].clone()
             if sequence.ready:
                 self.pages.keep(sequence)
+        first = [sequence for sequence, _ in chunks if sequence.context.id in begun]
+        for group in self._by_rule(first, {s.context.id: empty_draft() for s in first}):
+            trees.append(group.tree(device))
+            states.append(torch.cat([begun[s.context.id] for s in group.sequences]))
+            groups.append(group)
+        done: list[Answer] = []
+        for group, tree, own in zip(groups, trees, states, strict=True):
+            done += self._commit(group, tree, own)
         ended = time.perf_counter()
         for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for group in groups:
             for sequence, draft in zip(group.sequences, group.drafts, strict=True):
-                sequence.timing.draft_ms += (drafted - began) * 1e3
-                sequence.timing.verify_ms += (ended - drafted) * 1e3
+                if sequence.context.id not in begun:
+                    sequence.timing.draft_ms += (drafted - began) * 1e3
+                    sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
                 sequence.timing.nodes += 1 + len(draft)
         return failed + done
@@ -184,34 +201,27 @@ class TextLane:
         """Stop the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.aside if s.future.cancelled()])
 
-    def _groups(self, ready: Seq[TextSequence], failed: list[Answer]) -> list[TextGroup]:
+    def _groups(
+        self, ready: Seq[TextSequence], prefill: int, failed: list[Answer]
+    ) -> list[TextGroup]:
         """Drafts of the texts that may step, grouped by the rule that judges them."""
-        drafts: dict[int, TextDraft] = {}
-        for drafter in {id(s.drafter): s.drafter for s in ready}.values():
-            own = [s for s in ready if s.drafter is drafter]
-            try:
-                budgets = [s.budget(self.limits.draft_nodes) for s in own]
-                proposed = drafter.propose([s.context for s in own], budgets)
-            except Exception as error:
-                self._drop(own)
-                failed += [(s, error) for s in own]
-                continue
-            for sequence, draft, budget in zip(own, proposed, budgets, strict=True):
-                assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
-                try:
-                    RULES[sequence.request.speculation.verifier].check(draft)
-                except ValueError as error:
-                    self._drop([sequence])
-                    failed.append((sequence, error))
-                    continue
-                fits = not len(draft) or self.pages.grow(sequence, sequence.length + len(draft))
-                drafts[sequence.context.id] = draft if fits else empty_draft()
-        rules: dict[str, list[TextSequence]] = {}
+        drafts, refused = self._drafting.propose(ready, prefill)
+        self._drop([sequence for sequence, _ in refused])
+        failed += refused
         for sequence in ready:
-            if sequence.context.id in drafts:
-                request = sequence.request
-                rule = GREEDY if request.params.greedy else request.speculation.verifier
-                rules.setdefault(rule, []).append(sequence)
+            draft = drafts.get(sequence.context.id)
+            if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
+                drafts[sequence.context.id] = empty_draft()
+        return self._by_rule([s for s in ready if s.context.id in drafts], drafts)
+
+    def _by_rule(
+        self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]
+    ) -> list[TextGroup]:
+        rules: dict[str, list[TextSequence]] = {}
+        for sequence in sequences:
+            request = sequence.request
+            rule = GREEDY if request.params.greedy else request.speculation.verifier
+            rules.setdefault(rule, []).append(sequence)
         return [
             TextGroup(rule, own, [drafts[s.context.id] for s in own], self._table(rule, own))
             for rule, own in rules.items()
@@ -225,13 +235,12 @@ class TextLane:
             self._tables[rule] = (ids, sampling_table(params, self.runner.pool.keys.device))
         return self._tables[rule][1]
 
-    def _commit(self, group: TextGroup, piece: Piece, hidden: Tensor) -> list[Answer]:
+    def _commit(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> list[Answer]:
         """Judge a group's trees, keep the paths; the answers of the texts that ended."""
-        tree = piece.tree
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
         if len(group.sequences) < tree.num_nodes:
-            source, target = moves(tree, accepted, piece.slots)
+            source, target = moves(tree, accepted, group.slots())
             if source.shape[0]:
                 self.runner.pool.copy_slots(source, target)
         # The one look at the device in a step: what was written decides what is done next.
@@ -263,6 +272,7 @@ class TextLane:
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
                 sequence.counts.add(drafted, used)
+                self._drafting.judged(sequence, draft, length)
             if sequence.finish_reason is not None:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
@@ -279,12 +289,14 @@ class TextLane:
         return done
 
     def _chunks(self) -> list[tuple[TextSequence, int]]:
-        """Who computes how many committed tokens in this step, first come first served."""
+        """Who computes how many committed tokens in this step, first come first served: of those
+        that are not ready, and of these all up to the last token if there is room for them.
+        """
         left = self.limits.prefill_tokens
         chunks = []
         for sequence in self.running:
-            size = min(sequence.length - 1 - sequence.num_computed, left)
-            if size > 0:
+            size = min(sequence.length - sequence.num_computed, left)
+            if size > 0 and not sequence.ready:
                 chunks.append((sequence, size))
                 left -= size
         return chunks
@@ -296,7 +308,8 @@ class TextLane:
         )
         slots = sequence.slots
         own = slots[start : start + size]
-        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), 1)
+        read = 2 if start + size == sequence.length else 1
+        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), read)
 
     def _make_room(self) -> None:
         """Every text that steps gets a slot for node 0; those served last give theirs up."""
@@ -314,7 +327,7 @@ class TextLane:
         """Out of the lane: pages given back, drafters told."""
         for sequence in sequences:
             self.pages.release(sequence)
-            sequence.drafter.forget(sequence.context.id)
+            self._drafting.forget(sequence)
         gone = {s.context.id for s in sequences}
         self.running = [s for s in self.running if s.context.id not in gone]
         self.aside = [s for s in self.aside if s.context.id not in gone]

@@ -30,14 +30,22 @@ class TextGroup:
 
     def piece(self, device: torch.device) -> Piece:
         """The packed trees, placed where their path will stay if it is the first of each."""
+        tree = self.tree(device)
+        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
+        return Piece(tree, NodeInputs(tree.tokens), None, self.slots(), roots)
+
+    def tree(self, device: torch.device) -> TokenTree:
+        """The packed trees."""
         last = [s.context.tokens[-1] for s in self.sequences]
-        tree = under_last_tokens(last, self.drafts, device)
+        return under_last_tokens(last, self.drafts, device)
+
+    def slots(self) -> Tensor:
+        """[T] the slot of each node."""
         slots = [
             s.slots[s.length - 1 : s.length + len(d)]
             for s, d in zip(self.sequences, self.drafts, strict=True)
         ]
-        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
-        return Piece(tree, NodeInputs(tree.tokens), None, torch.cat(slots), roots)
+        return torch.cat(slots)
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""

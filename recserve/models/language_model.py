@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder
-from recserve.models.packed_linear import PackedLinear, can_pack, pack_linears
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,15 @@ class LanguageModelConfig:
 class LanguageModel(nn.Module):
     """Token numbers in, logits of the next token out. head: None where it is the embedding."""
 
-    head: nn.Linear | None
-
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
         size = config.decoder.hidden_size
         self.tokens = nn.Embedding(config.vocab_size, size)
         self.decoder = Decoder(config.decoder)
-        own = None if config.tied else nn.Linear(size, config.vocab_size, bias=False)
-        self.register_module("head", own)
+        self.head: nn.Module | None = None
+        if not config.tied:
+            self.head = nn.Linear(size, config.vocab_size, bias=False)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
@@ -55,9 +53,3 @@ class LanguageModel(nn.Module):
             return F.linear(hidden, self.tokens.weight)
         logits: Tensor = self.head(hidden)
         return logits
-
-    def pack(self) -> None:
-        """Lay the weights out for this CPU, where it has a layout of its own; for serving only."""
-        if self.head is None and can_pack(self.tokens.weight):
-            self.add_module("head", PackedLinear(self.tokens.weight, None))
-        pack_linears(self)

@@ -12,6 +12,7 @@ from recserve.core.text import Drafter
 from recserve.draft.text_drafters import JOIN, DrafterWeights, build_drafter
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import DTYPES, load_language_model
+from recserve.models.packing import pack_weights
 from recserve.service.text_model import TextModel
 from recserve.text.tokenizer import TextTokenizer
 
@@ -76,6 +77,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
         drafters=drafters,
         default_drafter=next(iter(drafters)),
     )
+    pack_weights(network)
     return LoadedText(network, drafters, model)
 
 

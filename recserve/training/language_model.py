@@ -26,6 +26,7 @@ from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 
 END = "<|endoftext|>"
+PART = 2**18  # characters encoded at once; a tokenizer needs a hundred bytes for each
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class LanguageRecipe:
         return LanguageModelConfig(decoder, self.vocab_size, True, 0, (0,))
 
 
-# About 20 million weights, for the 80 MB of books; the default is a minute's work for a demo.
+# About 18 million weights, for megabytes of books; the default is a minute's work for a demo.
 BOOKS = LanguageRecipe(
     vocab_size=8192,
     hidden_size=384,
@@ -73,8 +74,12 @@ BOOKS = LanguageRecipe(
     num_heads=6,
     num_kv_heads=2,
     intermediate_size=1280,
-    steps=500,
+    batch=4,
     schedule=Schedule(20, 1.5e-3, weight_decay=0.1, averaging=0.99),
+)
+# A twentieth of that beside the embedding: drafts for a model whose tokenizer it shares.
+DRAFT = replace(
+    BOOKS, hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=384
 )
 
 
@@ -140,14 +145,22 @@ def train_language_model(
     options: TrainOptions,
     recipe: LanguageRecipe | None = None,
     console: Console | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> TrainReport:
     """Tokenizer and model from texts, written to the folder `out`.
 
-    Raises ValueError where there is too little text.
+    tokenizer: one that was trained before, None: a new one. Raises ValueError where there is too
+    little text, or where the tokenizer is not of the recipe's size.
     """
     recipe = recipe or LanguageRecipe()
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
+    elif tokenizer.get_vocab_size() != recipe.vocab_size or tokenizer.token_to_id(END) != 0:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} as number "
+            f"{tokenizer.token_to_id(END)}; the recipe wants {recipe.vocab_size} and 0"
+        )
     tokens = encode(tokenizer, texts)
     schedule = replace(
         recipe.schedule,
@@ -164,7 +177,16 @@ def train_language_model(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> NDArray[np.int64]:
-    """One row of tokens: each text after an END."""
+    """One row of tokens: each text after an END, a long one encoded in parts that end lines."""
     end = tokenizer.token_to_id(END)
-    rows = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return np.concatenate([np.array([end, *row.ids], dtype=np.int64) for row in rows])
+    rows: list[NDArray[np.int64]] = []
+    for text in texts:
+        rows.append(np.array([end], dtype=np.int64))
+        start = 0
+        while start < len(text):
+            stop = text.find("\n", start + PART)
+            stop = len(text) if stop < 0 else stop + 1
+            part = tokenizer.encode(text[start:stop], add_special_tokens=False)
+            rows.append(np.array(part.ids, np.int64))
+            start = stop
+    return np.concatenate(rows)

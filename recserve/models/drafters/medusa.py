@@ -66,11 +66,9 @@ class MedusaHeads(nn.Module):
         """
         if self.config.head_vocab is not None:
             raise ValueError(f"these heads know {self.config.head_vocab} tokens; train whole ones")
-        weight = target.tokens.weight
-        if not target.config.tied:
-            if not isinstance(target.head, nn.Linear):
-                raise ValueError("the target's weights are packed; take them before that")
-            weight = target.head.weight
+        weight = (
+            target.tokens.weight if target.head is None else target.head.get_parameter("weight")
+        )
         for block in self.blocks.parameters():
             block.zero_()
         for output in self.outputs.parameters():

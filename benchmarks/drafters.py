@@ -1,0 +1,210 @@
+"""Every drafter on trained models: what it drafts, what of it is kept, and what that saves.
+
+    python benchmarks/drafters.py --target DIR [--draft DIR] [--medusa DIR] --json F.json
+
+DIR: a folder of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
+`train medusa`; without --target, the reference checkpoint stories260k. Greedy continuations of
+passages of the validation books and of Spec-Bench's prompts, one request at a time. The run fails
+where a text differs from plain decoding's. The methods take turns, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import CLOCKS, machine, write_json
+from rich.console import Console
+from rich.table import Table
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.text_drafters import DrafterWeights, build_drafter
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.loading import load_language_model
+from recserve.models.packing import pack_weights
+from recserve.text.tokenizer import TextTokenizer
+from recserve.training.corpus import read_texts
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+PLAIN = "none"
+POSITIONS = 5  # of acceptance that the table shows
+
+
+@dataclass
+class Tally:
+    """Sums over the prompts of one workload. accepted[d], drafts: of SpeculationCounts."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    drafts: int = 0
+    accepted: list[int] = field(default_factory=lambda: [0] * 64)
+    differ: int = 0
+
+    def row(self, plain: Tally) -> dict[str, Any]:
+        """What is published."""
+        by_position = [n / max(self.drafts, 1) for n in self.accepted[:POSITIONS]]
+        rate, own = plain.tokens / plain.seconds, self.tokens / self.seconds
+        return {
+            "tokens_per_step": self.tokens / self.steps,
+            "acceptance_rate": sum(self.accepted) / max(self.drafted, 1),
+            "acceptance_by_position": by_position,
+            "drafted_per_step": self.drafted / self.steps,
+            "tokens_per_s": own,
+            "ratio": own / rate,
+            "differ": self.differ,
+        }
+
+
+def passages(tokenizer: TextTokenizer, count: int, length: int) -> list[list[int]]:
+    """Beginnings of passages spread over the validation books."""
+    (text,) = read_texts([DATA / "text" / "valid.txt.zst"])
+    places = np.linspace(0, len(text) - 20 * length, count + 1)[:-1].astype(int)
+    texts = [text[text.index(" ", place) + 1 : place + 20 * length] for place in places]
+    return [tokenizer.encode(part, special=False)[:length] for part in texts]
+
+
+def questions(tokenizer: TextTokenizer, count: int, longest: int) -> list[list[int]]:
+    """Spec-Bench's first turns, every category in turn, those that are short enough."""
+    by_category: dict[str, list[list[int]]] = {}
+    for line in (DATA / "prompts" / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        tokens = tokenizer.encode(entry["turns"][0], special=False)
+        if 0 < len(tokens) <= longest:
+            by_category.setdefault(entry["category"], []).append(tokens)
+    ranked = [(i, name, t) for name, own in by_category.items() for i, t in enumerate(own)]
+    return [tokens for _, _, tokens in sorted(ranked)[:count]]
+
+
+def measure(
+    engine: Engine, names: list[str], prompts: list[list[int]], options: argparse.Namespace
+) -> dict[str, Tally]:
+    """Every drafter on every prompt."""
+    tallies = {name: Tally() for name in names}
+    now = CLOCKS[options.clock]
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens)
+    for prompt in prompts:
+        truth: list[int] = []
+        for name in names:
+            engine.forget_all()
+            request = TextRequest(np.array(prompt), params, Speculation(name))
+            began = now()
+            answer = engine.run(request)
+            tally, counts = tallies[name], answer.counts
+            tally.seconds += now() - began
+            tally.tokens += len(answer.tokens)
+            tally.steps += answer.timing.forwards
+            tally.drafts += counts.num_drafts
+            tally.drafted += counts.num_draft_tokens
+            for depth, kept in enumerate(counts.per_position):
+                tally.accepted[depth] += kept
+            truth = truth or answer.tokens.tolist()
+            tally.differ += truth != answer.tokens.tolist()
+    return tallies
+
+
+def drafters_of(options: argparse.Namespace) -> list[str]:
+    names = [PLAIN, "ngram", "suffix", "lookahead"]
+    if options.draft is not None:
+        names += ["draft_model", "specinfer", "suffix+draft_model"]
+    return names + (["medusa"] if options.medusa is not None else [])
+
+
+def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("drafter", "tokens per step", "drafted per step", "accepted"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    table.add_column(f"of the drafts, kept at depth 1..{POSITIONS}", justify="right")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("ratio to plain", justify="right")
+    for name, row in rows.items():
+        positions = " ".join(f"{share:.2f}" for share in row["acceptance_by_position"])
+        table.add_row(
+            name,
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['drafted_per_step']:.1f}",
+            f"{row['acceptance_rate']:.1%}",
+            positions if name != PLAIN else "",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+        )
+    console.print(table)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--medusa", type=Path)
+    parser.add_argument("--prompts", type=int, default=26, help="of each workload")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
+    parser.add_argument("--tokens", type=int, default=96, help="written per prompt")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--load-aware", action="store_true", help="drafts as the load lets them")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    target, tokenizer = load_language_model(options.target), TextTokenizer.open(options.target)
+    names = drafters_of(options)
+    weights = DrafterWeights(
+        () if options.draft is None else (options.draft,), medusa=options.medusa
+    )
+    drafters = {name: build_drafter(name, target, weights) for name in names}
+    pack_weights(target)
+    engine = Engine(
+        text=target, drafters=drafters, config=EngineConfig(load_aware=options.load_aware)
+    )
+    room = target.config.decoder.max_positions - options.tokens
+    workloads = {
+        "books": passages(tokenizer, options.prompts, min(options.length, room)),
+        "Spec-Bench": questions(tokenizer, options.prompts, room),
+    }
+    size = sum(w.numel() for w in load_language_model(options.target).parameters())
+    content: dict[str, Any] = {
+        "machine": machine() | {"clock": options.clock},
+        "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
+        "weights": size,
+        "workloads": {},
+    }
+    console.print(content["machine"])
+    differ = 0
+    for title, prompts in workloads.items():
+        measure(engine, names, prompts[:1], options)  # to warm up
+        for drafter in ("suffix", "suffix+draft_model"):
+            if drafter in drafters:  # what earlier outputs taught it would be this very text
+                engine.drafters[drafter] = build_drafter(drafter, target, weights)
+        tallies = measure(engine, names, prompts, options)
+        rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
+        differ += sum(tally.differ for tally in tallies.values())
+        print_rows(
+            console,
+            f"{title} · {size / 1e6:.1f} M weights · {len(prompts)} prompts · {options.tokens} "
+            f"tokens each · temperature {options.temperature:g}",
+            rows,
+        )
+        content["workloads"][title] = {"rows": rows} | {
+            "sums": {name: asdict(tally) for name, tally in tallies.items()}
+        }
+    if options.json:
+        write_json(options.json, content)
+    if differ:
+        console.print(f"[red]{differ} texts differ from plain decoding[/red]")
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

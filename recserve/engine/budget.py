@@ -1,0 +1,203 @@
+"""The verification budget of a step: draft nodes where they are expected to buy the most tokens.
+
+While a forward is bound by reading the weights, nodes are nearly free; with many texts each costs
+its arithmetic. What a step of n packed nodes costs is measured (costs.py), what a level of a draft
+is worth is known from what happened to the drafter's drafts before (chances.py). Levels are bought
+in the order of tokens per millisecond, over all texts, and as many of them as make
+
+    tokens expected of the step / milliseconds of the step
+
+largest; so drafts grow shorter as the load rises, then fewer, and end without a threshold. A text
+whose own drafts do not pay is left out and tried again later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recserve.core.text import Budget
+from recserve.engine.chances import Chances
+from recserve.engine.costs import Cost
+
+NOTHING = Budget(0, 0)
+TRIAL = 8  # drafts after which a text is judged by itself
+PAUSE, LONGEST_PAUSE = 32, 512  # steps that a text is left out, doubled each time
+PROBE_EVERY, PROBE = 32, 2  # steps without a draft after which one text drafts so many levels
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A text that steps. drafter: whose chances are its own; most: what its draft may cost."""
+
+    id: int
+    drafter: str
+    most: Budget
+
+
+@dataclass
+class _Record:
+    """One text. drafts, kept: since it was last tried; left_out: steps still without a draft."""
+
+    drafts: int = 0
+    kept: float = 0.0
+    nodes: float = 0.0
+    left_out: int = 0
+    pause: int = PAUSE
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Levels that are bought together, for each of some texts. gain: tokens. nodes, extra_ms: what
+    they cost in the forward and in the drafter.
+    """
+
+    drafter: str
+    depth: int
+    gain: float
+    nodes: float
+    extra_ms: float
+    density: float
+    count: int
+
+
+class DraftBudget:
+    """The budgets of all texts of one model. cost: of a step by its packed nodes."""
+
+    def __init__(self, cost: Cost) -> None:
+        self._sizes = np.array([0.0, *cost.sizes, 1e9])
+        measured = [0.0, *(cost(size) for size in cost.sizes), cost(1e9)]
+        self._milliseconds = np.maximum.accumulate(np.array(measured))
+        self._chances: dict[str, Chances] = {}
+        self._records: dict[int, _Record] = {}
+        self._idle: dict[str, int] = {}
+        self._full: set[int] = set()
+        self._slope = self._rate = 0.0
+
+    def spend(self, texts: Seq[Asking], other_nodes: int) -> list[Budget]:
+        """A budget for each text, in order: those named first are served first.
+
+        other_nodes: of the same forward, prefill.
+        """
+        asking: dict[str, list[Asking]] = {}
+        budgets: dict[int, Budget] = {}
+        for text in texts:
+            if self._may_draft(text):
+                asking.setdefault(text.drafter, []).append(text)
+        self._full = set()
+        for drafter in [name for name in asking if not self._of(name).known]:
+            for text in asking.pop(drafter):
+                budgets[text.id] = text.most
+                self._full.add(text.id)
+        depths = self._buy(asking, len(texts), other_nodes)
+        for drafter, own in asking.items():
+            chances = self._of(drafter)
+            for text, depth in zip(own, depths[drafter], strict=True):
+                if depth >= chances.levels:
+                    budgets[text.id] = text.most
+                    self._full.add(text.id)
+                elif depth:
+                    nodes = math.ceil(chances.width * depth)
+                    most = text.most
+                    budgets[text.id] = Budget(min(nodes, most.num_nodes), min(depth, most.depth))
+        return [budgets.get(text.id, NOTHING) for text in texts]
+
+    def proposed(self, text: Asking, nodes: int, depth: int, milliseconds: float) -> None:
+        """What the drafter made of a budget of the last `spend`, and its time for this text."""
+        if text.id in self._full and text.most.num_nodes:
+            self._of(text.drafter).proposed(nodes, depth, milliseconds)
+
+    def judged(self, text: Asking, nodes: int, depth: int, kept: int) -> None:
+        """What was kept of a draft that was not empty."""
+        chances, record = self._of(text.drafter), self._records.setdefault(text.id, _Record())
+        chances.judged(depth, kept)
+        record.drafts += 1
+        record.kept += kept
+        record.nodes += nodes
+        if record.drafts < TRIAL:
+            return
+        price = self._rate * (self._slope * record.nodes + chances.draft_ms * record.drafts)
+        if record.kept < price:
+            record.left_out, record.pause = record.pause, min(2 * record.pause, LONGEST_PAUSE)
+            record.drafts, record.kept, record.nodes = 0, 0.0, 0.0
+        elif record.drafts >= 4 * TRIAL:
+            # Older drafts count less, so that a text that has changed is seen to.
+            record.pause = PAUSE
+            record.drafts //= 2
+            record.kept, record.nodes = record.kept / 2, record.nodes / 2
+
+    def forget(self, text_id: int) -> None:
+        """The text ended."""
+        self._records.pop(text_id, None)
+
+    def _of(self, drafter: str) -> Chances:
+        return self._chances.setdefault(drafter, Chances())
+
+    def _may_draft(self, text: Asking) -> bool:
+        if not text.most.num_nodes or not text.most.depth:
+            return False
+        record = self._records.setdefault(text.id, _Record())
+        record.left_out = max(record.left_out - 1, 0)
+        return not record.left_out
+
+    def _cost(self, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.interp(nodes, self._sizes, self._milliseconds)
+
+    def _buy(
+        self, asking: dict[str, list[Asking]], num_texts: int, other_nodes: int
+    ) -> dict[str, list[int]]:
+        """Levels for every text, by drafter."""
+        depths = {drafter: [0] * len(own) for drafter, own in asking.items()}
+        base = float(num_texts + other_nodes)
+        nodes = sum(
+            len(own) * self._of(d).width * self._of(d).filled.sum() for d, own in asking.items()
+        )
+        start, prefill, full = self._cost(np.array([base, other_nodes, base + max(nodes, 1.0)]))
+        self._slope = float((full - start) / max(nodes, 1.0))
+        blocks = [b for d, own in asking.items() for b in self._blocks(d, len(own))]
+        blocks.sort(key=lambda block: -block.density)
+        units = np.repeat(
+            np.array([(b.gain, b.nodes, b.extra_ms) for b in blocks]).reshape(-1, 3),
+            [block.count for block in blocks],
+            axis=0,
+        )
+        totals = np.concatenate([np.zeros((1, 3)), units.cumsum(0)])
+        # What the prefill costs is paid anyway, and buys tokens of other steps.
+        spent = self._cost(base + totals[:, 1]) - prefill + totals[:, 2]
+        rates = (num_texts + totals[:, 0]) / np.maximum(spent, 1e-9)
+        left = int(rates.argmax())
+        self._rate = float(rates[left])
+        for block in blocks:
+            bought = min(block.count, left)
+            depths[block.drafter][:bought] = [block.depth] * bought
+            left -= bought
+        for drafter, own in depths.items():
+            idle = 0 if any(own) else self._idle.get(drafter, 0) + 1
+            if idle >= PROBE_EVERY:
+                own[0], idle = PROBE, 0
+            self._idle[drafter] = idle
+        return depths
+
+    def _blocks(self, drafter: str, count: int) -> list[_Block]:
+        """The levels of one drafter's drafts, dearer ones later: the first ones together, as many
+        as make up best for the draft's own time, then one by one.
+        """
+        chances = self._of(drafter)
+        levels = chances.levels
+        gains = (chances.survival() * chances.filled)[:levels]
+        nodes = (chances.filled * chances.width)[:levels]
+        milliseconds = np.maximum(nodes * self._slope, 1e-9)
+        first = (gains.cumsum() / (milliseconds.cumsum() + chances.draft_ms)).argmax() + 1
+        blocks = []
+        for low, high in [(0, int(first)), *((d, d + 1) for d in range(int(first), levels))]:
+            own = slice(low, high)
+            extra = 0.0 if low else chances.draft_ms
+            gain, spent = float(gains[own].sum()), float(milliseconds[own].sum()) + extra
+            blocks.append(
+                _Block(drafter, high, gain, float(nodes[own].sum()), extra, gain / spent, count)
+            )
+        return blocks

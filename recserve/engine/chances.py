@@ -1,0 +1,64 @@
+"""What became of a drafter's drafts: how deep they go, and how often each depth is kept.
+
+Running averages over the last drafts of all texts, so that they follow what is written now.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEPTHS = 64
+MEMORY = 256.0  # drafts that an average remembers
+FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0  # what is believed before anything was seen
+
+
+class Chances:
+    """Of one drafter. filled[d]: share of its full drafts that reach depth d + 1; width: nodes of a
+    draft per level; draft_ms: time to make one.
+    """
+
+    def __init__(self) -> None:
+        self.filled = np.zeros(DEPTHS)
+        self.width, self.draft_ms = 1.0, 0.0
+        self._kept, self._tried = np.zeros(DEPTHS), np.zeros(DEPTHS)
+        self._proposals = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether it has drafted anything yet."""
+        return bool(self._tried[0])
+
+    @property
+    def levels(self) -> int:
+        """How deep its drafts go, but for one in a hundred."""
+        return int(np.count_nonzero(self.filled > 0.01))
+
+    def proposed(self, nodes: int, depth: int, milliseconds: float) -> None:
+        """A draft that was free to be as large as the drafter likes, and what it took."""
+        self._proposals += 1
+        share = max(1 / self._proposals, 1 / MEMORY)
+        reached = np.arange(DEPTHS) < depth
+        self.filled += share * (reached - self.filled)
+        self.draft_ms += share * (milliseconds - self.draft_ms)
+        if depth:
+            self.width += share * (nodes / depth - self.width)
+
+    def judged(self, depth: int, kept: int) -> None:
+        """A draft of so many levels, of which the path went through the first `kept`."""
+        tried = slice(0, min(kept + 1, depth, DEPTHS))
+        self._tried[tried] *= 1 - 1 / MEMORY
+        self._kept[tried] *= 1 - 1 / MEMORY
+        self._tried[tried] += 1
+        self._kept[: min(kept, DEPTHS)] += 1
+
+    def survival(self) -> NDArray[np.float64]:
+        """[DEPTHS] chance that the path goes through depth d + 1 of a draft that is so deep; a
+        depth that was not seen has the chance of the one before it.
+        """
+        chances = np.empty(DEPTHS)
+        before = FIRST_CHANCE
+        for depth, (kept, tried) in enumerate(zip(self._kept, self._tried, strict=True)):
+            before = (kept + before * FIRST_WEIGHT) / (tried + FIRST_WEIGHT)
+            chances[depth] = before
+        return chances.cumprod()

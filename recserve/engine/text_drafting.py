@@ -1,0 +1,87 @@
+"""Drafts of the texts that step: asked of their drafters, within what the load allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+from recserve.core.text import Budget, Drafter, TextDraft
+from recserve.draft.none import NoDrafter
+from recserve.engine.budget import NOTHING, Asking, DraftBudget
+from recserve.engine.costs import text_cost
+from recserve.engine.text_sequence import TextSequence
+from recserve.models.language_model import LanguageModel
+from recserve.verify.rules import RULES
+
+
+class TextDrafting:
+    """draft_nodes: most nodes of a draft. load_aware: drafts are as large as the load lets them
+    pay, which is measured when the first text is drafted for.
+    """
+
+    def __init__(self, model: LanguageModel, draft_nodes: int, load_aware: bool) -> None:
+        self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
+        self._budget: DraftBudget | None = None
+
+    def propose(
+        self, texts: Seq[TextSequence], prefill: int
+    ) -> tuple[dict[int, TextDraft], list[tuple[TextSequence, Exception]]]:
+        """Drafts by context id, and the texts whose drafter failed or drafted what their rule
+        refuses. prefill: other nodes of the same forward.
+        """
+        drafts: dict[int, TextDraft] = {}
+        failed: list[tuple[TextSequence, Exception]] = []
+        allowed = self._budgets(texts, prefill)
+        for drafter in {id(s.drafter): s.drafter for s in texts}.values():
+            own = [s for s in texts if s.drafter is drafter]
+            try:
+                proposed, taken_ms = _timed(drafter, own, [allowed[s.context.id] for s in own])
+            except Exception as error:
+                failed += [(s, error) for s in own]
+                continue
+            for sequence, draft in zip(own, proposed, strict=True):
+                budget = allowed[sequence.context.id]
+                assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
+                try:
+                    RULES[sequence.request.speculation.verifier].check(draft)
+                except ValueError as error:
+                    failed.append((sequence, error))
+                    continue
+                drafts[sequence.context.id] = draft
+                if self._budget is not None:
+                    self._budget.proposed(self._asking(sequence), len(draft), draft.depth, taken_ms)
+        return drafts, failed
+
+    def judged(self, sequence: TextSequence, draft: TextDraft, kept: int) -> None:
+        """What was kept of a draft that was not empty."""
+        if self._budget is not None:
+            self._budget.judged(self._asking(sequence), len(draft), draft.depth, kept)
+
+    def forget(self, sequence: TextSequence) -> None:
+        """The text ended, or was set aside."""
+        sequence.drafter.forget(sequence.context.id)
+        if self._budget is not None:
+            self._budget.forget(sequence.context.id)
+
+    def _budgets(self, texts: Seq[TextSequence], prefill: int) -> dict[int, Budget]:
+        """All they ask for, unless the load counts."""
+        if not self.load_aware or all(isinstance(s.drafter, NoDrafter) for s in texts):
+            return {s.context.id: s.budget(self.draft_nodes) for s in texts}
+        if self._budget is None:
+            self._budget = DraftBudget(text_cost(self.model))
+        spent = self._budget.spend([self._asking(s) for s in texts], prefill)
+        return {s.context.id: budget for s, budget in zip(texts, spent, strict=True)}
+
+    def _asking(self, sequence: TextSequence) -> Asking:
+        drafted = not isinstance(sequence.drafter, NoDrafter)
+        most = sequence.budget(self.draft_nodes) if drafted else NOTHING
+        return Asking(sequence.context.id, sequence.request.speculation.drafter, most)
+
+
+def _timed(
+    drafter: Drafter, texts: Seq[TextSequence], budgets: Seq[Budget]
+) -> tuple[list[TextDraft], float]:
+    """Its drafts, and milliseconds for each text."""
+    began = time.perf_counter()
+    drafts = drafter.propose([s.context for s in texts], budgets)
+    return drafts, (time.perf_counter() - began) * 1e3 / len(texts)

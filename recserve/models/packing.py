@@ -1,0 +1,61 @@
+"""Weights laid out as the processor's matrix products read them, for serving on a CPU.
+
+A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
+that and not by memory. Packed once, a row costs what reading the weights costs, and a result does
+not depend on the number of rows that are computed together, bit for bit: `tests/test_packing.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recserve.models.language_model import LanguageModel
+
+ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
+TYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """nn.Linear for inference: x W^T + b with W in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [n, m], bias [n], on the CPU in one of TYPES."""
+        super().__init__()
+        self._packed: Tensor = _onednn()._reorder_linear_weight(weight.detach(), ROWS)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., m] -> [..., n]."""
+        product: Tensor = _onednn()._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return product
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether this machine has products of packed weights for it."""
+    if weight.device.type != "cpu" or weight.dtype not in TYPES:
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return weight.dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
+
+
+@torch.no_grad()
+def pack_weights(model: nn.Module) -> None:
+    """Replace every linear layer, and the head of a language model whose head is its embedding,
+    by its packed form, in place; what this machine cannot pack stays.
+
+    A packed model answers, but neither trains nor is saved nor moves to another device.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and packable(child.weight):
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+    if isinstance(model, LanguageModel) and model.head is None and packable(model.tokens.weight):
+        model.head = PackedLinear(model.tokens.weight)
+
+
+def _onednn() -> Any:
+    return torch.ops.mkldnn

@@ -1,0 +1,205 @@
+"""The verification budget: on stated costs and chances, against every other way to spend it."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from text_plain import TableDrafter, drawn_model, plain
+
+from recserve.core.text import Budget
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.budget import NOTHING, PAUSE, PROBE_EVERY, TRIAL, Asking, DraftBudget
+from recserve.engine.chances import DEPTHS, Chances
+from recserve.engine.costs import Cost, text_cost
+from recserve.engine.engine import Engine, EngineConfig
+
+# 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
+ROOFLINE = Cost((1, 32, 64, 1024), (20.0, 20.0, 36.0, 516.0))
+FULL = Budget(64, 64)
+
+
+def taught(cost: Cost, chances: dict[str, tuple[float, int]], draft_ms: float = 0.0) -> DraftBudget:
+    """A budget that knows its drafters: the chance of every level, and the levels of a chain."""
+    budget = DraftBudget(cost)
+    for name, (chance, levels) in chances.items():
+        text = Asking(-1, name, FULL)
+        random = np.random.default_rng(0)
+        for _ in range(2000):
+            budget.spend([text], 0)
+            budget._full.add(-1)
+            kept = int((random.random(levels) < chance).cumprod().sum())
+            budget.proposed(text, levels, levels, draft_ms)
+            budget._of(name).judged(levels, kept)
+    return budget
+
+
+def texts(drafters: list[str]) -> list[Asking]:
+    return [Asking(number, name, FULL) for number, name in enumerate(drafters)]
+
+
+def survival(budget: DraftBudget, name: str, depth: int) -> float:
+    return float(budget._of(name).survival()[:depth].sum())
+
+
+def rate(budget: DraftBudget, cost: Cost, drafters: list[str], depths: list[int]) -> float:
+    """Tokens per millisecond of a step in which every text drafts a chain of its depth."""
+    pairs = list(zip(drafters, depths, strict=True))
+    tokens = len(depths) + sum(survival(budget, n, d) for n, d in pairs)
+    drafting = sum(budget._of(n).draft_ms for n, d in pairs if d)
+    return tokens / (cost(len(depths) + sum(depths)) + drafting)
+
+
+def depths_of(budgets: list[Budget], levels: dict[str, int], drafters: list[str]) -> list[int]:
+    return [min(b.depth, levels[n]) for b, n in zip(budgets, drafters, strict=True)]
+
+
+@pytest.mark.parametrize("draft_ms", [0.0, 1.5])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        ROOFLINE,
+        Cost((1, 4, 8, 64), (10.0, 10.0, 14.0, 70.0)),
+        Cost((1, 64), (1.0, 64.0)),
+        Cost((1, 1024), (5.0, 5.0)),
+    ],
+    ids=["roofline", "early bend", "arithmetic", "free"],
+)
+@pytest.mark.parametrize(
+    "drafters", [["good"], ["good", "bad"], ["good", "bad", "good"], ["bad", "bad", "good"]]
+)
+def test_no_other_way_to_spend_it_is_better(drafters, cost, draft_ms):
+    levels = {"good": 4, "bad": 3}
+    budget = taught(cost, {"good": (0.8, 4), "bad": (0.35, 3)}, draft_ms)
+    chosen = depths_of(budget.spend(texts(drafters), 0), levels, drafters)
+    best = max(
+        rate(budget, cost, drafters, list(depths))
+        for depths in itertools.product(*(range(levels[name] + 1) for name in drafters))
+    )
+    assert rate(budget, cost, drafters, chosen) >= 0.98 * best
+
+
+def test_free_nodes_are_all_taken_and_dear_ones_never():
+    for cost, wanted in ((Cost((1, 9999), (5.0, 5.0)), 5), (Cost((1, 9999), (1.0, 9999.0)), 0)):
+        budget = taught(cost, {"d": (0.6, 5)})
+        depths = depths_of(budget.spend(texts(["d"] * 8), 0), {"d": 5}, ["d"] * 8)
+        assert depths == [wanted] * 8
+
+
+def test_from_few_texts_to_many_without_a_cliff():
+    """Drafted nodes fall little by little, and the step is never slower than without drafts."""
+    budget = taught(ROOFLINE, {"d": (0.7, 6)})
+    drafted = []
+    for count in range(1, 200):
+        names = ["d"] * count
+        budget._idle.clear()
+        depths = depths_of(budget.spend(texts(names), 0), {"d": 6}, names)
+        drafted.append(sum(depths) / count)
+        plain_rate = rate(budget, ROOFLINE, names, [0] * count)
+        full_rate = rate(budget, ROOFLINE, names, [6] * count)
+        assert rate(budget, ROOFLINE, names, depths) >= max(plain_rate, full_rate) * (1 - 1e-9)
+    assert drafted[0] == 6 and drafted[-1] < 0.8
+    falls = -np.diff(drafted)
+    assert falls.max() <= 1.1 and (falls >= -0.5).all()
+
+
+def test_what_arrives_takes_room_from_drafts():
+    """A prompt in the same forward makes nodes dear."""
+    budget = taught(ROOFLINE, {"d": (0.4, 6)})
+    alone = sum(b.depth for b in budget.spend(texts(["d"] * 2), 0))
+    beside = sum(b.depth for b in budget.spend(texts(["d"] * 2), 200))
+    assert beside < alone
+
+
+def test_it_learns_while_it_serves():
+    """A drafter that turns bad is left alone but for probes, and used again when it is good again.
+
+    Cost by arithmetic, where a node that is kept half of the time does not pay."""
+    random = np.random.default_rng(1)
+    budget = DraftBudget(Cost((1, 1000), (10.0, 1009.0)))
+    used = []
+    for step in range(3000):
+        chance = 0.05 if 1000 <= step < 2000 else 0.9
+        asked = texts(["d"])
+        (given,) = budget.spend(asked, 0)
+        depth = min(given.depth, 4)
+        used.append(depth)
+        budget.proposed(asked[0], depth, depth, 0.0)
+        if depth:
+            kept = int((random.random(depth) < chance).cumprod().sum())
+            budget.judged(asked[0], depth, depth, kept)
+    before, bad, after = np.mean(used[500:1000]), np.mean(used[1500:2000]), np.mean(used[2800:])
+    assert before > 3.5 and bad < 0.5 and after > 3.0
+
+
+def test_a_text_that_gains_nothing_is_left_out_and_tried_again():
+    budget = taught(Cost((1, 1000), (20.0, 120.0)), {"d": (0.8, 4)})
+    both = texts(["d"] * 6)
+    drafted = {text.id: 0 for text in both}
+    last = []
+    for _ in range(PAUSE * 4):
+        for text, given in zip(both, budget.spend(both, 0), strict=True):
+            if given.depth:
+                drafted[text.id] += 1
+                depth = min(given.depth, 4)
+                budget.judged(text, depth, depth, 0 if text.id == 0 else depth)
+        last.append(drafted[0])
+    # Two trials at least, with a pause between them.
+    assert TRIAL < drafted[0] < PAUSE * 2 < drafted[1]
+    still = [step for step in range(1, len(last)) if last[step] == last[step - 1]]
+    assert len(still) >= PAUSE
+    budget.forget(0)
+    assert 0 not in budget._records
+
+
+def test_a_silent_drafter_is_probed():
+    budget = taught(Cost((1, 1000), (10.0, 10000.0)), {"d": (0.1, 4)})
+    given = [budget.spend(texts(["d"] * 3), 0) for _ in range(3 * PROBE_EVERY)]
+    depths = np.array([[b.depth for b in step] for step in given])
+    assert (depths > 0).sum() == 3 and depths[:, 1:].sum() == 0
+
+
+def test_requests_that_want_no_draft_get_none():
+    budget = taught(ROOFLINE, {"d": (0.9, 4)})
+    asked = [Asking(0, "none", NOTHING), Asking(1, "d", Budget(2, 2)), Asking(2, "new", FULL)]
+    given = budget.spend(asked, 0)
+    assert given[0] == NOTHING and given[1] == Budget(2, 2) and given[2] == FULL
+
+
+def test_chances_are_frequencies():
+    """Two thirds of the drafts keep one token, half of those a second one, of a depth of 3."""
+    chances = Chances()
+    for number in range(6000):
+        chances.proposed(9, 3, 2.0)
+        chances.judged(3, (0, 1, 2)[number % 3])
+    assert chances.survival()[:3] == pytest.approx([2 / 3, 1 / 3, 0.0], abs=0.02)
+    assert chances.levels == 3 and chances.width == pytest.approx(3)
+    assert chances.draft_ms == pytest.approx(2.0) and chances.survival().shape == (DEPTHS,)
+
+
+@torch.inference_mode()
+def test_the_cost_of_a_text_step_is_measured():
+    cost = text_cost(drawn_model(0))
+    assert cost.sizes[0] == 1 and all(ms > 0 for ms in cost.milliseconds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_text_stays_the_same(temperature):
+    """Mixed drafts in a mixed load under budgets that change: the text of plain decoding."""
+    model = drawn_model(1)
+    random = np.random.default_rng(5)
+    prompts = [random.integers(0, 40, random.integers(1, 20)) for _ in range(24)]
+    requests, wanted, known = [], [], {}
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=5 + number)
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        known[tuple(prompt.tolist())] = tokens
+        name = ("table", "none", "wrong")[number % 3]
+        requests.append(TextRequest(prompt, params, Speculation(name)))
+        wanted.append(tokens)
+    drafters = {"table": TableDrafter("mixed", known), "wrong": TableDrafter("wrong", known)}
+    config = EngineConfig(page_size=4, load_aware=True, max_running=10, kv_bytes=2**20)
+    engine = Engine(text=model, drafters=drafters, config=config)
+    answers = engine.run_many(requests)
+    assert [a.tokens.tolist() for a in answers] == wanted
+    assert sum(a.counts.num_accepted_tokens for a in answers) > 0
