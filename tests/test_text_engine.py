@@ -19,6 +19,7 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
+from recserve.models.packing import pack_weights
 
 KINDS = ("right", "wrong", "tree", "auxiliary", "past", "mixed")
 PARAMETERS = {
@@ -141,7 +142,7 @@ def test_drafts_change_nothing(name, kind, model, expected):
 
 def test_drafts_change_nothing_with_packed_weights():
     model = drawn_model(1)
-    model.pack()
+    pack_weights(model)
     prompt = prompts(1)[0]
     for temperature in (0.0, 1.2):
         params = SamplingParams(temperature=temperature, seed=4, max_tokens=20)
@@ -465,7 +466,7 @@ def test_stories(kind, packed):
     drafter = TableDrafter(kind, {tuple(prompt): whole[len(prompt) :]})
     model = load_language_model(folder)
     if packed:
-        model.pack()
+        pack_weights(model)
     engine = engine_for(model, drafters={"table": drafter})
     params = SamplingParams(temperature=0.0, max_tokens=len(whole) - len(prompt))
     answer = engine.run(TextRequest(np.array(prompt), params, Speculation("table")))

@@ -110,13 +110,14 @@ class Fidelity:
             value = s.metrics[name]
             (line,) = axes.plot([s.warm_ms, s.cold_ms], [value, value], linewidth=1, alpha=0.6)
             color = line.get_color()
-            axes.scatter([s.warm_ms], [value], color=color, zorder=3)
+            label = f"{s.strategy}: {s.overlap:.0%} of beam's items"
+            axes.scatter([s.warm_ms], [value], color=color, zorder=3, label=label)
             axes.scatter([s.cold_ms], [value], edgecolors=color, facecolors="none", zorder=3)
-            label = f"{s.strategy}\n{s.overlap:.0%} of beam's items"
-            axes.annotate(label, (s.warm_ms, value), (0, 6), textcoords="offset points", fontsize=8)
         axes.set(xlabel="ms per request, one at a time (filled: warm, open: cold)", ylabel=name)
         axes.set_xscale("log")
         axes.margins(0.1, 0.2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(fontsize=8, loc="center right")
         axes.set_title(f"{self.split}, {self.users} users, beam {self.width}", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
