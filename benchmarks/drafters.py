@@ -193,7 +193,8 @@ def main() -> int:
         print_rows(
             console,
             f"{title} · {size / 1e6:.1f} M weights · {len(prompts)} prompts · {options.tokens} "
-            f"tokens each · temperature {options.temperature:g}",
+            f"tokens each · temperature {options.temperature:g}"
+            + (" · as the load lets them" if options.load_aware else ""),
             rows,
         )
         content["workloads"][title] = {"rows": rows} | {

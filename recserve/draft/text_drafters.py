@@ -22,6 +22,7 @@ from recserve.draft.suffix import SuffixDrafter
 from recserve.models.drafters.medusa_files import load_accuracies, load_medusa
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
+from recserve.models.packing import pack_weights
 
 JOIN = "+"
 
@@ -123,7 +124,9 @@ def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
 
 
 def _load(folder: Path, target: LanguageModel) -> LanguageModel:
-    return load_language_model(folder, device=_device(target))
+    model = load_language_model(folder, device=_device(target))
+    pack_weights(model)
+    return model
 
 
 def _device(target: LanguageModel) -> torch.device:
