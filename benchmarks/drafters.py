@@ -3,9 +3,9 @@
     python benchmarks/drafters.py --target DIR [--draft DIR] [--medusa DIR] --json F.json
 
 DIR: a folder of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
-`train medusa`; without --target, the reference checkpoint stories260k. Greedy continuations of
-passages of the validation books and of Spec-Bench's prompts, one request at a time. The run fails
-where a text differs from plain decoding's. The methods take turns, prompt by prompt.
+`train medusa`; without --target, the reference checkpoint stories260k. Continuations of passages
+of the validation books and of Spec-Bench's prompts. The run fails where a text differs from plain
+decoding's. The methods take turns, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measuring import CLOCKS, machine, write_json
 from rich.console import Console
 from rich.table import Table
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
 from recserve.draft.text_drafters import DrafterWeights, build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
@@ -47,6 +47,15 @@ class Tally:
     drafts: int = 0
     accepted: list[int] = field(default_factory=lambda: [0] * 64)
     differ: int = 0
+
+    def add(self, answer: Completion) -> None:
+        counts = answer.counts
+        self.tokens += len(answer.tokens)
+        self.steps += answer.timing.forwards
+        self.drafts += counts.num_drafts
+        self.drafted += counts.num_draft_tokens
+        for depth, kept in enumerate(counts.per_position):
+            self.accepted[depth] += kept
 
     def row(self, plain: Tally) -> dict[str, Any]:
         """What is published."""
@@ -90,23 +99,23 @@ def measure(
     tallies = {name: Tally() for name in names}
     now = CLOCKS[options.clock]
     params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens)
-    for prompt in prompts:
-        truth: list[int] = []
+    for start in range(0, len(prompts), options.together):
+        truth: list[list[int]] = []
         for name in names:
             engine.forget_all()
-            request = TextRequest(np.array(prompt), params, Speculation(name))
+            requests = [
+                TextRequest(np.array(prompt), params, Speculation(name))
+                for prompt in prompts[start : start + options.together]
+            ]
             began = now()
-            answer = engine.run(request)
-            tally, counts = tallies[name], answer.counts
+            answers: list[Any] = engine.run_many(list[Any](requests))
+            tally = tallies[name]
             tally.seconds += now() - began
-            tally.tokens += len(answer.tokens)
-            tally.steps += answer.timing.forwards
-            tally.drafts += counts.num_drafts
-            tally.drafted += counts.num_draft_tokens
-            for depth, kept in enumerate(counts.per_position):
-                tally.accepted[depth] += kept
-            truth = truth or answer.tokens.tolist()
-            tally.differ += truth != answer.tokens.tolist()
+            for answer in answers:
+                tally.add(answer)
+            texts = [answer.tokens.tolist() for answer in answers]
+            truth = truth or texts
+            tally.differ += sum(a != b for a, b in zip(truth, texts, strict=True))
     return tallies
 
 
@@ -114,7 +123,11 @@ def drafters_of(options: argparse.Namespace) -> list[str]:
     names = [PLAIN, "ngram", "suffix", "lookahead"]
     if options.draft is not None:
         names += ["draft_model", "specinfer", "suffix+draft_model"]
-    return names + (["medusa"] if options.medusa is not None else [])
+    names += ["medusa"] if options.medusa is not None else []
+    wanted = options.drafters or names
+    if unknown := sorted(set(wanted) - set(names)):
+        raise SystemExit(f"--drafters names {unknown}; these can be built: {names}")
+    return [name for name in names if name in {PLAIN, *wanted}]
 
 
 def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -146,6 +159,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=26, help="of each workload")
     parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
     parser.add_argument("--tokens", type=int, default=96, help="written per prompt")
+    parser.add_argument("--together", type=int, default=1, help="prompts written at once")
+    parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--load-aware", action="store_true", help="drafts as the load lets them")
     parser.add_argument("--threads", type=int, default=2)
@@ -192,8 +207,9 @@ def main() -> int:
         differ += sum(tally.differ for tally in tallies.values())
         print_rows(
             console,
-            f"{title} · {size / 1e6:.1f} M weights · {len(prompts)} prompts · {options.tokens} "
-            f"tokens each · temperature {options.temperature:g}",
+            f"{title} · {size / 1e6:.1f} M weights · {len(prompts)} prompts, {options.together} at "
+            f"once · {options.tokens} tokens each · temperature {options.temperature:g}"
+            + (" · as the load lets them" if options.load_aware else ""),
             rows,
         )
         content["workloads"][title] = {"rows": rows} | {

@@ -135,7 +135,7 @@ class Ours:
         )
 
 
-class _Clock(StoppingCriteria):  # type: ignore[misc]
+class _Clock(StoppingCriteria):
     """Notes when each step of transformers ended."""
 
     def __init__(self, now: Callable[[], float]) -> None:
