@@ -98,7 +98,7 @@ def measure(
     """Every drafter on every prompt."""
     tallies = {name: Tally() for name in names}
     now = CLOCKS[options.clock]
-    # A seed for every prompt: noise is keyed by (seed, position), and texts that share it are alike.
+    # Noise is keyed by (seed, position): texts of one seed would be alike.
     params = [
         SamplingParams(temperature=options.temperature, max_tokens=options.tokens, seed=seed)
         for seed in range(len(prompts))
