@@ -7,9 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from recserve.cli.app import app
 from recserve.core.text_request import SamplingParams, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.attention import DenseAttention
@@ -18,7 +16,6 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import load_language_model
 from recserve.models.saving import save_language_model
 from recserve.text.tokenizer import load_tokenizer, train_tokenizer
-from recserve.training import language_model
 from recserve.training.corpus import read_texts, standard_library
 from recserve.training.language_model import BOOKS, LanguageRecipe, train_language_model
 from recserve.training.loop import Schedule
@@ -120,37 +117,3 @@ def test_too_little_text_is_refused(tmp_path):
 def test_the_larger_recipe_is_between_10_and_30_million():
     model = LanguageModel(BOOKS.config())
     assert 10e6 < sum(p.numel() for p in model.parameters()) < 30e6
-
-
-def test_a_draft_model_shares_the_tokenizer(trained, tmp_path):
-    tokenizer = load_tokenizer(trained)
-    options = TrainOptions(device="cpu", epochs=1)
-    train_language_model([RHYME * 60] * 5, tmp_path, options, TINY, tokenizer=tokenizer)
-    other = load_tokenizer(tmp_path)
-    assert other.encode(RHYME) == tokenizer.encode(RHYME)
-    assert load_language_model(tmp_path).config.vocab_size == TINY.vocab_size
-    with pytest.raises(ValueError, match="tokenizer has 280 tokens .* recipe wants 8192 and 0"):
-        train_language_model([RHYME], tmp_path, options, BOOKS, tokenizer=tokenizer)
-
-
-def test_a_long_text_is_encoded_in_parts(trained, monkeypatch):
-    tokenizer = load_tokenizer(trained)
-    text = "".join(f"line {number} of a text\n" for number in range(200)) + "no end of line"
-    whole = language_model.encode(tokenizer, [text])
-    monkeypatch.setattr(language_model, "PART", 100)
-    parts = language_model.encode(tokenizer, [text, text])
-    assert whole[0] == 0 and (parts == 0).sum() == 2
-    assert tokenizer.decode(parts.tolist()) == text * 2 == tokenizer.decode(whole.tolist()) * 2
-
-
-@pytest.mark.parametrize(
-    "arguments,said",
-    [
-        (["lm"], "needs --text and --out"),
-        (["medusa", "--text", "a", "--out", "b"], "needs --llm"),
-        (["ranker"], "needs --bundle"),
-    ],
-)
-def test_the_command_says_which_flag_is_missing(arguments, said):
-    result = CliRunner().invoke(app, ["train", *arguments])
-    assert result.exit_code == 2 and said in result.output
