@@ -98,14 +98,18 @@ def measure(
     """Every drafter on every prompt."""
     tallies = {name: Tally() for name in names}
     now = CLOCKS[options.clock]
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.tokens)
+    # Noise is keyed by (seed, position): texts of one seed would be alike.
+    params = [
+        SamplingParams(temperature=options.temperature, max_tokens=options.tokens, seed=seed)
+        for seed in range(len(prompts))
+    ]
     for start in range(0, len(prompts), options.together):
         truth: list[list[int]] = []
         for name in names:
             engine.forget_all()
             requests = [
-                TextRequest(np.array(prompt), params, Speculation(name))
-                for prompt in prompts[start : start + options.together]
+                TextRequest(np.array(prompts[i]), params[i], Speculation(name))
+                for i in range(start, min(start + options.together, len(prompts)))
             ]
             began = now()
             answers: list[Any] = engine.run_many(list[Any](requests))

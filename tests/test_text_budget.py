@@ -10,7 +10,7 @@ from text_plain import TableDrafter, drawn_model, plain
 from recserve.core.text import Budget
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.budget import NOTHING, PAUSE, PROBE_EVERY, TRIAL, Asking, DraftBudget
-from recserve.engine.chances import DEPTHS, Chances
+from recserve.engine.chances import Chances
 from recserve.engine.costs import Cost, text_cost
 from recserve.engine.engine import Engine, EngineConfig
 
@@ -39,14 +39,14 @@ def texts(drafters: list[str]) -> list[Asking]:
 
 
 def survival(budget: DraftBudget, name: str, depth: int) -> float:
-    return float(budget._of(name).survival()[:depth].sum())
+    return float(budget._of(name).survival(depth).sum())
 
 
 def rate(budget: DraftBudget, cost: Cost, drafters: list[str], depths: list[int]) -> float:
     """Tokens per millisecond of a step in which every text drafts a chain of its depth."""
     pairs = list(zip(drafters, depths, strict=True))
     tokens = len(depths) + sum(survival(budget, n, d) for n, d in pairs)
-    drafting = sum(budget._of(n).draft_ms for n, d in pairs if d)
+    drafting = sum(budget._of(n).drafting_ms(9)[d - 1] for n, d in pairs if d)
     return tokens / (cost(len(depths) + sum(depths)) + drafting)
 
 
@@ -170,11 +170,13 @@ def test_chances_are_frequencies():
     """Two thirds of the drafts keep one token, half of those a second one, of a depth of 3."""
     chances = Chances()
     for number in range(6000):
-        chances.proposed(9, 3, 2.0)
+        chances.proposed(9, 3)
+        chances.timed(3, 2.0)
         chances.judged(3, (0, 1, 2)[number % 3])
-    assert chances.survival()[:3] == pytest.approx([2 / 3, 1 / 3, 0.0], abs=0.02)
+    assert chances.survival(3) == pytest.approx([2 / 3, 1 / 3, 0.0], abs=0.02)
     assert chances.levels == 3 and chances.width == pytest.approx(3)
-    assert chances.draft_ms == pytest.approx(2.0) and chances.survival().shape == (DEPTHS,)
+    chances.timed(1, 1.0)
+    assert chances.drafting_ms(4) == pytest.approx([1.0, 1.5, 2.0, 8 / 3])
 
 
 @torch.inference_mode()

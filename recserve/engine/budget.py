@@ -41,11 +41,13 @@ class Asking:
 
 @dataclass
 class _Record:
-    """One text. drafts, kept: since it was last tried; left_out: steps still without a draft."""
+    """One text. drafts, kept, price: since it was last tried, price in tokens that its drafts' time
+    would have bought; left_out: steps still without a draft.
+    """
 
     drafts: int = 0
     kept: float = 0.0
-    nodes: float = 0.0
+    price: float = 0.0
     left_out: int = 0
     pause: int = PAUSE
 
@@ -108,8 +110,10 @@ class DraftBudget:
 
     def proposed(self, text: Asking, nodes: int, depth: int, milliseconds: float) -> None:
         """What the drafter made of a budget of the last `spend`, and its time for this text."""
+        if depth:
+            self._of(text.drafter).timed(depth, milliseconds)
         if text.id in self._full and text.most.num_nodes:
-            self._of(text.drafter).proposed(nodes, depth, milliseconds)
+            self._of(text.drafter).proposed(nodes, depth)
 
     def judged(self, text: Asking, nodes: int, depth: int, kept: int) -> None:
         """What was kept of a draft that was not empty."""
@@ -117,18 +121,18 @@ class DraftBudget:
         chances.judged(depth, kept)
         record.drafts += 1
         record.kept += kept
-        record.nodes += nodes
+        drafting_ms = float(chances.drafting_ms(depth)[-1])
+        record.price += self._rate * (self._slope * nodes + drafting_ms)
         if record.drafts < TRIAL:
             return
-        price = self._rate * (self._slope * record.nodes + chances.draft_ms * record.drafts)
-        if record.kept < price:
+        if record.kept < record.price:
             record.left_out, record.pause = record.pause, min(2 * record.pause, LONGEST_PAUSE)
-            record.drafts, record.kept, record.nodes = 0, 0.0, 0.0
+            record.drafts, record.kept, record.price = 0, 0.0, 0.0
         elif record.drafts >= 4 * TRIAL:
             # Older drafts count less, so that a text that has changed is seen to.
             record.pause = PAUSE
             record.drafts //= 2
-            record.kept, record.nodes = record.kept / 2, record.nodes / 2
+            record.kept, record.price = record.kept / 2, record.price / 2
 
     def forget(self, text_id: int) -> None:
         """The text ended."""
@@ -183,21 +187,21 @@ class DraftBudget:
         return depths
 
     def _blocks(self, drafter: str, count: int) -> list[_Block]:
-        """The levels of one drafter's drafts, dearer ones later: the first ones together, as many
-        as make up best for the draft's own time, then one by one.
+        """The levels of one drafter's drafts, dearer ones later; those that only pay together are
+        one block.
         """
         chances = self._of(drafter)
         levels = chances.levels
-        gains = (chances.survival() * chances.filled)[:levels]
-        nodes = (chances.filled * chances.width)[:levels]
-        milliseconds = np.maximum(nodes * self._slope, 1e-9)
-        first = (gains.cumsum() / (milliseconds.cumsum() + chances.draft_ms)).argmax() + 1
-        blocks = []
-        for low, high in [(0, int(first)), *((d, d + 1) for d in range(int(first), levels))]:
-            own = slice(low, high)
-            extra = 0.0 if low else chances.draft_ms
-            gain, spent = float(gains[own].sum()), float(milliseconds[own].sum()) + extra
-            blocks.append(
-                _Block(drafter, high, gain, float(nodes[own].sum()), extra, gain / spent, count)
-            )
+        filled = chances.filled[:levels]
+        columns = (chances.survival(levels) * filled, filled * chances.width)
+        gains, nodes = (np.append(0.0, column.cumsum()) for column in columns)
+        extra = np.append(0.0, chances.drafting_ms(levels))
+        spent = nodes * self._slope + extra + 1e-9 * np.arange(levels + 1)
+        blocks, low = [], 0
+        while low < levels:
+            ahead = (gains[low + 1 :] - gains[low]) / (spent[low + 1 :] - spent[low])
+            high = low + 1 + int(ahead.argmax())
+            gain, cost, more = (float(c[high] - c[low]) for c in (gains, nodes, extra))
+            blocks.append(_Block(drafter, high, gain, cost, more, float(ahead.max()), count))
+            low = high
         return blocks

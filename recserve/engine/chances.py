@@ -15,12 +15,13 @@ FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0  # what is believed before anything was se
 
 class Chances:
     """Of one drafter. filled[d]: share of its full drafts that reach depth d + 1; width: nodes of a
-    draft per level; draft_ms: time to make one.
+    draft per level.
     """
 
     def __init__(self) -> None:
         self.filled = np.zeros(DEPTHS)
-        self.width, self.draft_ms = 1.0, 0.0
+        self.width = 1.0
+        self._milliseconds: dict[int, float] = {}
         self._kept, self._tried = np.zeros(DEPTHS), np.zeros(DEPTHS)
         self._proposals = 0
 
@@ -34,13 +35,28 @@ class Chances:
         """How deep its drafts go, but for one in a hundred."""
         return int(np.count_nonzero(self.filled > 0.01))
 
-    def proposed(self, nodes: int, depth: int, milliseconds: float) -> None:
-        """A draft that was free to be as large as the drafter likes, and what it took."""
+    def timed(self, depth: int, milliseconds: float) -> None:
+        """What it took to draft so deep, at least one level."""
+        before = self._milliseconds.get(depth, milliseconds)
+        self._milliseconds[depth] = before + (milliseconds - before) / 16
+
+    def drafting_ms(self, levels: int) -> NDArray[np.float64]:
+        """[levels] time to draft to depth d + 1; what was never timed is taken as linear."""
+        depths = np.array(sorted(self._milliseconds), dtype=np.float64)
+        known = np.array([self._milliseconds[int(depth)] for depth in depths])
+        wanted = np.arange(1, levels + 1)
+        if not depths.size:
+            return np.zeros(levels)
+        between = np.interp(wanted, np.append(0.0, depths), np.append(0.0, known))
+        beyond = known[-1] * wanted / depths[-1]
+        return np.maximum.accumulate(np.where(wanted > depths[-1], beyond, between))
+
+    def proposed(self, nodes: int, depth: int) -> None:
+        """A draft that was free to be as large as the drafter likes."""
         self._proposals += 1
         share = max(1 / self._proposals, 1 / MEMORY)
         reached = np.arange(DEPTHS) < depth
         self.filled += share * (reached - self.filled)
-        self.draft_ms += share * (milliseconds - self.draft_ms)
         if depth:
             self.width += share * (nodes / depth - self.width)
 
@@ -52,13 +68,14 @@ class Chances:
         self._tried[tried] += 1
         self._kept[: min(kept, DEPTHS)] += 1
 
-    def survival(self) -> NDArray[np.float64]:
-        """[DEPTHS] chance that the path goes through depth d + 1 of a draft that is so deep; a
+    def survival(self, levels: int) -> NDArray[np.float64]:
+        """[levels] chance that the path goes through depth d + 1 of a draft that is so deep; a
         depth that was not seen has the chance of the one before it.
         """
-        chances = np.empty(DEPTHS)
+        chances = np.empty(levels)
         before = FIRST_CHANCE
-        for depth, (kept, tried) in enumerate(zip(self._kept, self._tried, strict=True)):
+        counts = zip(self._kept[:levels].tolist(), self._tried[:levels].tolist(), strict=True)
+        for depth, (kept, tried) in enumerate(counts):
             before = (kept + before * FIRST_WEIGHT) / (tried + FIRST_WEIGHT)
             chances[depth] = before
         return chances.cumprod()

@@ -81,7 +81,8 @@ class TextDrafting:
 def _timed(
     drafter: Drafter, texts: Seq[TextSequence], budgets: Seq[Budget]
 ) -> tuple[list[TextDraft], float]:
-    """Its drafts, and milliseconds for each text."""
+    """Its drafts, and milliseconds for each text that may have one."""
     began = time.perf_counter()
     drafts = drafter.propose([s.context for s in texts], budgets)
-    return drafts, (time.perf_counter() - began) * 1e3 / len(texts)
+    drafted = max(sum(budget.num_nodes > 0 for budget in budgets), 1)
+    return drafts, (time.perf_counter() - began) * 1e3 / drafted

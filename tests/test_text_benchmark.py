@@ -1,0 +1,65 @@
+"""The benchmarks of text run, compare texts, and fail where they differ."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DATA
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import drafters
+import text
+
+TINY = ["text", "--model", "64x2", "--vocabulary", "300", "--prompt", "40", "--tokens", "12"]
+TINY += ["--repeats", "2", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_text_beside_transformers(monkeypatch, tmp_path):
+    written = tmp_path / "text.json"
+    monkeypatch.setattr(sys, "argv", [*TINY, "--dtypes", "float32", "--json", str(written)])
+    assert text.main() == 0
+    (cell,) = json.loads(written.read_text())["cells"]
+    found = cell["figures"]
+    assert set(found) == {*text.OURS, *text.THEIRS}
+    assert found["oracle-100"]["tokens_per_step"] > found["oracle-70"]["tokens_per_step"] > 1
+    assert found["ngram"]["tokens_per_step"] > 1
+    for ours, theirs in (("oracle-100", "assisted-100"), ("oracle-70", "assisted-70")):
+        texts = [cell["runs"][name][0]["texts"] for name in (ours, theirs)]
+        assert texts[0] == texts[1]
+
+
+def test_it_fails_where_texts_differ(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*TINY, "--dtypes", "float32"])
+    honest = text.Theirs.write
+
+    def wrong(self, prompts, method, tokens):
+        written = honest(self, prompts, method, tokens)
+        written.texts[0][-1] += 1
+        return written
+
+    monkeypatch.setattr(text.Theirs, "write", wrong)
+    assert text.main() == 1
+
+
+@pytest.mark.skipif(not (DATA / "text").is_dir(), reason=f"no data at {DATA}: did not run")
+@pytest.mark.parametrize("options", [[], ["--together", "2", "--load-aware"]])
+def test_drafters_on_the_reference_checkpoint(options, monkeypatch, tmp_path):
+    written = tmp_path / "drafters.json"
+    arguments = ["drafters", "--prompts", "2", "--tokens", "8", "--threads", "1", *options]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(written)])
+    assert drafters.main() == 0
+    content = json.loads(written.read_text())
+    assert set(content["workloads"]) == {"books", "Spec-Bench"}
+    for workload in content["workloads"].values():
+        assert set(workload["rows"]) == {"none", "ngram", "suffix", "lookahead"}
+        assert workload["rows"]["none"]["tokens_per_step"] == 1.0
+        assert all(row["differ"] == 0 for row in workload["rows"].values())
