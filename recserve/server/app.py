@@ -99,7 +99,9 @@ def load(config: ServerConfig) -> Served:
         text = load_text(settings, resolve_device(config.device))
     if config.bundle is None:
         assert text is not None
-        sizes = EngineConfig(max_queue=config.max_queue, kv_bytes=config.kv_bytes)
+        sizes = EngineConfig(
+            max_queue=config.max_queue, kv_bytes=config.kv_bytes, load_aware=config.load_aware
+        )
         return Served.of_text(text, sizes)
     secret = config.signing_key
     items = Service.open(
@@ -109,6 +111,7 @@ def load(config: ServerConfig) -> Served:
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
         kv_bytes=config.kv_bytes,
+        load_aware=config.load_aware,
         text=text,
         dtype=config.dtype,
         journal=config.journal,

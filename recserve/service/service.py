@@ -121,6 +121,7 @@ class Service:
         journal: Path | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_bytes: int = EngineConfig.kv_bytes,
+        load_aware: bool = False,
         text: LoadedText | None = None,
     ) -> Service:
         """Load everything.
@@ -139,7 +140,7 @@ class Service:
             device,
             getattr(torch, dtype),
             secrets.token_bytes(32) if signing_key is None else signing_key,
-            EngineConfig(max_queue=max_queue, kv_bytes=kv_bytes),
+            EngineConfig(max_queue=max_queue, kv_bytes=kv_bytes, load_aware=load_aware),
             journal,
             text,
         )
