@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recserve.engine.networks import RecommenderTrunk, TextTrunk
+from recserve.engine.networks import DecoderTrunk
 from recserve.engine.runner import Piece, Runner
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import root_branch
@@ -52,8 +52,7 @@ def forward_cost(model: Recommender) -> Cost:
 
 def text_cost(model: LanguageModel) -> Cost:
     """The same of a language model, with the logits of every node."""
-    runner = _scratch(TextTrunk(model), SIZES[-1])
-    return _cost_of_forwards(runner, lambda hidden: model.logits(hidden))
+    return _cost_of_forwards(scratch_runner(model, SIZES[-1]), model.logits)
 
 
 def _cost_of_forwards(runner: Runner, read: Callable[[torch.Tensor], object]) -> Cost:
@@ -71,12 +70,9 @@ def _cost_of_forwards(runner: Runner, read: Callable[[torch.Tensor], object]) ->
     return measured(forward, SIZES, device)
 
 
-def scratch_runner(model: Recommender, nodes: int) -> Runner:
+def scratch_runner(model: Recommender | LanguageModel, nodes: int) -> Runner:
     """The model over a pool of its own: ROOT slots for a root, then one for each node."""
-    return _scratch(RecommenderTrunk(model), nodes)
-
-
-def _scratch(trunk: RecommenderTrunk | TextTrunk, nodes: int) -> Runner:
+    trunk = DecoderTrunk(model)
     return Runner(trunk, KVPool(trunk.kv_shape, ROOT + nodes, 1, trunk.dtype, trunk.device))
 
 

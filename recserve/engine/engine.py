@@ -33,7 +33,7 @@ from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.destination import destination
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
-from recserve.engine.networks import RankerTrunk, RecommenderTrunk, TextTrunk
+from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.strategies import (
     RankStrategy,
@@ -110,7 +110,7 @@ class Engine:
         self._strategies: dict[str, Strategy] = {}
         self.strategies: tuple[str, ...] = ()
         if recommender is not None:
-            self._lanes["recommender"] = Lane(self._runner(RecommenderTrunk(recommender.eval())))
+            self._lanes["recommender"] = Lane(self._runner(DecoderTrunk(recommender.eval())))
             self._strategies = recommend_strategies(recommender, heads or Heads())
             self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = likelihood_strategy(recommender)
@@ -119,7 +119,7 @@ class Engine:
             self._strategies["ranker"] = RankStrategy(ranker)
         self._strategies["warm"] = WarmStrategy()
         if text is not None:
-            runner = self._runner(TextTrunk(text.eval()))
+            runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
             self._lanes["text"] = TextLane(runner, text, limits)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
@@ -324,7 +324,7 @@ class Engine:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
         return self._lanes[model], self._strategies[name]
 
-    def _runner(self, trunk: RecommenderTrunk | RankerTrunk | TextTrunk) -> Runner:
+    def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
         page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)

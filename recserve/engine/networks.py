@@ -14,12 +14,12 @@ from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
 
-class RecommenderTrunk:
-    """Decoder over history and code tokens."""
+class DecoderTrunk:
+    """Decoder over tokens: of a history and its codes, or of a text."""
 
     activation = SOFTMAX
 
-    def __init__(self, model: Recommender) -> None:
+    def __init__(self, model: Recommender | LanguageModel) -> None:
         self.model = model
         decoder = model.config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
@@ -50,22 +50,3 @@ class RankerTrunk:
         """[Tq, E], or [R, E] of the given rows."""
         assert inputs.groups is not None
         return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
-
-
-class TextTrunk:
-    """Decoder over the tokens of a language model."""
-
-    activation = SOFTMAX
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        decoder = model.config.decoder
-        self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
-        self.dtype: torch.dtype = model.tokens.weight.dtype
-        self.device: torch.device = model.tokens.weight.device
-
-    def hidden(
-        self, inputs: NodeInputs, positions: Tensor, attend: Attend, rows: Tensor | None
-    ) -> Tensor:
-        """[Tq, E], or [R, E] of the given rows."""
-        return self.model(inputs.tokens, positions, attend, rows)  # type: ignore[no-any-return]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.core.sequence import Sequence
 from recserve.draft.dense import Retrieved, queries_of, retrieve, split_budgets
+from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
 from recserve.models.dense_retriever import DenseRetriever
 
@@ -26,7 +25,7 @@ class Retrievals:
     found: list[Retrieved]
 
 
-class DenseStrategy:
+class DenseStrategy(AtOnce):
     """One vector per outcome and time offset, the nearest items of all of them; no round at all.
 
     Scores are cosines times the retriever's scale: the logits of its training softmax.
@@ -34,10 +33,6 @@ class DenseStrategy:
 
     def __init__(self, retriever: DenseRetriever) -> None:
         self.retriever = retriever
-
-    def tree_room(self, request: RecommendRequest) -> int:
-        """No node is ever scored."""
-        return 0
 
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""
@@ -62,18 +57,6 @@ class DenseStrategy:
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return Retrievals(tuple(sequences), found)
-
-    def finished(self, state: Retrievals) -> bool:
-        """True: there is nothing to score."""
-        return True
-
-    def propose(self, state: Retrievals) -> Draft:
-        """Never asked for, since `finished` is true from the start."""
-        raise RuntimeError("strategy 'dense' has no tree")
-
-    def verify(self, state: Retrievals, draft: Draft, slots: Tensor, hidden: Tensor) -> Retrievals:
-        """Never asked for, since `finished` is true from the start."""
-        raise RuntimeError("strategy 'dense' has no tree")
 
     def finish(self, state: Retrievals) -> list[Result]:
         """Slates, not those of beam search."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import LikelihoodRequest, Result, Scores
 from recserve.core.sequence import Sequence
+from recserve.engine.strategies.at_once import AtOnce
 from recserve.kernels.item_scores import score_rows
 from recserve.models.recommender import Recommender
 
@@ -24,16 +24,12 @@ class LevelLikelihoods:
     scores: Tensor
 
 
-class LevelLikelihoodStrategy:
+class LevelLikelihoodStrategy(AtOnce):
     """Log-probability of given items, the mean over their levels as in `parallel`; no tree."""
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
         self.tables = model.level_tables()
-
-    def tree_room(self, request: LikelihoodRequest) -> int:
-        """None: there is no tree."""
-        return 0
 
     def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
         """The whole answer."""
@@ -45,20 +41,6 @@ class LevelLikelihoodStrategy:
         log_probs, item_tokens = self.tables.log_probs(tails), self.model.item_tokens
         scores = score_rows(log_probs, item_tokens, owners, rows.to(tails.device))
         return LevelLikelihoods(tuple(sequences), scores)
-
-    def finished(self, state: LevelLikelihoods) -> bool:
-        """True: nothing is left to score."""
-        return True
-
-    def propose(self, state: LevelLikelihoods) -> Draft:
-        """Never asked for, since `start` finishes."""
-        raise AssertionError("level heads need no tree")
-
-    def verify(
-        self, state: LevelLikelihoods, draft: Draft, slots: Tensor, hidden: Tensor
-    ) -> LevelLikelihoods:
-        """Never asked for, since `start` finishes."""
-        raise AssertionError("level heads need no tree")
 
     def finish(self, state: LevelLikelihoods) -> list[Result]:
         """Scores with the one task `likelihood`."""

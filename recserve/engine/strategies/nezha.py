@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
+from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
@@ -21,7 +21,7 @@ from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
 
-class NezhaStrategy:
+class NezhaStrategy(AtOnce):
     """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
 
     Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
@@ -46,18 +46,6 @@ class NezhaStrategy:
         widths = [beam_verify.beam_width(request_of(s)) for s in sequences]
         beams = search(beams, self.head, self._contexts(beams), widths)
         return replace(beams, rounds=torch.ones_like(beams.rounds))
-
-    def finished(self, state: Beams) -> bool:
-        """Always."""
-        return True
-
-    def propose(self, state: Beams) -> Draft:
-        """Never asked: a request is finished when it starts."""
-        raise AssertionError("nezha needs no forward of its own")
-
-    def verify(self, state: Beams, draft: Draft, slots: Tensor, hidden: Tensor) -> Beams:
-        """Never asked: a request is finished when it starts."""
-        raise AssertionError("nezha needs no forward of its own")
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates, scored by the head."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
-from recserve.core.request import RecommendRequest, Result, Slate
+from recserve.core.request import Result, Slate
 from recserve.core.sequence import Sequence
 from recserve.draft.item_graph import best_items
+from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
 from recserve.kernels.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
@@ -31,7 +31,7 @@ class Found:
     best: Tensor
 
 
-class ParallelStrategy:
+class ParallelStrategy(AtOnce):
     """Level heads over the whole catalogue or along the item graph."""
 
     def __init__(self, model: Recommender) -> None:
@@ -39,10 +39,6 @@ class ParallelStrategy:
         self.tables = model.level_tables()
         items = model.config.input == "items"
         self.first_item = model.config.num_code_tokens if items else None
-
-    def tree_room(self, request: RecommendRequest) -> int:
-        """None: there is no tree."""
-        return 0
 
     def start(self, sequences: Seq[Sequence]) -> Found:
         """The whole answer."""
@@ -55,18 +51,6 @@ class ParallelStrategy:
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return Found(tuple(sequences), best)
-
-    def finished(self, state: Found) -> bool:
-        """True: nothing is left to score."""
-        return True
-
-    def propose(self, state: Found) -> Draft:
-        """Never asked for, since `start` finishes."""
-        raise AssertionError("parallel needs no tree")
-
-    def verify(self, state: Found, draft: Draft, slots: Tensor, hidden: Tensor) -> Found:
-        """Never asked for, since `start` finishes."""
-        raise AssertionError("parallel needs no tree")
 
     def finish(self, state: Found) -> list[Result]:
         """Slates."""
