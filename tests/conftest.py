@@ -16,13 +16,18 @@ os.environ["TRITON_INTERPRET"] = "1"
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-@pytest.fixture(scope="session")
-def beauty() -> Path:
-    """Folder of the Amazon Beauty set; skips where it is not beside the repository."""
-    folder = DATA / "amazon-beauty"
+def reference(name: str) -> Path:
+    """A folder of the reference data; skips where it is not beside the repository."""
+    folder = DATA / name
     if not folder.is_dir():
         pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
     return folder
+
+
+@pytest.fixture(scope="session")
+def beauty() -> Path:
+    """Folder of the Amazon Beauty set; skips where it is not beside the repository."""
+    return reference("amazon-beauty")
 
 
 def start_redis(folder: Path, port: int = 0) -> tuple[subprocess.Popen[bytes], int]:

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from conftest import DATA
+from conftest import reference
 
 from recserve.text.detokenizer import Detokenizer, StopMatcher
 from recserve.text.token_bytes import UnsupportedTokenizer, shown, token_bytes
@@ -16,9 +16,7 @@ SENTENCE = "Zoë paid 3 € for a 👩‍👩‍👧 cake — naïve, 日本語 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def tokenizer(request):
-    folder = DATA / request.param
-    if not folder.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    folder = reference(request.param)
     return TextTokenizer.open(folder)
 
 
@@ -52,9 +50,7 @@ def test_bytes_that_are_no_character_show_as_a_replacement(tokenizer):
 
 def test_any_tokens_stream_to_what_decoding_gives():
     """500 drawn rows of tokens, most of them no valid UTF-8."""
-    folder = DATA / "tokenizer-gpt2"
-    if not folder.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    folder = reference("tokenizer-gpt2")
     tokenizer, rng = TextTokenizer.open(folder), random.Random(2)
     assert tokenizer.encode("Hello world") == [15496, 995]
     broken = 0
@@ -136,9 +132,7 @@ def test_no_stop_string_counts_before_min_tokens():
 
 
 def test_end_token_and_template_come_from_the_folder(tmp_path):
-    source = DATA / "stories260k"
-    if not source.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {source}: this test did not run")
+    source = reference("stories260k")
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     assert TextTokenizer.open(tmp_path).end_token is None
     said = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}

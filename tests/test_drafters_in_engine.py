@@ -7,7 +7,7 @@ ties that close.
 import numpy as np
 import pytest
 import torch
-from conftest import DATA
+from conftest import reference
 from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
 from text_plain import VOCABULARY, drawn_model
 
@@ -126,9 +126,7 @@ def test_cancelled_texts_leave_nothing(model):
 
 def test_known_text_of_a_trained_model():
     """stories260k with every drafter that needs no training, itself as the draft model."""
-    folder = DATA / "stories260k"
-    if not folder.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    folder = reference("stories260k")
     model = load_language_model(folder)
     names = sorted(set(DRAFTERS) - {"medusa", "none"})
     names += ["suffix+draft_model", "ngram+lookahead"]

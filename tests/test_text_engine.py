@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 import torch
-from conftest import DATA
+from conftest import reference
 from text_plain import VOCABULARY, TableDrafter, drawn_model, last_logits, plain
 
 from recserve.core.request import DeadlineExceeded
@@ -451,9 +451,7 @@ def test_soak_with_cancels(model):
 @pytest.mark.parametrize("kind", ["none", "right", "tree"])
 def test_stories(kind, packed):
     """The reference checkpoint writes its known text."""
-    folder = DATA / "stories260k"
-    if not folder.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
+    folder = reference("stories260k")
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
-from conftest import DATA
+from conftest import reference
 from live_server import live
 from tiny_bundle import shared_bundle
 
@@ -27,10 +27,7 @@ ASK = {"model": "stories260k", "prompt": "Once upon a time", "max_tokens": 60}
 
 @pytest.fixture(scope="module")
 def folder():
-    folder = DATA / "stories260k"
-    if not folder.is_dir():
-        pytest.skip(f"NO REFERENCE DATA at {folder}: this test did not run")
-    return folder
+    return reference("stories260k")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,9 @@ def test_a_rule_that_would_be_biased_is_refused_and_harms_nobody(client):
         neighbour = pool.submit(client.completions.create, **ASK, temperature=0)
         for stream in (False, True):
             with pytest.raises(openai.UnprocessableEntityError, match="biased") as caught:
-                client.completions.create(**{**ASK, "prompt": prompt}, stream=stream, **pairing)
+                client.completions.create(
+                    **{**ASK, "prompt": prompt}, seed=1, stream=stream, **pairing
+                )
             assert caught.value.code == "unfit_draft"
         assert neighbour.result().choices[0].text.startswith(KNOWN)
     lossy = client.completions.create(**ASK, seed=1, **drafted_by("suffix", verifier="typical"))
