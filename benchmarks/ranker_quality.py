@@ -24,7 +24,8 @@ import torch
 from rich.console import Console
 
 from recserve.features.cross_features import CROSS_COLUMNS
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, join_vectors, text_vectors, unit

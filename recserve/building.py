@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from recserve import bundle as names
 from recserve.bundle import Bundle, BundleError
 from recserve.features.catalog import Catalog
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.parquet import BadRows, OnBadRows
 from recserve.features.quantizer import fit_quantizer, reconstruction_error

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from recserve.features.catalog import Catalog
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.quantizer import Quantizer, load_quantizer
 from recserve.features.vectors import TextEncoder
 

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.parquet import BadRowError, BadRows, SchemaError
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.synthetic import TOPICS, SyntheticOptions, write_synthetic
 

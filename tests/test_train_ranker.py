@@ -16,7 +16,8 @@ from recserve.bundle import Bundle
 from recserve.core.request import RankRequest, Root, Scores
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.event_features import HOUR, UserEvents
-from recserve.features.events import EventLog, read_events
+from recserve.features.event_table import read_events
+from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking import candidate_columns, dense_names, root_columns
 from recserve.features.ranking_tables import RankingTables

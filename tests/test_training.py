@@ -119,7 +119,7 @@ def test_level_heads_alone_learn_from_a_trunk_without_branches() -> None:
             for level, code in enumerate(CODES[ROWS[step]]):
                 log_p = model.parallel_logits(hidden, level).log_softmax(-1)
                 expected -= float(log_p[0, int(code)].detach()) / len(SIZES)
-    assert float(losses.total) == pytest.approx(expected / len(ROWS), rel=1e-5)
+    assert losses.total.item() == pytest.approx(expected / len(ROWS), rel=1e-5)
     losses.total.backward()
     assert model.decoder.layers[0].qkv.weight.grad.abs().max() > 0
 

@@ -10,7 +10,7 @@ item. Sources: AtSpeed, ICLR 2025, section 3; NEZHA, arXiv 2511.18793, for the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,12 +21,10 @@ from rich.console import Console
 from recserve.bundle import Bundle, BundleError
 from recserve.core.request import Slate
 from recserve.engine.heads import Heads
-from recserve.kernels.trie import Trie, build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
-from recserve.models.recommender import Recommender, load_recommender
 from recserve.training.calibration import calibrate
 from recserve.training.data import HistoryTrees
-from recserve.training.evaluate import Cases, leave_one_out_cases
+from recserve.training.frozen import FrozenRecommender
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.objectives import node_paths
@@ -73,24 +71,24 @@ class DrafterTrainee:
         self,
         name: Literal["speculative", "nezha"],
         recipe: DrafterRecipe,
-        target: Recommender,
-        trie: Trie,
-        data: HistoryTrees,
-        cases: Cases,
-        codes: NDArray[np.generic],
+        frozen: FrozenRecommender,
         seed: int,
     ) -> None:
         torch.manual_seed(seed)
         self.name = name
         self.selection = "ndcg@10" if name == "nezha" else "one_round"
-        self.recipe, self.target, self.trie, self.data = recipe, target, trie, data
-        self.cases, self.codes, self.seed = cases.sample(recipe.validation_users), codes, seed
-        self.paths = node_paths(trie)
-        config = target.config
+        self.recipe, self.seed = recipe, seed
+        self.target, self.trie, self.codes = frozen.model, frozen.trie, frozen.codes
+        self.cases = frozen.cases.sample(recipe.validation_users)
+        events, config = frozen.events, frozen.model.config
+        self.data = HistoryTrees(
+            events.offsets, events.item_rows, frozen.codes, frozen.trie, config
+        )
+        self.paths = node_paths(self.trie)
         self.model = SelfDraftHead(
             SelfDraftConfig(config.decoder.hidden_size, config.codebook_sizes, name == "nezha")
-        ).to(trie.device)
-        self.model.start_from(target)
+        ).to(self.trie.device)
+        self.model.start_from(self.target)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Tree numbers of each batch."""
@@ -139,40 +137,15 @@ def train_drafter(
     """
     recipe = recipe or RECIPES[options.name]
     section = f"drafters/{options.name}"
-    if not bundle.has("recommender"):
-        raise BundleError(f"{bundle.root}: no recommender was trained; a drafter learns from one")
-    device = options.torch_device()
-    catalog, events = bundle.catalog(), bundle.events()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-    target = load_recommender(
-        bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors), device
-    )
-    if not target.config.autoregressive:
+    frozen = FrozenRecommender.open(bundle, options.torch_device())
+    if not frozen.model.config.autoregressive:
         raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
-    target.requires_grad_(False)
-    trie = build_trie(codes, target.config.codebook_sizes)
-    train = events.leave_one_out().train
-    data = HistoryTrees(train.offsets, train.item_rows, catalog.index.codes, trie, target.config)
-    trainee = DrafterTrainee(
-        options.name,
-        recipe,
-        target,
-        trie.to(device),
-        data,
-        leave_one_out_cases(events, "valid"),
-        catalog.index.codes,
-        options.seed,
-    )
-    schedule = recipe.schedule
-    if options.learning_rate is not None:
-        schedule = replace(schedule, learning_rate=options.learning_rate)
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
+    trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
     directory = bundle.directory(section, create=True)
-    report = fit(trainee, schedule, options, directory, console)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     if options.name == "speculative":
         trainee.model.calibration = calibrate(
-            trainee.model, target, trainee.trie, catalog.index.codes, trainee.cases
+            trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
         )
     save_self_draft(trainee.model, directory)
     bundle.commit(section, {"validation": report.metrics, "seconds": round(report.seconds, 1)})

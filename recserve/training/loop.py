@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +43,11 @@ class Schedule:
     max_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.98)
     rates: tuple[tuple[str, float], ...] = ()
+
+    def asked(self, options: TrainOptions) -> Schedule:
+        """With what the options say otherwise."""
+        rate = self.learning_rate if options.learning_rate is None else options.learning_rate
+        return replace(self, epochs=options.epochs or self.epochs, learning_rate=rate)
 
     def rate(self, name: str) -> float:
         """Relative learning rate of a parameter."""

@@ -8,7 +8,7 @@ Source: Medusa (arXiv 2401.10774), section 2.2 (Medusa-1); there the text's toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -159,9 +159,6 @@ def train_medusa(
     """
     recipe = recipe or MedusaRecipe()
     trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    schedule = recipe.schedule
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
-    report = fit(trainee, schedule, options, directory, console)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     save_medusa(trainee.model, directory, trainee.accuracies())
     return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +189,9 @@ def fit_ranker(
     model = make_ranker(tables, vectors, recipe, options.seed).to(options.torch_device())
     fit_dense_columns(model, data, recipe.ignored)
     trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
-    schedule = replace(
-        recipe.schedule,
-        epochs=options.epochs or recipe.schedule.epochs,
-        learning_rate=options.learning_rate or recipe.schedule.learning_rate,
-    )
     console = console or Console(stderr=True)
     console.print(f"conversion: {conversion_words(tables.settings)}")
-    report = fit(trainee, schedule, options, directory, console)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     save_ranker(model, directory)
     tables.save(directory)
     return report

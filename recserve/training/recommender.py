@@ -211,12 +211,7 @@ def recipe_for(
     if recipe is None and bundle.manifest.build.get("quantizer") == "product":
         recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
-    schedule = recipe.schedule
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
-    if options.learning_rate is not None:
-        schedule = replace(schedule, learning_rate=options.learning_rate)
-    return replace(recipe, schedule=schedule)
+    return replace(recipe, schedule=recipe.schedule.asked(options))
 
 
 def section(

@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle import Bundle
 from recserve.engine.heads import Heads
 from recserve.features.count_min import CountMinSketch
-from recserve.features.events import EventLog
 from recserve.features.vector_index import FaissIndex
-from recserve.kernels.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
     DenseRetriever,
@@ -34,8 +32,8 @@ from recserve.models.dense_retriever import (
     item_vectors,
     save_retriever,
 )
-from recserve.models.recommender import Recommender, load_recommender
-from recserve.training.cases import Cases, leave_one_out_cases
+from recserve.models.recommender import Recommender
+from recserve.training.frozen import FrozenRecommender
 from recserve.training.futures import FutureBatch, Futures
 from recserve.training.loop import Schedule, StepLoss, fit
 from recserve.training.metrics import ranks_of, slate_metrics
@@ -75,18 +73,15 @@ class RetrieverTrainee:
     def __init__(
         self,
         recipe: RetrieverRecipe,
-        target: Recommender,
-        trie: Trie,
-        events: EventLog,
-        cases: Cases,
-        codes: NDArray[np.generic],
+        frozen: FrozenRecommender,
         seed: int,
     ) -> None:
-        """events: the training part of the log. cases: the validation part."""
         torch.manual_seed(seed)
-        self.recipe, self.target, self.trie, self.seed = recipe, target, trie, seed
-        self.cases, self.codes = cases.sample(recipe.validation_users), codes
-        self.data = Futures(events, codes, target.config, recipe.horizon)
+        self.recipe, self.seed = recipe, seed
+        self.target, self.trie, self.codes = frozen.model, frozen.trie, frozen.codes
+        self.cases = frozen.cases.sample(recipe.validation_users)
+        target, events = frozen.model, frozen.events
+        self.data = Futures(events, frozen.codes, target.config, recipe.horizon)
         self.sketch = CountMinSketch(recipe.sketch_width, recipe.sketch_depth)
         self.sketch.add(events.item_rows)
         size = target.config.decoder.hidden_size
@@ -100,7 +95,7 @@ class RetrieverTrainee:
             self.data.bounds,
             self.data.next_shares,
         )
-        self.model = DenseRetriever(config).to(trie.device)
+        self.model = DenseRetriever(config).to(self.trie.device)
         self.model.start_from(target)
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
@@ -201,29 +196,10 @@ def train_retriever(
     Raises BundleError if no recommender was trained.
     """
     recipe = recipe or RetrieverRecipe()
-    if not bundle.has("recommender"):
-        raise BundleError(f"{bundle.root}: no recommender was trained; a retriever stands on one")
-    device = options.torch_device()
-    catalog, events = bundle.catalog(), bundle.events()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-    target = load_recommender(
-        bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors), device
-    )
-    target.requires_grad_(False)
-    trainee = RetrieverTrainee(
-        recipe,
-        target,
-        build_trie(codes, target.config.codebook_sizes).to(device),
-        events.leave_one_out().train,
-        leave_one_out_cases(events, "valid"),
-        catalog.index.codes,
-        options.seed,
-    )
-    schedule = recipe.schedule
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
+    frozen = FrozenRecommender.open(bundle, options.torch_device())
+    trainee = RetrieverTrainee(recipe, frozen, options.seed)
     directory = bundle.directory(SECTION, create=True)
-    report = fit(trainee, schedule, options, directory, console)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     with torch.no_grad():
         ahead = trainee.look_ahead()
     save_retriever(trainee.model, directory)

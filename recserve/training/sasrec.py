@@ -135,12 +135,7 @@ def train_sasrec(
     Raises ValueError if the bundle's events hold nothing out to validate on, or for a checkpoint of
     another run.
     """
-    schedule = recipe.schedule
-    if options.epochs is not None:
-        schedule = replace(schedule, epochs=options.epochs)
-    if options.learning_rate is not None:
-        schedule = replace(schedule, learning_rate=options.learning_rate)
-    recipe = replace(recipe, schedule=schedule)
+    recipe = replace(recipe, schedule=recipe.schedule.asked(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
     directory = bundle.directory("sasrec", create=True)
