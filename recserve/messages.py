@@ -23,6 +23,7 @@ MAX_BATCH = 256
 MAX_ID_LENGTH = 256
 MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
+MAX_WINDOW_S = 10 * 365 * 86_400
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 Category = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -55,10 +56,13 @@ class UserRef(_Body, frozen=True, kw_only=True):
 
 
 class Exclude(_Body, frozen=True, kw_only=True):
-    """Items that must not be answered. seen: leave out what is in the user's history."""
+    """Items that must not be answered. seen: leave out what is in the user's history; with
+    seen_within_s only what the user did something with in so many seconds before now.
+    """
 
     item_ids: Annotated[list[Id], Meta(max_length=MAX_EXCLUDED)] = []
     seen: bool = True
+    seen_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
 
 
 class Diversity(_Body, frozen=True, kw_only=True):

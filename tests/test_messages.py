@@ -19,6 +19,8 @@ RANK = msgspec.json.Decoder(RankBody)
         ('{"beam_width": 1001}', "beam_width", ("1000", "1001")),
         ('{"bean_width": 5}', "bean_width", ("did you mean beam_width",)),
         ('{"exclude": {"sen": true}}', "exclude.sen", ("did you mean seen",)),
+        ('{"exclude": {"beam_widht": 1}}', "exclude.beam_widht", ("fields are item_ids, seen",)),
+        ('{"exclude": {"seen_within_s": 0}}', "exclude.seen_within_s", ("> 0", "got 0")),
         ('{"user": {}}', "user.id", ("required",)),
         ('{"user": {"id": ""}}', "user.id", (">= 1", 'got ""')),
         ('{"history": ["a", "%s"]}' % ("b" * 300), "history[1]", ("256", "length 300")),

@@ -84,6 +84,25 @@ def test_seen_items_come_back_on_request(service, user):
     assert left_out.degraded == ["fewer_than_k"]
 
 
+def test_what_was_seen_long_ago_may_come_back(service, user, ids):
+    now = datetime.datetime.now(datetime.UTC)
+    for item, age in ((ids[3], 90), (ids[5], 3)):
+        moment = (now - datetime.timedelta(days=age)).isoformat()
+        service.add_events(view("window", item, timestamp=moment))
+
+    def left_out(user, days, **fields):
+        exclude = Exclude(seen_within_s=days * 86_400)
+        answer = recommend(service, user, k=500, beam_width=500, exclude=exclude, **fields)
+        return set(ids) - {i.item_id for i in answer.items}, answer.degraded
+
+    assert left_out("window", 1)[0] == set()
+    assert left_out("window", 30) == ({ids[5]}, ["fewer_than_k"])
+    assert left_out("window", 365)[0] == {ids[3], ids[5]}
+    # Without moments, all of them count as seen, and the answer says so.
+    gone, degraded = left_out(user, 30, history=ids[:4])
+    assert gone == set(ids[:4]) and "seen_within_s_ignored" in degraded
+
+
 def test_slate_scores_are_the_likelihoods_of_its_items(service, user):
     slate = recommend(service, user, k=10)
     ranked = rank(service, user, [i.item_id for i in slate.items], scorer="likelihood")
@@ -356,6 +375,7 @@ def test_many_recommendations_in_order_with_errors_in_place(service):
         ({"k": 60, "beam_width": 50}, "beam_width", "60"),
         ({"filter": {"and": [{"eq": ["colour", "red"]}]}}, "filter.and[0].eq", "unknown field"),
         ({"filter": {}}, "filter", "only key"),
+        ({"exclude": Exclude(seen=False, seen_within_s=9)}, "exclude.seen_within_s", "true"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(service, user, fields, param, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,8 +44,8 @@ def _invalid(text: str, raw: bytes, body_type: Any) -> InvalidRequest:
     unknown = re.fullmatch(r"Object contains unknown field (.*)", reason)
     if unknown:
         name = unknown[1][:64]
-        known = sorted(_field_names(body_type))
-        near = [n for n in difflib.get_close_matches(name, known, 2, 0.5) if n != name]
+        known = _fields_at(body_type, param)
+        near = difflib.get_close_matches(name, known, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(known)}"
         return InvalidRequest(f"{param}.{name}" if param else name, f"unknown field{hint}")
     missing = re.fullmatch(r"Object missing required field (.*)", reason)
@@ -56,12 +57,24 @@ def _invalid(text: str, raw: bytes, body_type: Any) -> InvalidRequest:
     return InvalidRequest(param[:200] or None, reason)
 
 
-def _field_names(body_type: Any) -> set[str]:
-    """Field names of a message and of the messages inside it."""
-    names: set[str] = set()
-    for part in msgspec.json.schema_components([body_type])[1].values():
-        names.update(part.get("properties", {}))
-    return names
+def _fields_at(body_type: Any, param: str) -> list[str]:
+    """Sorted field names of the message at `param`, a place inside the body."""
+    schemas, components = msgspec.json.schema_components([body_type])
+
+    def opened(schemas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The schemas themselves, without references and alternatives."""
+        found = []
+        for schema in schemas:
+            if "$ref" in schema:
+                schema = components[schema["$ref"].rsplit("/", 1)[1]]
+            found += opened(schema["anyOf"]) if "anyOf" in schema else [schema]
+        return found
+
+    there = opened(schemas)
+    for name, index in _STEP.findall(param):
+        inner = [s.get("items") if index else s.get("properties", {}).get(name) for s in there]
+        there = opened(schema for schema in inner if schema)
+    return sorted({name for schema in there for name in schema.get("properties", {})})
 
 
 def _value_at(raw: bytes, param: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,16 @@ class History:
     values: np.ndarray
     num_events: int
     degraded: tuple[str, ...] = ()
+
+    @property
+    def dated(self) -> np.ndarray:
+        """[n] bool: events with a moment, not only a position."""
+        return self.times >= POSITIONS_BELOW_US
+
+    def rows_within(self, seconds: float) -> np.ndarray:
+        """Item rows of the events of so many last seconds, and of those without a moment."""
+        since = time.time_ns() // 1000 - int(seconds * 1e6)
+        return self.rows[~self.dated | (self.times >= since)]
 
 
 NOTHING = History(

@@ -9,6 +9,7 @@ from recserve.core.diversity import Cap, first_k
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.features.filters import FilterError
 from recserve.messages import (
+    Exclude,
     Explanation,
     InvalidRequest,
     RecommendAnswer,
@@ -71,7 +72,9 @@ class Recommendations:
         if (given < 0).any():
             degraded.append("unknown_excluded_items")
             given = given[given >= 0]
-        seen = history.rows if body.exclude.seen else history.rows[:0]
+        seen = _seen(body.exclude, history)
+        if body.exclude.seen_within_s is not None and not history.dated.all():
+            degraded.append("seen_within_s_ignored")
         caps = snapshot.groups.caps(body.diversity)
         excluded = np.concatenate([given, seen])
         draft = _Slate(body, request_id, snapshot, history, excluded, allowed, caps)
@@ -250,6 +253,15 @@ class _Slate:
             return UNSET
         codes: list[int] = self.snapshot.items.codes[row].tolist()
         return codes
+
+
+def _seen(exclude: Exclude, history: History) -> np.ndarray:
+    """Rows of the history that must not be answered. Raises InvalidRequest."""
+    if exclude.seen_within_s is None:
+        return history.rows if exclude.seen else history.rows[:0]
+    if not exclude.seen:
+        raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
+    return history.rows_within(exclude.seen_within_s)
 
 
 def _allowed(snapshot: Snapshot, body: RecommendBody) -> np.ndarray | None:
