@@ -45,7 +45,7 @@ def _invalid(text: str, raw: bytes, body_type: Any) -> InvalidRequest:
     if unknown:
         name = unknown[1][:64]
         known = _fields_at(body_type, param)
-        near = difflib.get_close_matches(name, known, 1, 0.5)
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(known)}"
         return InvalidRequest(f"{param}.{name}" if param else name, f"unknown field{hint}")
     missing = re.fullmatch(r"Object missing required field (.*)", reason)
