@@ -10,6 +10,7 @@ from conftest import DATA
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import drafters
+import lossless
 import text
 
 TINY = ["text", "--model", "64x2", "--vocabulary", "300", "--prompt", "40", "--tokens", "12"]
@@ -63,3 +64,27 @@ def test_drafters_on_the_reference_checkpoint(options, monkeypatch, tmp_path):
         assert set(workload["rows"]) == {"none", "ngram", "suffix", "lookahead"}
         assert workload["rows"]["none"]["tokens_per_step"] == 1.0
         assert all(row["differ"] == 0 for row in workload["rows"].values())
+
+
+@pytest.mark.skipif(not (DATA / "text").is_dir(), reason=f"no data at {DATA}: did not run")
+def test_texts_beside_plain_decoding_and_the_margin_of_a_difference(monkeypatch, tmp_path):
+    written = tmp_path / "lossless.json"
+    options = ["--prompts", "1", "--tokens", "6", "--threads", "1", "--dtypes", "float32"]
+    options += ["--temperatures", "0.7", "--drafters", "suffix", "--json", str(written)]
+    monkeypatch.setattr(sys, "argv", ["lossless", *options])
+    assert lossless.main() == 0
+    assert all(not row["differ"] for row in json.loads(written.read_text())["rows"])
+    honest = lossless.write
+
+    def wrong(engine, name, prompts, params, together):
+        texts = honest(engine, name, prompts, params, together)
+        if name == "suffix":
+            texts[0][2] = (texts[0][2] + 1) % 512
+        return texts
+
+    monkeypatch.setattr(lossless, "write", wrong)
+    assert lossless.main() == 1
+    differing = [row for row in json.loads(written.read_text())["rows"] if row["differ"]]
+    assert {row["drafter"] for row in differing} == {"suffix"}
+    # Plain decoding wrote the token that it preferred, so any other has a margin above 0.
+    assert all(row["largest_margin"] > 0 for row in differing)
