@@ -170,7 +170,7 @@ def test_the_order_has_no_circle():
     [
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
         ("features/events.py", "import torch"),
-        ("draft/beam.py", "from recserve.verify.beam import start"),
+        ("draft/beam.py", "from recserve.verify.beam import begin"),
         ("features/events.py", "def f():\n    from recserve.bundle import Bundle"),
         ("engine/engine.py", "import msgspec"),
         ("service.py", "from recserve import server"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,28 +49,51 @@ def nothing_scored(like: Tensor) -> Scored:
 class Rivals:
     """The dense head's best items of B requests, which compete with the finished beams.
 
-    rows [B, R] item rows, valid [B, R]. dense [B, I]: the head's log-probability of every item.
-    keys [n]: the prefixes that the target must score for them, as in Scored; None: none.
+    rows [B, R] item rows, best first, valid [B, R]. dense [B, I]: the head's log-probability of
+    every item; weights [B, 1]: what it counts. keys [n]: the prefixes that the target must score
+    for them, as in Scored; None: none. log_probs [B, R]: of their semantic ids, -inf where not
+    valid; None until those prefixes are scored.
     """
 
     rows: Tensor
     valid: Tensor
     dense: Tensor
+    weights: Tensor
     keys: Tensor | None = None
+    log_probs: Tensor | None = None
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """Request number [n] and item row [n] of every valid rival, in row-major order."""
         return self.valid.nonzero()[:, 0], self.rows[self.valid]
+
+    def among(self, rows: Tensor) -> Tensor:
+        """[B, n] bool: which of the item rows [B, n] are rivals of their request."""
+        same = rows[:, :, None] == self.rows[:, None, :]
+        return (same & self.valid[:, None, :]).any(-1)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[B, R] final scores, -inf where not valid. Only once log_probs are known."""
+        assert self.log_probs is not None, "the rivals are not scored"
+        weighed = self.weights * self.dense.gather(1, self.rows)
+        return (self.log_probs + weighed).masked_fill(~self.valid, float("-inf"))
+
+    @cached_property
+    def share(self) -> Tensor:
+        """[B, 1] what the dense head adds at most to the score of an item that is no rival."""
+        last = self.dense.gather(1, self.rows).masked_fill(~self.valid, float("inf"))
+        return (self.weights * last.amin(1, True)).masked_fill(self.weights == 0, 0.0)
 
 
 @dataclass(frozen=True)
 class Beams:
     """B requests x W beams, all prefixes of the same length over the same trie.
 
-    nodes [B, W]: trie node of each prefix, 0 where dead. log_probs [B, W]: -inf where dead.
+    nodes [B, W]: trie node of each prefix, a leaf where dead. log_probs [B, W]: -inf where dead.
     paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
     last root token. parents [B, W]: each beam's parent, as a column of the level above. rounds [B]:
-    forwards that scored a node of the request.
+    forwards that scored a node of the request. places [B, 1]: as in core/bounds.py; None: nothing
+    is left out.
     """
 
     sequences: tuple[Sequence, ...]
@@ -84,6 +108,7 @@ class Beams:
     scored: Scored
     rounds: Tensor
     rivals: Rivals | None = None
+    places: Tensor | None = None
 
     def alive(self) -> Tensor:
         """[B, W] bool."""

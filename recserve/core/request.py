@@ -58,6 +58,11 @@ class RecommendRequest:
     outcome: np.ndarray | None = None
     caps: tuple[Cap, ...] = ()
 
+    @property
+    def width(self) -> int:
+        """Beams kept: as asked, and never fewer than the items wanted."""
+        return max(self.beam_width, self.k)
+
 
 @dataclass(frozen=True)
 class LikelihoodRequest:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-
-DEAD = float("-inf")
+from recserve.core.bounds import DEAD, above_bound
+from recserve.kernels.trie_children import packed, unpacked
 
 
 def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:
-    """One level deeper: the best allowed children of each request.
+    """One level deeper: the best allowed children of each request, but for those that cannot enter
+    its answer any more.
 
     nodes, total [B, W * M]: children of all beams and their log-probabilities, -inf where there is
     none.
@@ -27,13 +28,15 @@ def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> 
     for b, allowed in enumerate(beams.filters):
         if allowed is not None:
             total[b].masked_fill_(allowed.remaining(trie.leaves(nodes[b])) <= 0, DEAD)
-    kept, index = _best(total, nodes, min(max(widths), total.shape[1]))
-    rank = torch.arange(kept.shape[1], device=nodes.device)
-    kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)
+    best = unpacked(packed(total, nodes), total.shape[1] // width, max(widths))
+    kept = best.log_probs
+    if min(widths) < kept.shape[1]:
+        rank = torch.arange(kept.shape[1], device=nodes.device)
+        kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)
+    kept = above_bound(beams, best.nodes, kept)
     used = max(int((kept > DEAD).sum(1).max()), 1)
-    kept, index = kept[:, :used], index[:, :used]
-    chosen = torch.where(kept > DEAD, nodes.gather(1, index), 0)
-    parents = index // (total.shape[1] // width)
+    kept, parents = kept[:, :used], best.parents[:, :used]
+    chosen = torch.where(kept > DEAD, best.nodes[:, :used], trie.any_leaf)
     above = parents[..., None].expand(-1, -1, beams.level)
     return replace(
         beams,
@@ -43,19 +46,6 @@ def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> 
         paths=torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1),
         parents=parents,
     )
-
-
-def _best(total: Tensor, nodes: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` best columns of each row, equal scores in the order of their trie nodes."""
-    kept, index = total.topk(width, dim=1)
-    last = kept[:, -1:]
-    if bool((((total == last).sum(1) > (kept == last).sum(1)) & (last[:, 0] > DEAD)).any()):
-        # More candidates tie with the last kept one than fit: choose among them by node.
-        by_node = torch.sort(nodes, dim=1).indices
-        ranked = descending(total.gather(1, by_node))[:, :width]
-        index = by_node.gather(1, ranked)
-        kept = total.gather(1, index)
-    return kept, index
 
 
 def descending(values: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.selection import DEAD, keep_best
+from recserve.core.bounds import DEAD
+from recserve.core.selection import keep_best
 from recserve.draft.beam import wanted
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
@@ -62,6 +63,7 @@ def likely_beams(beams: Beams, head: SelfDraftHead, widths: list[list[int]]) -> 
     in `likely_prefixes`.
     """
     states = _states_of_paths(beams, head)
+    beams = replace(beams, places=None)  # the head's bound is not the target's
     while True:
         yield beams
         if beams.level == beams.trie.num_levels - 1:

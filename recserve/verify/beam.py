@@ -11,29 +11,34 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
+from recserve.core.bounds import DEAD, bound_places
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
-from recserve.core.selection import DEAD, keep_best
+from recserve.core.selection import keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.models.recommender import Recommender
 
 
-def start(sequences: tuple[Sequence, ...], model: Recommender) -> Beams:
-    """Level 1 beams of requests over one trie, from the hidden state of their last root token."""
-    beams = begin(sequences)
-    rows = torch.arange(len(sequences), device=beams.tails.device)
+def start(beams: Beams, model: Recommender) -> Beams:
+    """Level 1 of beams at level 0, from the hidden states of the last root tokens."""
+    rows = torch.arange(len(beams.sequences), device=beams.tails.device)
     return advance(expand(beams, rows, beams.tails, model), model)
 
 
-def begin(sequences: tuple[Sequence, ...]) -> Beams:
-    """Level 0: the empty prefix of each request."""
+def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
+    """Level 0: the empty prefix of each request. All over one trie.
+
+    by_children: levels will be normalised over the valid children, so that prefixes can be left out
+    that cannot enter an answer.
+    """
     requests = [_request(s) for s in sequences]
     trie = requests[0].trie
     tails = torch.stack([s.tail for s in sequences if s.tail is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
+    places = bound_places(requests, tails.device) if by_children else None
     return Beams(
         sequences,
         tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
@@ -46,13 +51,12 @@ def begin(sequences: tuple[Sequence, ...]) -> Beams:
         tails,
         nothing_scored(tails),
         torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
+        places=places,
     )
 
 
-def verify(
-    beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor, model: Recommender
-) -> Beams:
-    """Beams as many levels deeper as the scored prefixes prove.
+def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+    """Beams that know the scored prefixes of a draft.
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
@@ -60,7 +64,7 @@ def verify(
     scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
     owners = draft.query_keys // beams.trie.num_nodes
     worked = torch.bincount(owners, minlength=len(beams.sequences)).clamp(max=1)
-    return advance(replace(beams, scored=scored, rounds=beams.rounds + worked), model)
+    return replace(beams, scored=scored, rounds=beams.rounds + worked)
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
@@ -89,7 +93,7 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
     if rows.shape[0]:
         codes, valid = children.codes[rows].long(), children.valid[rows]
         gain[rows] = level_log_probs(model, hidden, beams.level, codes, valid)
-    widths = [beam_width(_request(s)) for s in beams.sequences]
+    widths = [_request(s).width for s in beams.sequences]
     total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
     return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
 
@@ -107,11 +111,6 @@ def level_log_probs(
         return logits.masked_fill(~valid, DEAD).log_softmax(-1)
     logits = model.full_logits(hidden).float()
     return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
-
-
-def beam_width(request: RecommendRequest) -> int:
-    """Beams kept: as asked, and never fewer than the items wanted."""
-    return max(request.beam_width, request.k)
 
 
 def _request(sequence: Sequence) -> RecommendRequest:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
+from recserve.core.bounds import DEAD
 from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest, Slate
-from recserve.core.selection import DEAD, descending
+from recserve.core.selection import descending
 from recserve.draft.candidates import needed_prefixes
 from recserve.models.recommender import Recommender
-from recserve.verify.beam import beam_width
 from recserve.verify.scores import path_scores, root_scores
 
 
@@ -38,12 +38,13 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
             open_scores[b, ~torch.from_numpy(request.allowed).to(dense.device)] = DEAD
         if not request.dense_weight:
             open_scores[b] = DEAD
-    width = min(max(beam_width(r) for r in requests), dense.shape[1])
+    width = min(max(r.width for r in requests), dense.shape[1])
     best = open_scores.topk(width, dim=1)
     rank = torch.arange(width, device=dense.device)
-    widths = torch.tensor([beam_width(r) for r in requests], device=dense.device)
+    widths = torch.tensor([r.width for r in requests], device=dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
-    return replace(beams, rivals=Rivals(best.indices, valid, dense))
+    weights = torch.tensor([r.dense_weight for r in requests], device=dense.device)
+    return replace(beams, rivals=Rivals(best.indices, valid, dense, weights[:, None]))
 
 
 def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
@@ -58,44 +59,47 @@ def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
 
 def rival_keys(beams: Beams) -> Tensor | None:
     """Keys of the rivals' prefixes; None where there are none, or all are scored."""
-    keys = None if beams.rivals is None else beams.rivals.keys
-    if keys is None:
-        return None
-    return keys if bool((beams.scored.find(keys) < 0).any()) else None
+    rivals = beams.rivals
+    return None if rivals is None or rivals.log_probs is not None else rivals.keys
 
 
-def finish(beams: Beams, model: Recommender) -> list[Slate]:
-    """The k best items of each request by the target's own scores."""
-    if beams.rivals is None:
-        return slates(beams, None, exact=True)
+def with_rival_scores(beams: Beams, model: Recommender) -> Beams:
+    """Beams whose rivals know their log-probabilities, as soon as their prefixes are scored."""
+    keys = rival_keys(beams)
+    if keys is None or bool((beams.scored.find(keys) < 0).any()):
+        return beams
+    assert beams.rivals is not None
     owners, rows = beams.rivals.flat()
     nodes = beams.trie.nodes_of_items(rows)
     scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
     scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
-    return slates(beams, scores, exact=True)
+    return with_log_probs(beams, scores)
 
 
-def slates(beams: Beams, rival_scores: Tensor | None, exact: bool) -> list[Slate]:
+def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
+    """Beams whose rivals have log-probabilities. scores [n]: of each valid one."""
+    assert beams.rivals is not None
+    log_probs = torch.full(beams.rivals.rows.shape, DEAD, device=scores.device)
+    log_probs[beams.rivals.valid] = scores.float()
+    return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
+
+
+def slates(beams: Beams, exact: bool) -> list[Slate]:
     """The k best items of each request under its caps, best first; equal scores in the order of
     item rows.
 
-    rival_scores [n]: log-probability of the semantic id of each valid rival, None without rivals.
-    exact: whether all scores are the target's own.
+    Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
+    target's own.
     """
-    leaves = torch.where(beams.alive(), beams.nodes, beams.trie.any_leaf)
-    rows = beams.trie.items_of_leaves(leaves).long()
+    rows = beams.trie.items_of_leaves(beams.nodes).long()
     scores, alive = beams.log_probs, beams.alive()
     requests = _requests(beams)
-    if beams.rivals is not None and rival_scores is not None:
-        rivals = beams.rivals
-        weights = torch.tensor([r.dense_weight for r in requests], device=rows.device)[:, None]
+    if (rivals := beams.rivals) is not None:
+        scores = scores + rivals.weights * rivals.dense.gather(1, rows)
         again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
         alive = torch.cat([alive, rivals.valid & ~again], dim=1)
-        log_probs = torch.zeros(rivals.rows.shape, device=rows.device)
-        log_probs[rivals.valid] = rival_scores.float()
-        scores = torch.cat([scores, log_probs], dim=1)
         rows = torch.cat([rows, rivals.rows], dim=1)
-        scores = (scores + weights * rivals.dense.gather(1, rows)).masked_fill(~alive, DEAD)
+        scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
     order = torch.sort(rows, dim=1).indices
     order = order.gather(1, descending(scores.gather(1, order)))
     counts, rounds = alive.sum(1).tolist(), beams.rounds.tolist()

@@ -28,13 +28,15 @@ class BeamStrategy:
 
     def tree_room(self, request: RecommendRequest) -> int:
         """W nodes at each level but the last, twice that where the dense head has its say."""
-        nodes = beam_verify.beam_width(request) * (request.trie.num_levels - 1)
+        nodes = request.width * (request.trie.num_levels - 1)
         return 2 * nodes if request.dense_weight else nodes
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """Level 1 comes with the root's last hidden state."""
-        beams = beam_verify.start(tuple(sequences), self.model)
-        return rerank.with_rival_keys(rerank.with_rivals(beams, self.model), self.skip_single)
+        beams = beam_verify.begin(tuple(sequences), self.skip_single)
+        beams = beam_verify.start(rerank.with_rivals(beams, self.model), self.model)
+        beams = rerank.with_rival_keys(beams, self.skip_single)
+        return rerank.with_rival_scores(beams, self.model)
 
     def finished(self, state: Beams) -> bool:
         """True when the beams are leaves and every item that competes is scored."""
@@ -46,11 +48,12 @@ class BeamStrategy:
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """As many levels deeper as the scored prefixes prove."""
-        return beam_verify.verify(state, draft, slots, hidden, self.model)
+        scored = beam_verify.record(state, draft, slots, hidden)
+        return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates."""
-        return list(rerank.finish(state, self.model))
+        return list(rerank.slates(state, exact=True))
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
         return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)

@@ -42,19 +42,20 @@ class NezhaStrategy(AtOnce):
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """The whole search: all that it reads of the target came with the root."""
-        beams = rerank.with_rivals(beam_verify.begin(tuple(sequences)), self.model)
-        widths = [beam_verify.beam_width(request_of(s)) for s in sequences]
+        beams = beam_verify.begin(tuple(sequences), by_children=True)
+        beams = rerank.with_rivals(beams, self.model)
+        widths = [request_of(s).width for s in sequences]
         beams = search(beams, self.head, self._contexts(beams), widths)
         return replace(beams, rounds=torch.ones_like(beams.rounds))
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates, scored by the head."""
-        scores = None
         if state.rivals is not None:
             owners, rows = state.rivals.flat()
             contexts = self._contexts(state)[owners]
             scores = item_log_probs(self.head, state.trie, rows, state.tails[owners], contexts)
-        return list(rerank.slates(state, scores, exact=False))
+            state = rerank.with_log_probs(state, scores)
+        return list(rerank.slates(state, exact=False))
 
     def _contexts(self, beams: Beams) -> Tensor:
         """[B, L, E] what the head reads at each level beside its state."""

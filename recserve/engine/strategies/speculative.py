@@ -18,7 +18,6 @@ from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
 SPREAD = 4.0  # of a head that was not calibrated
@@ -68,7 +67,7 @@ class SpeculativeStrategy(BeamStrategy):
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, and all of beam search's own."""
         sizes = request.trie.level_sizes[: request.trie.num_levels]
-        width = beam_verify.beam_width(request)
+        width = request.width
         drafted = [
             sum(min(n, size) for n, size in zip(kept_prefixes(plan, width), sizes, strict=True))
             for plan in self._plans(width)
@@ -82,7 +81,7 @@ class SpeculativeStrategy(BeamStrategy):
         rivals = rerank.rival_keys(state)
         if state.finished or bool((state.rounds > 0).any()):
             return self._draft(state, rivals)
-        widths = [beam_verify.beam_width(request_of(s)) for s in state.sequences]
+        widths = [request_of(s).width for s in state.sequences]
         plans = [self._chosen(state, width) for width in widths]
         if not any(plan.spreads for plan in plans):
             return self._draft(state, rivals)
