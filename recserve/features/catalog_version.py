@@ -126,23 +126,32 @@ class CatalogVersion:
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, self.key_rows[at], rows)
 
+    def rows_by_key(self, item_ids: Sequence[str]) -> list[int]:
+        """Row of each item or of another with the same 64-bit key, hidden or not; -1: no such."""
+        rows = self.visible.get_many(item_ids)
+        lacking = [place for place, row in enumerate(rows) if row < 0]
+        if lacking:
+            found = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
+            for place, row in zip(lacking, found.tolist(), strict=True):
+                rows[place] = row
+        return rows
+
+    def check_key(self, item_id: str, row: int) -> None:
+        """Raises ValueError where `rows_by_key` found the row of another item."""
+        if row >= 0 and self.item_id(row) != item_id:
+            raise ValueError(
+                f"items {item_id!r} and {self.item_id(row)!r} have the same 64-bit "
+                "key; choose another id"
+            )
+
     def known_rows(self, item_ids: Sequence[str]) -> list[int]:
         """Row of each item, hidden or not; -1 where it is unknown.
 
         Raises ValueError for an unknown item whose 64-bit key another item has.
         """
-        rows = self.visible.get_many(item_ids)
-        lacking = [place for place, row in enumerate(rows) if row < 0]
-        if not lacking:
-            return rows
-        found = self.rows_of_keys(item_keys([item_ids[place] for place in lacking]))
-        for place, row in zip(lacking, found.tolist(), strict=True):
-            if row >= 0 and self.item_id(row) != item_ids[place]:
-                raise ValueError(
-                    f"items {item_ids[place]!r} and {self.item_id(row)!r} have the same 64-bit "
-                    "key; choose another id"
-                )
-            rows[place] = row
+        rows = self.rows_by_key(item_ids)
+        for item_id, row in zip(item_ids, rows, strict=True):
+            self.check_key(item_id, row)
         return rows
 
     def are_gone(self, rows: np.ndarray) -> np.ndarray:

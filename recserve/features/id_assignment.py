@@ -7,6 +7,7 @@ item's). Where all are taken, the last quantised code moves to the next nearest 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,14 +76,14 @@ class IdAssigner:
     ) -> np.ndarray | None:
         """The first free id of these codes. rows: of the bundle's items that have them."""
         owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
+        stem = codes.astype(np.uint16).tobytes()
         for code in range(self.room):
-            last = [code] if self.index.has_disambiguation else []
-            full = np.append(codes, last).astype(np.uint16)
-            name = full.tobytes()
+            last = code.to_bytes(2, sys.byteorder) if self.index.has_disambiguation else b""
+            name = stem + last
             owner = version.owners.get(name)
             owner = owners.get(name, -1) if owner < 0 else owner
             if name not in taken and (owner < 0 or version.is_gone(owner)):
-                return full
+                return np.frombuffer(name, np.uint16)
         return None
 
     def _near(

@@ -101,7 +101,7 @@ def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str,
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type
         try:
-            converted = pa.array([value], kind)[0].as_py()
+            converted = pa.scalar(value, kind).as_py()
             if not _alike(value, converted, kind):
                 raise TypeError
         except (pa.ArrowException, TypeError, ValueError, OverflowError):

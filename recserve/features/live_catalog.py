@@ -113,7 +113,10 @@ class _Edit:
         self.gone: dict[int, int] = {}
         self.back: list[int] = []
         self.lost: list[int] = []
-        self.fresh: list[int] = []
+        self.ids: list[str] = []
+        self.codes: list[np.ndarray] = []
+        self.vectors: list[np.ndarray] = []
+        self.learned: list[int] = []
         self.records: dict[int, int] = {}
 
     def put(self, change: ItemChange, row: int) -> None:
@@ -134,13 +137,12 @@ class _Edit:
         self.gone[row] = -1
 
     def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
-        row, tail = self.num_rows, self.old.tail
+        row = self.num_rows
         self.num_rows += 1
-        tail.ids.append(item_id)
-        tail.codes.append(codes[None])
-        tail.vectors.append(vector[None])
-        learned = self.old.learned_row(old) if old >= 0 else -1
-        tail.learned.append(np.array([learned]))
+        self.ids.append(item_id)
+        self.codes.append(codes)
+        self.vectors.append(vector)
+        self.learned.append(self.old.learned_row(old) if old >= 0 else -1)
         self.keys[item_key(item_id)] = row
         if old >= 0:
             self.gone[old] = row
@@ -150,12 +152,20 @@ class _Edit:
         if owner >= len(self.old.base):
             self.lost.append(owner)
         self.owners[name] = row
-        self.fresh.append(row)
         return row
+
+    def _append_rows(self) -> None:
+        tail = self.old.tail
+        tail.ids += self.ids
+        tail.codes.append(np.stack(self.codes))
+        tail.vectors.append(np.stack(self.vectors))
+        tail.learned.append(np.array(self.learned))
 
     def version(self, number: int) -> CatalogVersion:
         """The next version."""
         old = self.old
+        if self.ids:
+            self._append_rows()
         keys, key_rows = _merged(old.keys, old.key_rows, self.keys, np.uint64)
         gone, successors = self._gone()
         rows, places = _merged(old.record_rows, old.record_places, self.records, np.int64)
@@ -172,7 +182,7 @@ class _Edit:
             key_rows=key_rows,
             gone=gone,
             successors=successors,
-            owning=np.concatenate([owning, np.array(self.fresh, np.int64)]),
+            owning=np.concatenate([owning, np.arange(old.num_rows, self.num_rows)]),
             record_rows=rows,
             record_places=places,
             num_records=len(old.log.records),

@@ -8,6 +8,7 @@ et al. 2013; RPG's ids).
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +18,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from recserve.features.faiss_threads import one_thread
+
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
 MIN_WIDTH = 16
+FEW = 4096  # vectors that are not worth a pool of threads
 OPQ_KMEANS_ROUNDS = (8, 2, 2, 2, 8)
 
 
@@ -239,7 +243,8 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """[n] int64 nearest entry (Euclidean) of each vector."""
     index = faiss.IndexFlatL2(book.shape[1])
     index.add(book)
-    nearest: np.ndarray = index.search(vectors, 1)[1][:, 0]
+    with one_thread() if len(vectors) < FEW else nullcontext():
+        nearest: np.ndarray = index.search(vectors, 1)[1][:, 0]
     return nearest
 
 

@@ -151,8 +151,8 @@ class SemanticIdIndex:
         """
         if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_levels:
             raise ValueError(f"codes have shape {codes.shape}; expected [n, 1..{self.num_levels}]")
-        wanted = codes.astype(np.int64)
-        first, last = self._bisect(wanted, right=False), self._bisect(wanted, right=True)
+        ends = self._bisect(np.concatenate([codes, codes]), np.repeat([False, True], len(codes)))
+        first, last = ends[: len(codes)], ends[len(codes) :]
         counts = last - first
         offsets = np.concatenate([[0], np.cumsum(counts)])
         places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)
@@ -165,8 +165,8 @@ class SemanticIdIndex:
         rows = np.argsort(hashes, kind="stable").astype(np.int32)
         return hashes[rows], rows
 
-    def _bisect(self, wanted: np.ndarray, right: bool) -> np.ndarray:
-        """[n] place of each prefix in `order`, before (if right: after) all that carry it."""
+    def _bisect(self, wanted: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """[n] place of each prefix in `order`, before (right [n]: after) all that carry it."""
         low = np.zeros(len(wanted), dtype=np.int64)
         high = np.full(len(wanted), self.num_items, dtype=np.int64)
         while (open_ := low < high).any():

@@ -7,6 +7,8 @@ import math
 import faiss
 import numpy as np
 
+from recserve.features.faiss_threads import one_thread
+
 FLAT_BELOW = 50_000
 LISTS_READ = 16  # one in so many inverted lists is read
 TRAINED_PER_LIST = 64
@@ -54,13 +56,8 @@ class FaissIndex:
             read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_READ)
             parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
-        # Beside torch's threads, which wait spinning, a second pool costs ten times what it saves.
-        threads = faiss.omp_get_max_threads()
-        faiss.omp_set_num_threads(1)
-        try:
+        with one_thread():
             scores, rows = index.search(queries, k, params=parameters)
-        finally:
-            faiss.omp_set_num_threads(threads)
         return rows, scores
 
 

@@ -11,6 +11,7 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,6 +131,14 @@ class Trie:
     def device(self) -> torch.device:
         """Where the arrays are."""
         return self.first_child.device
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """[nodes] `parent * largest codebook + code` of each node, ascending; -1 at node 0."""
+        edges = self.parents.long() * max(self.codebook_sizes) + self.node_codes
+        edges[0] = -1
+        fits = self.num_nodes * max(self.codebook_sizes) < 2**31
+        return edges.to(torch.int32) if fits else edges
 
     def num_children(self, nodes: Tensor) -> Tensor:
         """Branching of each node. nodes: any shape; same shape back."""

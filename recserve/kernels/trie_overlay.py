@@ -38,19 +38,21 @@ class Grown:
 class Descent:
     """How far n semantic ids are in the base already.
 
-    rows [n] ascending: item row of each. nodes [n, L + 1]: node of each prefix, -1 from where the
-    base lacks it. depths [n]: codes of the longest prefix there. before [n]: base leaves before the
-    id.
+    rows [n] ascending: item row of each. nodes [L + 1, n]: node of each prefix, -1 from where the
+    base lacks it. first, last [L + 1, n]: base leaves under each prefix, or twice the number of
+    base leaves before the id. depths [n]: codes of the longest prefix there.
     """
 
     rows: Tensor
     nodes: Tensor
+    first: Tensor
+    last: Tensor
     depths: Tensor
-    before: Tensor
 
     def at(self, index: Tensor) -> Descent:
-        """Those at the given places, or where the given bools are true."""
-        return Descent(self.rows[index], self.nodes[index], self.depths[index], self.before[index])
+        """Those at the given places [n] int64."""
+        columns = (self.rows, self.nodes, self.first, self.last, self.depths)
+        return Descent(*(column.index_select(-1, index) for column in columns))
 
 
 @dataclass(frozen=True)

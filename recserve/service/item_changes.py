@@ -42,14 +42,22 @@ class ItemChanges:
         self.degraded: list[Rejection] = []
         self._drafts: dict[str, _Draft] = {}
 
-    def take(self, index: int, raw: dict[str, Any]) -> None:
-        """Keep an item, or note why not."""
-        try:
-            draft = self._draft(index, raw)
-        except ValueError as error:
-            self._reject(index, str(error))
-        else:
-            self._drafts[draft.record.item_id] = draft
+    def take(self, items: Sequence[dict[str, Any]]) -> None:
+        """Keep the items of a call, or note why not."""
+        bodies: dict[int, ItemBody] = {}
+        for index, raw in enumerate(items):
+            try:
+                bodies[index] = _converted(raw)
+            except ValueError as error:
+                self._reject(index, str(error))
+        rows = self.snapshot.items.rows_by_key([body.item_id for body in bodies.values()])
+        for (index, body), row in zip(bodies.items(), rows, strict=True):
+            try:
+                draft = self._draft(index, body, items[index], row)
+            except ValueError as error:
+                self._reject(index, str(error))
+            else:
+                self._drafts[body.item_id] = draft
 
     def finish(self) -> list[ItemChange]:
         """The changes of all items that can be had, in their order."""
@@ -70,19 +78,17 @@ class ItemChanges:
                 draft.change = ItemChange(draft.record, draft.vector, found)
         return [d.change or ItemChange(d.record) for d in self._drafts.values()]
 
-    def _draft(self, index: int, raw: dict[str, Any]) -> _Draft:
+    def _draft(self, index: int, body: ItemBody, raw: dict[str, Any], row: int) -> _Draft:
         """Raises ValueError in words for the client."""
-        known = {name: value for name, value in raw.items() if name in FIELDS}
-        body = _converted(known)
-        others = {name: value for name, value in raw.items() if name not in FIELDS}
         if body.item_id in self._drafts:
             raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
         items = self.snapshot.items
-        (row,) = items.known_rows([body.item_id])
+        items.check_key(body.item_id, row)
         record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
-        said = checked_attributes({**others, **body.attributes}, items.log.schema)
-        nulls = {name for name, value in {**others, **body.attributes}.items() if value is None}
-        kept = {name: value for name, value in record.attributes.items() if name not in nulls}
+        others = {name: value for name, value in raw.items() if name not in FIELDS}
+        given = {**others, **body.attributes}
+        said = checked_attributes(given, items.log.schema)
+        kept = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
         record = ItemRecord(
             body.item_id,
             record.title if body.title is None else body.title,
@@ -147,7 +153,8 @@ class ItemChanges:
 
 
 def _converted(raw: dict[str, Any]) -> ItemBody:
+    """The fields that every item may have; what else it says are attributes."""
     try:
-        return msgspec.convert(raw, ItemBody)
+        return msgspec.convert({k: v for k, v in raw.items() if k in FIELDS}, ItemBody)
     except msgspec.ValidationError as error:
         raise ValueError(str(error).replace("`", "").replace("$.", "")) from None

@@ -102,12 +102,12 @@ class LiveItems:
         with self._lock:
             before = self.runtime.snapshot
             incoming = ItemChanges(before, *self._made_tools())
-            for index, raw in enumerate(body.items):
-                incoming.take(index, raw)
+            incoming.take(body.items)
             changes = incoming.finish()
             if changes:
                 self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
-            updated = sum(before.rows.get(c.record.item_id) >= 0 for c in changes)
+            rows = before.rows_of([change.record.item_id for change in changes])
+            updated = sum(row >= 0 for row in rows)
             return ItemsAnswer(
                 catalog_version=self.runtime.snapshot.items.name,
                 inserted=len(changes) - updated,
