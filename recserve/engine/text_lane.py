@@ -25,6 +25,7 @@ from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
+from recserve.draft.none import NoDrafter
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Runner
 from recserve.engine.text_drafting import TextDrafting
@@ -167,7 +168,7 @@ class TextLane:
             return failed
         hidden = self.runner.forward(pieces)
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
-            part.done(state[0].clone())
+            part.done(state[0])
             self.pages.keep(part.sequence)
         done: list[Answer] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
@@ -245,10 +246,13 @@ class TextLane:
         tokens = tree.tokens[accepted.nodes.clamp(min=0)]
         table = torch.cat([nodes, tokens], 1).tolist()
         width = accepted.nodes.shape[1]
+        tails = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
-        for sequence, draft, row in zip(group.sequences, group.drafts, table, strict=True):
+        for sequence, draft, row, tail in zip(
+            group.sequences, group.drafts, table, tails, strict=True
+        ):
             length, bonus = row[width], row[width + 1]
             path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
             own = slice(start, start + 1 + len(draft))
@@ -263,7 +267,7 @@ class TextLane:
                 start = own.stop
                 continue
             used = min(length, len(added))
-            sequence.computed(before + used, hidden[path[used]].clone())
+            sequence.computed(before + used, tail if used == length else hidden[path[used]])
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
@@ -273,7 +277,7 @@ class TextLane:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
                 self._drop([sequence])
-            else:
+            elif not isinstance(sequence.drafter, NoDrafter):
                 kept = tuple(node - start - 1 for node in path[1:])
                 outcome = TextOutcome(
                     sequence.context, draft, kept, added, hidden[own], logits[own]

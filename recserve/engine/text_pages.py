@@ -67,7 +67,7 @@ class TextPages:
         computed, tail = sequence.num_computed, sequence.tail
         if tail is not None:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
-            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail)
+            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""
