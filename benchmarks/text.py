@@ -7,8 +7,8 @@ Greedy, a prompt of its own for every run (a cache of prefixes finds nothing), a
 1024 x 16 and 32,000 tokens in which no two matrices are equal. The "oracle" drafts 5 tokens that
 agree with the text 100 % or 70 % of the time, and transformers' assisted generation gets the same
 drafts. Half of what is to be written stands in the prompt, for prompt lookup to find. Prefill is
-the time to the first commit, decode the rest. The run fails where texts differ in fp32, and where
-drafts change a text of this engine in any type.
+the time to the first commit, decode the rest and the tokens it adds. The run fails where texts
+differ in fp32, and where drafts change a text of this engine in any type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import StoppingCriteria
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.core.text_request import SamplingParams, Speculation, TextCommit, TextRequest
 from recserve.draft.ngram import NgramDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.language_model import LanguageModel
@@ -53,13 +53,15 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Written:
-    """One run. texts: of each request. prefill_s: to the first commit; seconds: all of it.
-    network_s: inside the network and its head, from the first commit on; nan where not measured.
+    """One run. texts: of each request. prefill_s: to the first commit, which gave `first` tokens of
+    each; seconds: all of it. network_s: inside the network and its head, from the first commit on;
+    nan where not measured.
     """
 
     texts: list[list[int]]
     seconds: float
     prefill_s: float
+    first: int
     steps: int
     network_s: float = float("nan")
 
@@ -71,7 +73,7 @@ class Written:
     @property
     def decode_tokens_per_s(self) -> float:
         """Without prefill and the tokens it gave."""
-        return sum(len(t) - 1 for t in self.texts) / (self.seconds - self.prefill_s)
+        return sum(len(t) - self.first for t in self.texts) / (self.seconds - self.prefill_s)
 
     @property
     def overhead(self) -> float:
@@ -109,10 +111,10 @@ class Ours:
     def write(self, prompts: list[list[int]], drafter: str, tokens: int) -> Written:
         """All prompts at once."""
         self.engine.forget_all()
-        first: list[tuple[float, float]] = []
+        first: list[tuple[float, float, int]] = []
 
-        def listen(_: Any) -> bool:
-            first.append((self.now(), self.network_s))
+        def listen(news: TextCommit) -> bool:
+            first.append((self.now(), self.network_s, len(news.tokens)))
             return False
 
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
@@ -130,19 +132,21 @@ class Ours:
             [a.tokens.tolist() for a in answers],
             ended - began,
             first[0][0] - began,
+            first[0][2],
             max(a.timing.forwards for a in answers),
             self.network_s - first[0][1],
         )
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each step of transformers ended."""
+    """Notes when each step of transformers ended, and how long the text was then."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.now, self.times = now, list[float]()
+        self.now, self.times, self.lengths = now, list[float](), list[int]()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.times.append(self.now())
+        self.lengths.append(input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
@@ -178,7 +182,8 @@ class Theirs:
         )
         ended = self.now()
         text = out[0, prompt.shape[1] :].tolist()
-        return Written([text], ended - began, clock.times[0] - began, len(clock.times))
+        first = clock.lengths[0] - prompt.shape[1]
+        return Written([text], ended - began, clock.times[0] - began, first, len(clock.times))
 
 
 def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> list[int]:

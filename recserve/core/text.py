@@ -37,7 +37,7 @@ class TextContext:
 
     id: unique in the engine's life. tokens: committed, prompt first. hidden [E]: the target's final
     hidden state at `tokens[-2]`, the one whose logits gave `tokens[-1]`; None where it is not known
-    (a prompt of one token).
+    (a prompt of one token, or one whose computation shares its forward with the draft).
     """
 
     id: int
@@ -139,7 +139,8 @@ class Drafter(Protocol):
 
     State per sequence is the drafter's own, keyed by `context.id`; the first `propose` with an id
     starts it from `context.tokens`. Nothing that a drafter does changes the text under an exact
-    verifier, so drafts may be as wrong as they like but must keep their budget.
+    verifier, so drafts may be as wrong as they like but must keep their budget. The first draft is
+    asked for before the prompt is computed; a drafter that needs the hidden state has none then.
     A drafter that draws for a rule other than `sample` keys its noise with
     `kernels.noise.gumbel(seeds, sampling.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
     does better to draw with the target's own noise, `gumbel(seeds, positions, V)`: what it then

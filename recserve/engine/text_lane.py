@@ -10,7 +10,7 @@ again, recomputing only what was evicted meanwhile.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
+from recserve.draft.none import NoDrafter
 from recserve.engine.lane import RequestTooLarge
-from recserve.engine.runner import Piece, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
+from recserve.engine.text_prefill import Chunk, chunks, is_coming
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup, moves, token_logprobs
-from recserve.kernels.tree import CANDIDATE, TokenTree, chain
-from recserve.models.inputs import NodeInputs
+from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import GREEDY, check_rule
 
@@ -64,7 +65,8 @@ class TextLane:
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
         self.allocator, self.cache = self.pages.allocator, self.pages.cache
-        # Both in the order in which they are served: by priority, then by age.
+        # Both in the order in which they are served: by priority, then by age. Those aside wait for
+        # pages, or for another text to compute what they begin with.
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
         self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
@@ -108,8 +110,10 @@ class TextLane:
     def admit(
         self, request: TextRequest, future: Future[Any], submitted_s: float, drafter: Drafter
     ) -> bool:
-        """Take a request in if pages for its prompt can be had now and nothing is set aside."""
-        if self.aside:
+        """Take a request in if pages for its prompt can be had now, or another text is computing
+        what it begins with, and nobody else waits for pages.
+        """
+        if any(not s.waits for s in self.aside):
             return False
         prompt = request.prompt.tolist()
         device = self.runner.pool.keys.device
@@ -119,14 +123,15 @@ class TextLane:
         sequence = TextSequence(
             request, future, submitted_s, context, drafter, self.model.config.decoder.max_positions
         )
-        if not self.pages.place(sequence):
+        if self._place(sequence):
+            insort(self.running, sequence, key=_turn)
+        elif sequence.waits:
+            insort(self.aside, sequence, key=_turn)
+        else:
             return False
         if request.params.counts_tokens:
             sequence.token_counts = TokenCounts(prompt, self.model.config.vocab_size, device)
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
-        sequence.timing.root_cached = sequence.num_computed
-        sequence.timing.root_computed = len(prompt) - 1 - sequence.num_computed
-        self._serve(self.running, sequence)
         return True
 
     def begin(self) -> list[Answer]:
@@ -143,52 +148,43 @@ class TextLane:
         ]
 
     def step(self) -> list[Answer]:
-        """One forward over everything that waits for one; the answers it completed."""
-        while self.aside and self.pages.place(self.aside[0]):
-            self._serve(self.running, self.aside.pop(0))
+        """One forward over everything that waits for one; the answers it completed.
+
+        A text whose prompt ends in this step makes its first step in the same forward: the keys and
+        values of the prompt are written, layer by layer, before its tree attends to them.
+        """
+        self._bring_in()
         self._make_room()
         began = time.perf_counter()
         failed: list[Answer] = []
-        chunks = self._chunks()
-        prefill = sum(size for _, size in chunks)
-        groups = self._groups([s for s in self.running if s.ready], prefill, failed)
+        parts = chunks(self.running, self.limits.prefill_tokens)
+        groups = self._groups(parts, failed)
+        parts = [part for part in parts if part.sequence.pages]
         drafted = time.perf_counter()
         device = self.runner.pool.keys.device
         pieces = [group.piece(device) for group in groups]
-        trees = [piece.tree for piece in pieces]
-        pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
+        pieces += [part.piece() for part in parts]
         if not pieces:
             return failed
         hidden = self.runner.forward(pieces)
-        states = hidden[: len(groups)]
-        begun: dict[int, Tensor] = {}
-        for (sequence, size), state in zip(chunks, hidden[len(groups) :], strict=True):
-            if sequence.num_computed + size == sequence.length:
-                # The last token is node 0 of a first step, made together with the prompt.
-                begun[sequence.context.id], state = state[1:], state[:1]
-                size -= 1
-            sequence.num_computed += size
-            sequence.context.hidden = state[0].clone()
-            if sequence.ready:
-                self.pages.keep(sequence)
-        first = [sequence for sequence, _ in chunks if sequence.context.id in begun]
-        for group in self._by_rule(first, {s.context.id: empty_draft() for s in first}):
-            trees.append(group.tree(device))
-            states.append(torch.cat([begun[s.context.id] for s in group.sequences]))
-            groups.append(group)
+        for part, state in zip(parts, hidden[len(groups) :], strict=True):
+            part.done(state[0])
+            self.pages.keep(part.sequence)
         done: list[Answer] = []
-        for group, tree, own in zip(groups, trees, states, strict=True):
-            done += self._commit(group, tree, own)
+        for group, piece, own in zip(groups, pieces, hidden, strict=False):
+            done += self._commit(group, piece.tree, own)
         ended = time.perf_counter()
-        for sequence, _ in chunks:
-            sequence.timing.prefill_ms += (ended - drafted) * 1e3
+        first = {part.sequence.context.id for part in parts}
+        for part in parts:
+            part.sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for group in groups:
             for sequence, draft in zip(group.sequences, group.drafts, strict=True):
-                if sequence.context.id not in begun:
-                    sequence.timing.draft_ms += (drafted - began) * 1e3
-                    sequence.timing.verify_ms += (ended - drafted) * 1e3
-                sequence.timing.forwards += 1
-                sequence.timing.nodes += 1 + len(draft)
+                timing = sequence.timing
+                timing.draft_ms += (drafted - began) * 1e3
+                if sequence.context.id not in first:
+                    timing.verify_ms += (ended - drafted) * 1e3
+                timing.forwards += 1
+                timing.nodes += 1 + len(draft)
         return failed + done
 
     def drop_all(self) -> list[TextSequence]:
@@ -201,18 +197,20 @@ class TextLane:
         """Stop the texts whose futures were cancelled."""
         self._drop([s for s in self.running + self.aside if s.future.cancelled()])
 
-    def _groups(
-        self, ready: Seq[TextSequence], prefill: int, failed: list[Answer]
-    ) -> list[TextGroup]:
-        """Drafts of the texts that may step, grouped by the rule that judges them."""
-        drafts, refused = self._drafting.propose(ready, prefill)
+    def _groups(self, parts: Seq[Chunk], failed: list[Answer]) -> list[TextGroup]:
+        """Drafts of the texts that step, grouped by the rule that judges them: of those that are
+        ready, and of those whose chunk makes them so.
+        """
+        rows = {part.sequence.context.id: part.size for part in parts}
+        stepping = [s for s in self.running if s.missing == rows.get(s.context.id, 0)]
+        drafts, refused = self._drafting.propose(stepping, sum(rows.values()))
         self._drop([sequence for sequence, _ in refused])
         failed += refused
-        for sequence in ready:
+        for sequence in stepping:
             draft = drafts.get(sequence.context.id)
             if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
                 drafts[sequence.context.id] = empty_draft()
-        return self._by_rule([s for s in ready if s.context.id in drafts], drafts)
+        return self._by_rule([s for s in stepping if s.context.id in drafts], drafts)
 
     def _by_rule(
         self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]
@@ -248,10 +246,13 @@ class TextLane:
         tokens = tree.tokens[accepted.nodes.clamp(min=0)]
         table = torch.cat([nodes, tokens], 1).tolist()
         width = accepted.nodes.shape[1]
+        tails = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
-        for sequence, draft, row in zip(group.sequences, group.drafts, table, strict=True):
+        for sequence, draft, row, tail in zip(
+            group.sequences, group.drafts, table, tails, strict=True
+        ):
             length, bonus = row[width], row[width + 1]
             path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
             own = slice(start, start + 1 + len(draft))
@@ -266,8 +267,7 @@ class TextLane:
                 start = own.stop
                 continue
             used = min(length, len(added))
-            sequence.num_computed = before + used
-            sequence.context.hidden = hidden[path[used]].clone()
+            sequence.computed(before + used, tail if used == length else hidden[path[used]])
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
@@ -277,7 +277,7 @@ class TextLane:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
                 self._drop([sequence])
-            else:
+            elif not isinstance(sequence.drafter, NoDrafter):
                 kept = tuple(node - start - 1 for node in path[1:])
                 outcome = TextOutcome(
                     sequence.context, draft, kept, added, hidden[own], logits[own]
@@ -288,28 +288,23 @@ class TextLane:
             drafter.commit(own_outcomes)
         return done
 
-    def _chunks(self) -> list[tuple[TextSequence, int]]:
-        """Who computes how many committed tokens in this step, first come first served: of those
-        that are not ready, and of these all up to the last token if there is room for them.
-        """
-        left = self.limits.prefill_tokens
-        chunks = []
-        for sequence in self.running:
-            size = min(sequence.length - sequence.num_computed, left)
-            if size > 0 and not sequence.ready:
-                chunks.append((sequence, size))
-                left -= size
-        return chunks
+    def _bring_in(self) -> None:
+        """Those aside, in order, until one finds no pages."""
+        waiting, self.aside = self.aside, []
+        for sequence in waiting:
+            found = all(s.waits for s in self.aside) and self._place(sequence)
+            insort(self.running if found else self.aside, sequence, key=_turn)
 
-    def _prefill_piece(self, sequence: TextSequence, size: int) -> Piece:
-        start = sequence.num_computed
-        tokens = torch.tensor(
-            sequence.context.tokens[start : start + size], device=sequence.slots.device
-        )
-        slots = sequence.slots
-        own = slots[start : start + size]
-        read = 2 if start + size == sequence.length else 1
-        return Piece(chain(tokens), NodeInputs(tokens), None, own, (slots[:start],), read)
+    def _place(self, sequence: TextSequence) -> bool:
+        """Pages for it, unless there are none or what it begins with is coming."""
+        before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
+        sequence.waits = is_coming(sequence, before, self.pages.size)
+        if sequence.waits or not self.pages.place(sequence):
+            return False
+        if not sequence.timing.forwards:
+            sequence.timing.root_cached = sequence.num_computed
+            sequence.timing.root_computed = sequence.missing
+        return True
 
     def _make_room(self) -> None:
         """Every text that steps gets a slot for node 0; those served last give theirs up."""
@@ -321,7 +316,7 @@ class TextLane:
         self.pages.keep(sequence)
         self._drop([sequence])
         sequence.num_computed = 0
-        self._serve(self.aside, sequence)
+        insort(self.aside, sequence, key=_turn)
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
         """Out of the lane: pages given back, drafters told."""
@@ -332,6 +327,6 @@ class TextLane:
         self.running = [s for s in self.running if s.context.id not in gone]
         self.aside = [s for s in self.aside if s.context.id not in gone]
 
-    @staticmethod
-    def _serve(line: list[TextSequence], sequence: TextSequence) -> None:
-        insort(line, sequence, key=lambda s: (s.request.priority, s.submitted_s))
+
+def _turn(sequence: TextSequence) -> tuple[int, float]:
+    return sequence.request.priority, sequence.submitted_s

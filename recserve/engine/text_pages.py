@@ -36,7 +36,7 @@ class TextPages:
             self.allocator.release([found.partial])
         sequence.pages, sequence.slots = [], NO_SLOTS
         self._take(sequence, found.pages + fresh)
-        sequence.num_computed, sequence.context.hidden = found.length, found.tail
+        sequence.computed(found.length, found.tail)
         return True
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
@@ -64,10 +64,10 @@ class TextPages:
 
     def keep(self, sequence: TextSequence) -> None:
         """Let others, and itself, find what the text has computed."""
-        computed, hidden = sequence.num_computed, sequence.context.hidden
-        if hidden is not None:
+        computed, tail = sequence.num_computed, sequence.tail
+        if tail is not None:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
-            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], hidden)
+            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens fill or begin."""

@@ -31,8 +31,10 @@ class TextSequence:
     """State of one request between admission and answer.
 
     pages: held, in the order of the tokens; slots: of all of them. num_computed: tokens whose keys
-    and values exist; a step may draft when all but the last are computed. limit: most committed
-    tokens that the model's positions allow. token_counts: None unless penalties need them.
+    and values exist; a text may step when all but the last are computed. tail [E]: the final hidden
+    state of the last computed one, None where it is not known. limit: most committed tokens that
+    the model's positions allow. waits: what it begins with is being computed by another text.
+    token_counts: None unless penalties need them.
     """
 
     request: TextRequest
@@ -45,6 +47,8 @@ class TextSequence:
     pages: list[int] = field(default_factory=list)
     slots: Tensor = NO_SLOTS
     num_computed: int = 0
+    waits: bool = False
+    tail: Tensor | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     timing: Timing = field(default_factory=Timing)
@@ -57,9 +61,19 @@ class TextSequence:
         return len(self.context.tokens)
 
     @property
+    def missing(self) -> int:
+        """Committed tokens to compute before the text may step."""
+        return self.length - 1 - self.num_computed
+
+    @property
     def ready(self) -> bool:
         """Whether only the last committed token is left to compute."""
-        return self.num_computed == self.length - 1
+        return not self.missing
+
+    def computed(self, length: int, tail: Tensor | None) -> None:
+        """Keys and values of the first `length` tokens exist, and drafters see the last state."""
+        self.num_computed, self.tail = length, tail
+        self.context.hidden = tail if self.ready else None
 
     def budget(self, most: int) -> Budget:
         """What a draft may cost. most: draft nodes where the request does not say how many."""
