@@ -323,11 +323,11 @@ def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tenso
     for size in codebook_sizes:
         bits *= max(size, 1)
     if bits < 2**63:
-        key = torch.zeros(codes.shape[0], dtype=torch.int64)
+        key = torch.zeros_like(codes[:, 0])
         for level, size in enumerate(codebook_sizes):
             key = key * size + codes[:, level]
         return torch.sort(key, stable=True).indices
-    order = torch.arange(codes.shape[0])
+    order = torch.arange(codes.shape[0], device=codes.device)
     for level in range(codes.shape[1] - 1, -1, -1):
         order = order[torch.sort(codes[order, level], stable=True).indices]
     return order
