@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
+from recserve.core.expansion import best_children
 from recserve.core.selection import DEAD, keep_best
 from recserve.draft.beam import wanted
 from recserve.kernels.trie_overlay import AnyTrie
@@ -49,12 +50,11 @@ def likely_prefixes(
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
     of each length 0 to L - 1 that are kept for each request. With a prefix come all above it.
     """
-    return torch.cat(
-        [
-            found.keys(found.paths)[wanted(found, skip_single)].flatten()
-            for found in likely_beams(beams, head, widths)
-        ]
-    )
+    keys, needed = [], []
+    for found in likely_beams(beams, head, widths):
+        keys.append(found.keys(found.paths).flatten())
+        needed.append(wanted(found, skip_single)[..., None].expand_as(found.paths).flatten())
+    return torch.cat(keys)[torch.cat(needed)]
 
 
 def likely_beams(beams: Beams, head: SelfDraftHead, widths: list[list[int]]) -> Iterator[Beams]:
@@ -104,8 +104,11 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> _States:
 def _step(before: Beams, beams: Beams, states: _States, head: SelfDraftHead) -> _States:
     """States one level deeper."""
     trie, width = beams.trie, beams.nodes.shape[1]
-    below = trie.leaves(beams.nodes)
-    rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
+    if beams.nodes.is_cuda:  # of all beams: how many fork is not known without waiting
+        rows = torch.arange(beams.nodes.numel(), device=beams.nodes.device)
+    else:
+        below = trie.leaves(beams.nodes)
+        rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
     above = rows // width * before.nodes.shape[1] + beams.parents.flatten()[rows]
     codes = trie.codes_of(beams.nodes.flatten()[rows])
     values = head.step(before.level, states.values[states.slots[above]], codes)
@@ -119,6 +122,10 @@ def _expand(
 ) -> Beams:
     """The most likely children by the head's own log-probabilities. contexts [B, E]."""
     batch, width = beams.nodes.shape
+    if beams.nodes.is_cuda:
+        state = states.values[states.slots]
+        context = contexts.repeat_interleave(width, 0)
+        return best_children(beams, head.level_logits(context, state, beams.level), widths)
     children = beams.trie.children(beams.nodes.flatten())
     gain = torch.zeros(children.nodes.shape, device=contexts.device)
     rows = beams.forked().flatten().nonzero().flatten()

@@ -20,6 +20,7 @@ from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import Trie
 from recserve.kernels.trie_children import BestChildren, LeafBits
+from recserve.kernels.trie_overlay import AnyTrie
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -115,7 +116,7 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
 
 
 def best_children(
-    trie: Trie,
+    trie: AnyTrie,
     nodes: Tensor,
     log_probs: Tensor,
     logits: Tensor,
@@ -125,10 +126,10 @@ def best_children(
     excluded: Tensor | None = None,
     allowed: LeafBits | None = None,
 ) -> BestChildren:
-    """`trie_children.best_children`."""
-    arguments = (trie, nodes, log_probs, logits, width, keep, normalizers, excluded, allowed)
-    if not in_triton(nodes):
-        return trie_children.best_children(*arguments)
+    """`trie_children.best_children`; a trie with an overlay is searched by the twin everywhere."""
+    options = (normalizers, excluded, allowed)
+    if not in_triton(nodes) or not isinstance(trie, Trie):
+        return trie_children.best_children(trie, nodes, log_probs, logits, width, keep, *options)
     from recserve.kernels import trie_topk
 
-    return trie_topk.best_children(*arguments)
+    return trie_topk.best_children(trie, nodes, log_probs, logits, width, keep, *options)

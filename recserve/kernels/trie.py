@@ -11,11 +11,14 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -101,6 +104,13 @@ class Trie:
         starts = self.level_starts
         return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L."""
+        counts, starts = self.first_child.diff(), self.level_starts
+        parts = [counts[start:stop].max() for start, stop in pairwise(starts[:-1])]
+        return tuple(torch.stack(parts).tolist())
+
     @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""
@@ -172,7 +182,7 @@ class Trie:
 
     def levels(self, nodes: Tensor) -> Tensor:
         """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
-        starts = torch.tensor(self.level_starts[1:], device=self.device)
+        starts = on_device(self.level_starts[1:], self.device)
         return torch.bucketize(nodes, starts, right=True)
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:

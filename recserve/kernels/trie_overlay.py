@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.trie import Children, Leaves, Trie
 
 
@@ -109,6 +110,13 @@ class TrieOverlay:
         """Nodes of each level, the empty prefix first."""
         base, own = self.base.level_sizes, self.level_starts
         return (1, *(n + own[i + 1] - own[i] for i, n in enumerate(base[1:])))
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L, or more; never more than there are codes."""
+        more = int(self.grown.child_count.max()) if self.grown.nodes.shape[0] else 0
+        sizes = self.base.codebook_sizes
+        return tuple(min(n + more, c) for n, c in zip(self.base.widths, sizes, strict=True))
 
     @property
     def any_leaf(self) -> int:
@@ -207,7 +215,7 @@ class TrieOverlay:
     def levels(self, nodes: Tensor) -> Tensor:
         """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
         size = self.base.num_nodes
-        starts = torch.tensor(self.level_starts, device=self.device)
+        starts = on_device(self.level_starts, self.device)
         own = torch.bucketize(nodes - size, starts, right=True)
         return torch.where(nodes < size, self.base.levels(nodes.clamp(max=size - 1)), own)
 

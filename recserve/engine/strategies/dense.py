@@ -14,6 +14,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.dense import Retrieved, queries_of, retrieve, split_budgets
 from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
+from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
 
 
@@ -49,8 +50,7 @@ class DenseStrategy(AtOnce):
         used = np.flatnonzero(budgets.any(0))
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         outcomes, offsets = (
-            torch.from_numpy(part).to(tails.device)
-            for part in np.divmod(used, len(config.offset_bounds))
+            on_device(part, tails.device) for part in np.divmod(used, len(config.offset_bounds))
         )
         vectors = self.retriever.queries(tails[:, None], outcomes, offsets)
         found = retrieve(queries_of(vectors, budgets[:, used]), index, requests)
