@@ -36,7 +36,8 @@ def best_items(
     items, most = item_tokens.shape[0], max(request.k for request in requests)
     usable = usable_items(requests, items, item_tokens.device)
     best = torch.full((len(requests), most), NOTHING, device=item_tokens.device)
-    for part in _walking_together(requests, items):
+    walking = _walking_together(requests, items)
+    for part in walking:
         first, own = requests[part[0]], on_device(part, best.device)
         assert first.graph is not None
         seeds = latest_items([requests[b] for b in part], items, first_item)
@@ -51,7 +52,7 @@ def best_items(
             STEPS,
         )
         best[own] = found.best
-    counts = (best != NOTHING).sum(1).tolist()
+    counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
     rest = [b for b, request in enumerate(requests) if counts[b] < min(request.k, items)]
     if rest:
         own = on_device(rest, best.device)
@@ -75,7 +76,7 @@ def usable_items(
         if request.excluded is not None:
             usable[b].index_fill_(0, on_device(request.excluded, device, torch.int64), False)
     if gone is not None:
-        usable[:, gone] = False
+        usable.index_fill_(1, gone, False)
     return usable
 
 

@@ -12,7 +12,7 @@ from recserve.core.beams import Beams
 from recserve.core.expansion import best_children
 from recserve.core.selection import DEAD, keep_best
 from recserve.draft.beam import wanted
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_overlay import AnyTrie, padding_of
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
@@ -82,7 +82,7 @@ def item_log_probs(
     parents = torch.cat([torch.zeros_like(nodes[:, :1]), nodes[:, :-1]], dim=1)
     total, state = torch.zeros(rows.shape, device=tails.device), tails
     for level in range(trie.num_levels):
-        children = trie.children(parents[:, level])
+        children = trie.children(parents[:, level], padding_of(trie, level))
         logits = head.level_logits(contexts[:, level], state, level).float()
         logits = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
         slots = trie.places(nodes[:, level], parents[:, level])[:, None]

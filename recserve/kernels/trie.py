@@ -127,6 +127,11 @@ class Trie:
         return None
 
     @property
+    def gone_on_host(self) -> Tensor | None:
+        """The same rows on the CPU."""
+        return None
+
+    @property
     def replaced(self) -> Tensor | None:
         """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
         return None

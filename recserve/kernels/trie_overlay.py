@@ -137,6 +137,11 @@ class TrieOverlay:
         return torch.sort(self.leaves(nodes).first).values if nodes.shape[0] else None
 
     @cached_property
+    def gone_on_host(self) -> Tensor | None:
+        """The gone rows on the CPU."""
+        return None if self.gone is None else self.gone.cpu()
+
+    @cached_property
     def replaced(self) -> Tensor | None:
         """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
         if self.gone is None:
@@ -285,3 +290,10 @@ class TrieOverlay:
 
 
 AnyTrie = Trie | TrieOverlay
+
+
+def padding_of(trie: AnyTrie, level: int) -> int | None:
+    """To how many the children of some nodes of a level are padded: where the host does not wait
+    for the device, as many as any node of the level has; else the widest of the nodes, None.
+    """
+    return None if trie.device.type == "cpu" else trie.widths[level]

@@ -34,6 +34,7 @@ class DenseStrategy(AtOnce):
 
     def __init__(self, retriever: DenseRetriever) -> None:
         self.retriever = retriever
+        self.scale = np.float32(retriever.scale.item())
 
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""
@@ -60,9 +61,8 @@ class DenseStrategy(AtOnce):
 
     def finish(self, state: Retrievals) -> list[Result]:
         """Slates, not those of beam search."""
-        scale = np.float32(self.retriever.scale.item())
         return [
-            Slate(found.rows, found.cosines * scale, False, 0, sequence.timing)
+            Slate(found.rows, found.cosines * self.scale, False, 0, sequence.timing)
             for found, sequence in zip(state.found, state.sequences, strict=True)
         ]
 
