@@ -16,7 +16,7 @@ from recserve.kernels import accept_reference, dispatch, reference, trie_childre
 from recserve.kernels.accept_reference import Keys
 from recserve.kernels.tree import merge
 from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import leaf_bits, level_widths
+from recserve.kernels.trie_children import leaf_bits
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _trie(device: str, smoke: bool) -> Iterator[Case]:
     ids = torch.unique(torch.randint(0, codes**4, (items,), generator=g))
     levels = torch.stack([ids // codes**k % codes for k in (3, 2, 1, 0)], dim=1)
     trie = build_trie(levels, (codes,) * 4)
-    width, start, stop = level_widths(trie)[1], *trie.level_starts[1:3]
+    width, start, stop = trie.widths[1], *trie.level_starts[1:3]
     trie = trie.to(device)
     nodes = torch.randint(start, stop, (requests, beams), generator=g).to(device)
     log_probs = -torch.rand(requests, beams, generator=g).to(device)

@@ -18,7 +18,7 @@ import torch
 from timing import machine, milliseconds
 
 from recserve.kernels.trie import Trie, build_trie
-from recserve.kernels.trie_children import best_children, leaf_bits, level_widths
+from recserve.kernels.trie_children import best_children, leaf_bits
 
 CODES = 256
 
@@ -47,7 +47,7 @@ def measure(items: int, widths: list[int]) -> list[str]:
     trie = draw_trie(items)
     built = time.perf_counter() - began
     per_million = trie_bytes(trie) / items
-    children = level_widths(trie)
+    children = trie.widths
     bits = leaf_bits(torch.arange(items)[None] % 2 == 0)
     bits_bytes = bits.words.numel() * 8
     lines = [

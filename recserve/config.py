@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 ENV_PREFIX = "RECSERVE_"
+KERNELS = "kernels"  # kernels/dispatch.py reads this variable where there is no server too
 MIN_KEY_LENGTH = 16
 
 
@@ -119,7 +120,7 @@ class ServerConfig(BaseSettings):
         for name in os.environ:
             if name.upper().startswith(ENV_PREFIX):
                 key = name[len(ENV_PREFIX) :].lower()
-                if key not in cls.model_fields:
+                if key not in cls.model_fields and key != KERNELS:
                     raise ConfigError(f"environment: {_unknown(key, name)}")
         if file is not None and not file.is_file():
             raise ConfigError(f"config file {file} does not exist")

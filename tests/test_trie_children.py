@@ -9,7 +9,7 @@ from test_trie import CATALOGUES, draw_codes
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.selection import keep_best
 from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import best_children, leaf_bits, level_widths, popcount
+from recserve.kernels.trie_children import best_children, leaf_bits, popcount
 
 DEAD = float("-inf")
 
@@ -70,7 +70,7 @@ def plain(trie, nodes, log_probs, logits, keep, allowed):
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
 def test_best_children_are_those_of_a_plain_loop(codes, form):
     trie = build(codes)
-    for level, width in enumerate(level_widths(trie)):
+    for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 3, 9, seed=level)
         allowed, excluded = draw_filters(trie, 3, seed=level)
         options = {}
@@ -98,7 +98,7 @@ def test_equals_the_engine_s_step_ties_included():
     trie = build(draw_codes(300, (8, 8, 8)))
     nodes, log_probs, logits = draw_level(trie, 1, 2, 8, coarse=True)
     logits[:] = 0.0
-    got = best_children(trie, nodes, log_probs, logits, level_widths(trie)[1], 20)
+    got = best_children(trie, nodes, log_probs, logits, trie.widths[1], 20)
     children = trie.children(nodes.flatten())
     gain = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
     total = (log_probs.flatten()[:, None] + gain.log_softmax(-1)).masked_fill(~children.valid, DEAD)
@@ -145,7 +145,7 @@ def test_triton_matches_torch(codes, form, monkeypatch):
     trie = build(codes)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(2**62))
-    for level, width in enumerate(level_widths(trie)):
+    for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
         allowed, excluded = draw_filters(trie, 2, seed=level)
         options = {

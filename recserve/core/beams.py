@@ -126,5 +126,9 @@ class Beams:
 
     @property
     def finished(self) -> bool:
-        """True when the beams are leaves, or no request has one left."""
-        return self.level == self.trie.num_levels or not bool(self.alive().any())
+        """True when the beams are leaves, or no request has one left; where a look at the device
+        costs more than going on with dead beams, only when they are leaves.
+        """
+        if self.level == self.trie.num_levels:
+            return True
+        return not self.nodes.is_cuda and not bool(self.alive().any())

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.request import RecommendRequest
+from recserve.kernels.host import on_device
+from recserve.kernels.trie_children import DEAD
 
-DEAD = float("-inf")
 NEVER = 2**31  # past every place
 ROUNDING = 1e-4  # a rival's score and a beam's are sums in different orders
 
@@ -36,7 +37,7 @@ def bound_places(requests: Seq[RecommendRequest], device: torch.device) -> Tenso
     places = [r.k - 1 if r.k < r.width and not r.caps else NEVER for r in requests]
     if min(places) == NEVER:
         return None
-    return torch.tensor(places, device=device)[:, None]
+    return on_device(places, device)[:, None]
 
 
 def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:

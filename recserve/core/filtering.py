@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.trie import Leaves
 from recserve.kernels.trie_overlay import AnyTrie
 
@@ -22,8 +23,8 @@ class LeafFilter:
     """Allowed leaves, in the cheaper of two forms.
 
     excluded: ascending ranks of the leaves that are not allowed, in lists that have no leaf in
-    common. before [I + 1]: allowed leaves before each rank; used instead of `excluded` when the
-    request allows by bitmap.
+    common; a row without a leaf has the number of items there. before [I + 1]: allowed leaves
+    before each rank; used instead of `excluded` when the request allows by bitmap.
     """
 
     excluded: tuple[Tensor, ...]
@@ -56,24 +57,24 @@ def leaf_filter(
     if allowed is not None:
         if allowed.shape != (trie.num_rows,):
             raise ValueError(f"allowed is {allowed.shape}; the catalogue has {trie.num_rows} items")
-        kept = torch.from_numpy(allowed).to(trie.device)[trie.leaf_rows]
+        kept = on_device(allowed, trie.device)[trie.leaf_rows]
         if excluded is not None and excluded.size:
-            kept[_ranks(trie, excluded)] = False
+            kept = torch.cat([kept, kept[:1]]).index_fill_(0, _ranks(trie, excluded), False)[:-1]
         if hidden is not None:
-            kept[hidden] = False
+            kept.index_fill_(0, hidden, False)
         zero = torch.zeros(1, dtype=torch.int64, device=trie.device)
         return LeafFilter((), torch.cat([zero, kept.cumsum(0)]))
     lists = () if hidden is None else (hidden,)
     if excluded is not None and excluded.size:
-        ranks = torch.unique(_ranks(trie, excluded))
+        ranks = _ranks(trie, excluded)
         if hidden is not None:
             at = torch.searchsorted(hidden, ranks).clamp(max=hidden.shape[0] - 1)
-            ranks = ranks[hidden[at] != ranks]
-        lists = (*lists, ranks)
+            ranks = torch.where(hidden[at] == ranks, trie.num_items, ranks)
+        lists = (*lists, torch.sort(ranks).values)
     return LeafFilter(lists) if lists else None
 
 
 def _ranks(trie: AnyTrie, rows: np.ndarray) -> Tensor:
-    """Leaf ranks of item rows; rows without a leaf are left out."""
-    ranks = trie.leaf_ranks(torch.from_numpy(rows).to(trie.device, torch.int64)).long()
-    return ranks if trie.gone is None else ranks[ranks >= 0]
+    """Leaf ranks of the different item rows, the number of items for one without a leaf."""
+    ranks = trie.leaf_ranks(on_device(np.unique(rows), trie.device, torch.int64)).long()
+    return torch.where(ranks >= 0, ranks, trie.num_items)

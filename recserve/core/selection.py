@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.bounds import DEAD, above_bound
-from recserve.kernels.trie_children import packed, unpacked
+from recserve.core.bounds import above_bound
+from recserve.kernels.trie_children import DEAD, packed, unpacked
 
 
 def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:

@@ -133,9 +133,9 @@ def _allowed(
     if excluded:
         keys = owners[:, None] * num_items + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    gone = requests[0].trie.gone
+    gone = requests[0].trie.gone_on_host
     if gone is not None:
-        allowed &= ~np.isin(rows, gone.cpu().numpy())
+        allowed &= ~np.isin(rows, gone.numpy())
     for b in np.unique(owners).tolist():
         bitmap = requests[b].allowed
         if bitmap is not None:

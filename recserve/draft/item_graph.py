@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import RecommendRequest
+from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import search
 from recserve.kernels.item_scores import NOTHING, best_of_all
 
@@ -35,26 +36,28 @@ def best_items(
     items, most = item_tokens.shape[0], max(request.k for request in requests)
     usable = usable_items(requests, items, item_tokens.device)
     best = torch.full((len(requests), most), NOTHING, device=item_tokens.device)
-    for part in _walking_together(requests, items):
-        first = requests[part[0]]
+    walking = _walking_together(requests, items)
+    for part in walking:
+        first, own = requests[part[0]], on_device(part, best.device)
         assert first.graph is not None
         seeds = latest_items([requests[b] for b in part], items, first_item)
         found = search(
             first.graph,
-            log_probs[part],
+            log_probs[own],
             item_tokens,
             seeds,
-            None if usable is None else usable[part],
+            None if usable is None else usable[own],
             most,
             _width(first),
             STEPS,
         )
-        best[part] = found.best
-    counts = (best != NOTHING).sum(1).tolist()
+        best[own] = found.best
+    counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
     rest = [b for b, request in enumerate(requests) if counts[b] < min(request.k, items)]
     if rest:
-        left = None if usable is None else usable[rest]
-        best[rest] = best_of_all(log_probs[rest], item_tokens, left, most)
+        own = on_device(rest, best.device)
+        left = None if usable is None else usable[own]
+        best[own] = best_of_all(log_probs[own], item_tokens, left, most)
     return best
 
 
@@ -69,11 +72,11 @@ def usable_items(
     usable = torch.ones(len(requests), items, dtype=torch.bool, device=device)
     for b, request in enumerate(requests):
         if request.allowed is not None:
-            usable[b] = torch.from_numpy(request.allowed).to(device)
+            usable[b] = on_device(request.allowed, device)
         if request.excluded is not None:
-            usable[b, torch.from_numpy(request.excluded).to(device, torch.int64)] = False
+            usable[b].index_fill_(0, on_device(request.excluded, device, torch.int64), False)
     if gone is not None:
-        usable[:, gone] = False
+        usable.index_fill_(1, gone, False)
     return usable
 
 

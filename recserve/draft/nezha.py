@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.bounds import DEAD
+from recserve.core.expansion import best_children
 from recserve.core.selection import keep_best
 from recserve.draft.beam import wanted
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie_overlay import AnyTrie, padding_of
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
@@ -50,12 +51,11 @@ def likely_prefixes(
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
     of each length 0 to L - 1 that are kept for each request. With a prefix come all above it.
     """
-    return torch.cat(
-        [
-            found.keys(found.paths)[wanted(found, skip_single)].flatten()
-            for found in likely_beams(beams, head, widths)
-        ]
-    )
+    keys, needed = [], []
+    for found in likely_beams(beams, head, widths):
+        keys.append(found.keys(found.paths).flatten())
+        needed.append(wanted(found, skip_single)[..., None].expand_as(found.paths).flatten())
+    return torch.cat(keys)[torch.cat(needed)]
 
 
 def likely_beams(beams: Beams, head: SelfDraftHead, widths: list[list[int]]) -> Iterator[Beams]:
@@ -84,7 +84,7 @@ def item_log_probs(
     parents = torch.cat([torch.zeros_like(nodes[:, :1]), nodes[:, :-1]], dim=1)
     total, state = torch.zeros(rows.shape, device=tails.device), tails
     for level in range(trie.num_levels):
-        children = trie.children(parents[:, level])
+        children = trie.children(parents[:, level], padding_of(trie, level))
         logits = head.level_logits(contexts[:, level], state, level).float()
         logits = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
         slots = trie.places(nodes[:, level], parents[:, level])[:, None]
@@ -106,8 +106,11 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> _States:
 def _step(before: Beams, beams: Beams, states: _States, head: SelfDraftHead) -> _States:
     """States one level deeper."""
     trie, width = beams.trie, beams.nodes.shape[1]
-    below = trie.leaves(beams.nodes)
-    rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
+    if beams.nodes.is_cuda:  # of all beams: how many fork is not known without waiting
+        rows = torch.arange(beams.nodes.numel(), device=beams.nodes.device)
+    else:
+        below = trie.leaves(beams.nodes)
+        rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
     above = rows // width * before.nodes.shape[1] + beams.parents.flatten()[rows]
     codes = trie.codes_of(beams.nodes.flatten()[rows])
     values = head.step(before.level, states.values[states.slots[above]], codes)
@@ -121,6 +124,10 @@ def _expand(
 ) -> Beams:
     """The most likely children by the head's own log-probabilities. contexts [B, E]."""
     batch, width = beams.nodes.shape
+    if beams.nodes.is_cuda:
+        state = states.values[states.slots]
+        context = contexts.repeat_interleave(width, 0)
+        return best_children(beams, head.level_logits(context, state, beams.level), widths)
     children = beams.trie.children(beams.nodes.flatten())
     gain = torch.zeros(children.nodes.shape, device=contexts.device)
     rows = beams.forked().flatten().nonzero().flatten()

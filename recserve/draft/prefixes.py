@@ -34,10 +34,9 @@ def draft_of_keys(
     tokens = level_offsets[tree.depths] + trie.codes_of(tree.tokens)
     scored, node_keys = torch.full_like(tokens, -1), torch.empty_like(tokens)
     node_keys[built.index] = built.keys
-    if before is not None:
+    if before is not None and before.keys.shape[0]:
         row = before.find(built.keys)
-        known = row >= 0
-        scored[built.index[known]] = before.slots[row[known]]
+        scored[built.index] = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
     queries = (scored < 0).nonzero().flatten()
     inputs = NodeInputs(tokens[queries])
     return PrefixDraft(replace(tree, tokens=tokens), inputs, queries, scored, node_keys[queries])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from recserve.engine.delivery import AnyLane
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.runner import Piece, Runner
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
@@ -92,20 +94,16 @@ class Lane:
             if found.partial is not None:
                 self._copy_page(found.partial, root_pages[0], found.length % size)
                 self.allocator.release([found.partial])
-        device = self.runner.pool.keys.device
+        own_pages = on_device(pages + tree_pages, self.runner.pool.keys.device, torch.int64)
         sequence = Sequence(
             request,
             future,
             submitted_s,
             pages + tree_pages,
-            slots_of_pages(torch.tensor(pages, dtype=torch.int64, device=device), size, rows),
+            slots_of_pages(own_pages[: len(pages)], size, rows),
             found.length,
             found.tail,
-            slots_of_pages(
-                torch.tensor(tree_pages, dtype=torch.int64, device=device),
-                size,
-                len(tree_pages) * size,
-            ),
+            slots_of_pages(own_pages[len(pages) :], size, len(tree_pages) * size),
             placeholders=strategy.placeholders if isinstance(strategy, LooksAhead) else None,
             ahead=found.ahead,
             timing=Timing(
@@ -219,17 +217,16 @@ class Lane:
     def _place(self, cohort: Cohort, draft: Draft) -> Tensor:
         """[T] a slot for every node of the draft: old ones keep theirs, new ones get one."""
         tree = draft.tree
-        counts = tree.offsets.diff()
+        offsets = tree.offsets
         if draft.queries is not None:
-            counts = torch.searchsorted(draft.queries, tree.offsets).diff()
-        new = torch.cat(
-            [
-                sequence.take_tree_slots(count)
-                for sequence, count in zip(cohort.sequences, counts.tolist(), strict=True)
-            ]
-        )
-        for sequence, count in zip(cohort.sequences, counts.tolist(), strict=True):
-            sequence.timing.nodes += count
+            offsets = torch.searchsorted(draft.queries, offsets)
+        taken = []
+        for sequence, (start, stop) in zip(
+            cohort.sequences, pairwise(offsets.tolist()), strict=True
+        ):
+            taken.append(sequence.take_tree_slots(stop - start))
+            sequence.timing.nodes += stop - start
+        new = torch.cat(taken)
         if draft.queries is None or draft.scored is None:
             return new
         # Nodes that are neither scored nor computed are nobody's ancestor; any finite slot will do.
@@ -253,7 +250,7 @@ class Lane:
             sequence.timing.nodes += count
         tree = replace(chain(inputs.tokens), kinds=kinds)
         if start < root.shared:
-            shared = torch.tensor([root.shared], device=inputs.tokens.device)
+            shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
         return Piece(tree, inputs, None, places, (slots[:start],), num_states)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels import dispatch
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import Activation
 from recserve.kernels.tree import TokenTree, merge
@@ -81,7 +82,7 @@ def _read(pieces: Seq[Piece], device: torch.device) -> Tensor | None:
     for piece in pieces:
         stop += len(piece.inputs)
         rows += range(stop - _num_states(piece), stop)
-    return torch.tensor(rows, device=device)
+    return on_device(rows, device)
 
 
 def pack(pieces: Seq[Piece]) -> TreeBatch:

@@ -1,10 +1,13 @@
 """The one switch between the paths of a kernel: Triton on CUDA, torch elsewhere.
 
-Triton is imported inside the functions: it is not installed where there is no GPU.
+The environment may say otherwise: `RECSERVE_KERNELS=torch` takes the plain twins on CUDA too, when
+a kernel is suspected; `=triton` takes the kernels everywhere, interpreted, in tests. Triton is
+imported inside the functions: it is not installed where there is no GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from torch import Tensor
@@ -17,8 +20,19 @@ from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import Trie
 from recserve.kernels.trie_children import BestChildren, LeafBits
+from recserve.kernels.trie_overlay import AnyTrie
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+PATHS = ("auto", "torch", "triton")
+KERNELS = os.environ.get("RECSERVE_KERNELS", "auto")
+if KERNELS not in PATHS:
+    raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
+
+
+def in_triton(x: Tensor) -> bool:
+    """Whether kernels on this tensor run in Triton."""
+    return x.is_cuda if KERNELS == "auto" else KERNELS == "triton"
 
 
 def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
@@ -28,18 +42,24 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
     of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
     CPU, the Triton kernel on CUDA. For training: `reference.tree_attention`, which has gradients.
     """
+    if in_triton(batch.slots):
+        from recserve.kernels.tree_attention import TritonTreeAttention
+
+        return TritonTreeAttention(batch, activation)
     if not batch.slots.is_cuda:
         return CpuTreeAttention(batch, activation)
-    from recserve.kernels.tree_attention import TritonTreeAttention
 
-    return TritonTreeAttention(batch, activation)
+    def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return reference.tree_attention(query, keys, values, batch, activation)
+
+    return plain
 
 
 def accept(
     logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor, max_depth: int
 ) -> Walk:
     """`accept_reference.accept`."""
-    if not logits.is_cuda:
+    if not in_triton(logits):
         return accept_reference.accept(logits, tree, keys, temperatures, max_depth)
     from recserve.kernels import accept as kernel
 
@@ -48,7 +68,7 @@ def accept(
 
 def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
     """`accept_reference.accept_drawn`."""
-    if not p.is_cuda:
+    if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)
     from recserve.kernels import accept as kernel
 
@@ -59,7 +79,7 @@ def move_paths(
     keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """`reference.move_paths`."""
-    if not keys.is_cuda:
+    if not in_triton(keys):
         return reference.move_paths(keys, values, sources, targets, lengths)
     from recserve.kernels import path_move
 
@@ -70,7 +90,7 @@ def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """`reference.rope_write`."""
-    if not qkv.is_cuda:
+    if not in_triton(qkv):
         return reference.rope_write(qkv, cos, sin, slots, keys, values)
     from recserve.kernels import rope_write as kernel
 
@@ -79,7 +99,7 @@ def rope_write(
 
 def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`reference.grouped_rms_norm`."""
-    if not x.is_cuda:
+    if not in_triton(x):
         return reference.grouped_rms_norm(x, weight, eps)
     from recserve.kernels import grouped_rms_norm as kernel
 
@@ -88,7 +108,7 @@ def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     """`reference.head_topk`."""
-    if not hidden.is_cuda:
+    if not in_triton(hidden):
         return reference.head_topk(hidden, weight, k)
     from recserve.kernels import head_topk as kernel
 
@@ -96,7 +116,7 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
 
 
 def best_children(
-    trie: Trie,
+    trie: AnyTrie,
     nodes: Tensor,
     log_probs: Tensor,
     logits: Tensor,
@@ -106,10 +126,10 @@ def best_children(
     excluded: Tensor | None = None,
     allowed: LeafBits | None = None,
 ) -> BestChildren:
-    """`trie_children.best_children`."""
-    arguments = (trie, nodes, log_probs, logits, width, keep, normalizers, excluded, allowed)
-    if not nodes.is_cuda:
-        return trie_children.best_children(*arguments)
+    """`trie_children.best_children`; a trie with an overlay is searched by the twin everywhere."""
+    options = (normalizers, excluded, allowed)
+    if not in_triton(nodes) or not isinstance(trie, Trie):
+        return trie_children.best_children(trie, nodes, log_probs, logits, width, keep, *options)
     from recserve.kernels import trie_topk
 
-    return trie_topk.best_children(*arguments)
+    return trie_topk.best_children(trie, nodes, log_probs, logits, width, keep, *options)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 
 
@@ -91,7 +92,7 @@ class TreeBatch:
     def root_lengths(self) -> Tensor:
         """[B] root tokens of each tree."""
         lengths = [slots.shape[0] for slots in self.root_slots]
-        return torch.tensor(lengths, device=self.slots.device)
+        return on_device(lengths, self.slots.device)
 
     def positions(self) -> Tensor:
         """[Tq] absolute position of each computed node: root length + depth."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
+
 CANDIDATE = 0
 AUXILIARY = 1
 
@@ -81,7 +83,7 @@ class TokenTree:
     def to(self, device: torch.device | str) -> TokenTree:
         """The same tree on another device."""
         moved = {
-            name: value.to(device)
+            name: value.to(device, non_blocking=not value.is_cuda)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
@@ -96,7 +98,7 @@ def chain(tokens: Tensor) -> TokenTree:
     n = tokens.shape[0]
     index = torch.arange(n, device=tokens.device)
     ends = torch.full_like(index, n)
-    offsets = torch.tensor([0, n], device=tokens.device)
+    offsets = on_device([0, n], tokens.device)
     return TokenTree(tokens, index - 1, index, ends, offsets)
 
 
@@ -119,7 +121,7 @@ def root_branch(tokens: Tensor, branch_offsets: Tensor) -> TokenTree:
     ends = torch.repeat_interleave(branch_offsets[1:], lengths, output_size=n)
     depths = index - starts
     parents = torch.where(depths > 0, index - 1, -1)
-    return TokenTree(tokens, parents, depths, ends, torch.tensor([0, n], device=tokens.device))
+    return TokenTree(tokens, parents, depths, ends, on_device([0, n], tokens.device))
 
 
 def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:

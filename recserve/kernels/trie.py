@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -102,6 +104,13 @@ class Trie:
         starts = self.level_starts
         return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L."""
+        counts, starts = self.first_child.diff(), self.level_starts
+        parts = [counts[start:stop].max() for start, stop in pairwise(starts[:-1])]
+        return tuple(torch.stack(parts).tolist())
+
     @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""
@@ -115,6 +124,11 @@ class Trie:
     @property
     def gone(self) -> Tensor | None:
         """Item rows that must not be returned: hidden or replaced; None: there are none."""
+        return None
+
+    @property
+    def gone_on_host(self) -> Tensor | None:
+        """The same rows on the CPU."""
         return None
 
     @property
@@ -181,7 +195,7 @@ class Trie:
 
     def levels(self, nodes: Tensor) -> Tensor:
         """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
-        starts = torch.tensor(self.level_starts[1:], device=self.device)
+        starts = on_device(self.level_starts[1:], self.device)
         return torch.bucketize(nodes, starts, right=True)
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
@@ -332,11 +346,11 @@ def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tenso
     for size in codebook_sizes:
         bits *= max(size, 1)
     if bits < 2**63:
-        key = torch.zeros(codes.shape[0], dtype=torch.int64)
+        key = torch.zeros_like(codes[:, 0])
         for level, size in enumerate(codebook_sizes):
             key = key * size + codes[:, level]
         return torch.sort(key, stable=True).indices
-    order = torch.arange(codes.shape[0])
+    order = torch.arange(codes.shape[0], device=codes.device)
     for level in range(codes.shape[1] - 1, -1, -1):
         order = order[torch.sort(codes[order, level], stable=True).indices]
     return order

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
 
 DEAD = float("-inf")
 LOW = 0xFFFFFFFF
@@ -81,17 +81,8 @@ def packed(log_probs: Tensor, nodes: Tensor) -> Tensor:
     return (ordered.long() << 32) | (LOW - nodes.long())
 
 
-def level_widths(trie: Trie) -> tuple[int, ...]:
-    """Most children of a node of each level 0 : L. Reads the device: once per catalogue version."""
-    counts = trie.first_child.diff()
-    starts = trie.level_starts
-    return tuple(
-        int(counts[start:stop].max()) for start, stop in zip(starts, starts[1:-1], strict=False)
-    )
-
-
 def best_children(
-    trie: Trie,
+    trie: AnyTrie,
     nodes: Tensor,
     log_probs: Tensor,
     logits: Tensor,
@@ -105,7 +96,7 @@ def best_children(
 
     nodes, log_probs [B, W]: beams of one level, -inf where dead. logits [B * W, C]: of the level's
     codes at each beam (any finite row where a beam has one child). width: most children of a node
-    of this level (`level_widths`). normalizers [B * W]: subtracted from the logits; None: their
+    of this level (`Trie.widths`). normalizers [B * W]: subtracted from the logits; None: their
     log-sum-exp over the children of the beam, whether allowed or not. excluded [B, X]: leaf ranks,
     ascending, padded with the number of items. allowed: leaves instead. Raises ValueError for both.
     """
@@ -126,13 +117,14 @@ def best_children(
 
 
 def _remaining(
-    trie: Trie, nodes: Tensor, excluded: Tensor | None, allowed: LeafBits | None
+    trie: AnyTrie, nodes: Tensor, excluded: Tensor | None, allowed: LeafBits | None
 ) -> Tensor:
     """A number that is positive where a node still has an allowed item. nodes [B, n].
 
     Raises ValueError if both filters are given: an excluded item may lie outside the allowed ones.
     """
-    first, last = trie.first_leaf[nodes], trie.last_leaf[nodes]
+    leaves = trie.leaves(nodes)
+    first, last = leaves.first, leaves.last
     if allowed is not None:
         if excluded is not None:
             raise ValueError(

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from recserve.kernels.host import on_device
 from recserve.kernels.trie import Children, Leaves, Trie
 
 
@@ -112,6 +113,13 @@ class TrieOverlay:
         base, own = self.base.level_sizes, self.level_starts
         return (1, *(n + own[i + 1] - own[i] for i, n in enumerate(base[1:])))
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L, or more; never more than there are codes."""
+        more = int(self.grown.child_count.max()) if self.grown.nodes.shape[0] else 0
+        sizes = self.base.codebook_sizes
+        return tuple(min(n + more, c) for n, c in zip(self.base.widths, sizes, strict=True))
+
     @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""
@@ -129,6 +137,11 @@ class TrieOverlay:
             return None
         nodes = self._leaf_nodes(self.gone)[self._gone_own]
         return torch.sort(self.leaves(nodes).first).values if nodes.shape[0] else None
+
+    @cached_property
+    def gone_on_host(self) -> Tensor | None:
+        """The gone rows on the CPU."""
+        return None if self.gone is None else self.gone.cpu()
 
     @cached_property
     def replaced(self) -> Tensor | None:
@@ -209,7 +222,7 @@ class TrieOverlay:
     def levels(self, nodes: Tensor) -> Tensor:
         """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
         size = self.base.num_nodes
-        starts = torch.tensor(self.level_starts, device=self.device)
+        starts = on_device(self.level_starts, self.device)
         own = torch.bucketize(nodes - size, starts, right=True)
         return torch.where(nodes < size, self.base.levels(nodes.clamp(max=size - 1)), own)
 
@@ -279,3 +292,10 @@ class TrieOverlay:
 
 
 AnyTrie = Trie | TrieOverlay
+
+
+def padding_of(trie: AnyTrie, level: int) -> int | None:
+    """To how many the children of some nodes of a level are padded: where the host does not wait
+    for the device, as many as any node of the level has; else the widest of the nodes, None.
+    """
+    return None if trie.device.type == "cpu" else trie.widths[level]

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
-from recserve.core.bounds import DEAD, bound_places
+from recserve.core.bounds import bound_places
+from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
 from recserve.core.selection import keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
+from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
 
@@ -63,7 +65,7 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
     assert draft.queries is not None and draft.query_keys is not None
     scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
     owners = draft.query_keys // beams.trie.num_nodes
-    worked = torch.bincount(owners, minlength=len(beams.sequences)).clamp(max=1)
+    worked = torch.zeros_like(beams.rounds).index_fill_(0, owners, 1)
     return replace(beams, scored=scored, rounds=beams.rounds + worked)
 
 
@@ -73,6 +75,12 @@ def advance(beams: Beams, model: Recommender) -> Beams:
     """
     skip_single = model.config.normalization == "children"
     while not beams.finished:
+        if beams.nodes.is_cuda:
+            deeper = _advance_all(beams, model, skip_single)
+            if deeper is None:
+                break
+            beams = deeper
+            continue
         rows = wanted(beams, skip_single).flatten().nonzero().flatten()
         found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
         if bool((found < 0).any()):
@@ -81,11 +89,22 @@ def advance(beams: Beams, model: Recommender) -> Beams:
     return beams
 
 
+def _advance_all(beams: Beams, model: Recommender, skip_single: bool) -> Beams | None:
+    """One level deeper with one look at the device; None where a score is missing."""
+    found = beams.scored.find(beams.keys(beams.nodes))
+    if bool((wanted(beams, skip_single) & (found < 0)).any()):
+        return None
+    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+    return expand_all(beams, table[found.flatten().clamp(min=0)], model)
+
+
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:
     """All allowed children of all beams, the best W of each request.
 
     rows [P]: beams scored by the model, as indices into [B * W]; hidden [P, E] at their last node.
     """
+    if beams.nodes.is_cuda:
+        return expand_all(beams, hidden, model)
     batch, width = beams.nodes.shape
     trie = beams.trie
     children = trie.children(beams.nodes.flatten())
@@ -96,6 +115,17 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
     widths = [_request(s).width for s in beams.sequences]
     total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
     return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
+
+
+def expand_all(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
+    """The same without a host sync. hidden [B * W, E], anything finite at beams that need none."""
+    widths = [_request(s).width for s in beams.sequences]
+    if model.config.normalization == "children":
+        return best_children(beams, model.level_logits(hidden, beams.level), widths)
+    logits = model.full_logits(hidden).float()
+    start = model.config.level_offsets[beams.level]
+    own = logits[:, start : start + model.config.codebook_sizes[beams.level]]
+    return best_children(beams, own, widths, logits.logsumexp(-1))
 
 
 def level_log_probs(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
-from recserve.core.bounds import DEAD
 from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest, Slate
 from recserve.core.selection import descending
 from recserve.draft.candidates import needed_prefixes
+from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 from recserve.verify.scores import path_scores, root_scores
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Scored
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_overlay import AnyTrie, padding_of
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.verify.beam import level_log_probs
@@ -36,7 +36,7 @@ def root_scores(
     token. Returns [M].
     """
     top = torch.zeros(1, dtype=torch.int64, device=trie.device)
-    children = trie.children(top)
+    children = trie.children(top, padding_of(trie, 0))
     codes = children.codes.long().expand(tails.shape[0], -1)
     log_probs = level_log_probs(model, tails, 0, codes, children.valid.expand_as(codes))
     return log_probs[owners, trie.places(trie_nodes[:, 0], top)]
@@ -58,7 +58,7 @@ def path_scores(
         if not here.shape[0]:
             continue
         part = Scored(scored.keys[here], scored.slots[here], scored.hidden[here])
-        children = trie.children(part.keys % size)
+        children = trie.children(part.keys % size, padding_of(trie, level))
         log_probs = level_log_probs(
             model, part.hidden, level, children.codes.long(), children.valid
         )

@@ -14,6 +14,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.dense import Retrieved, queries_of, retrieve, split_budgets
 from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
+from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
 
 
@@ -33,6 +34,7 @@ class DenseStrategy(AtOnce):
 
     def __init__(self, retriever: DenseRetriever) -> None:
         self.retriever = retriever
+        self.scale = np.float32(retriever.scale.item())
 
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""
@@ -49,8 +51,7 @@ class DenseStrategy(AtOnce):
         used = np.flatnonzero(budgets.any(0))
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         outcomes, offsets = (
-            torch.from_numpy(part).to(tails.device)
-            for part in np.divmod(used, len(config.offset_bounds))
+            on_device(part, tails.device) for part in np.divmod(used, len(config.offset_bounds))
         )
         vectors = self.retriever.queries(tails[:, None], outcomes, offsets)
         found = retrieve(queries_of(vectors, budgets[:, used]), index, requests)
@@ -60,9 +61,8 @@ class DenseStrategy(AtOnce):
 
     def finish(self, state: Retrievals) -> list[Result]:
         """Slates, not those of beam search."""
-        scale = np.float32(self.retriever.scale.item())
         return [
-            Slate(found.rows, found.cosines * scale, False, 0, sequence.timing)
+            Slate(found.rows, found.cosines * self.scale, False, 0, sequence.timing)
             for found, sequence in zip(state.found, state.sequences, strict=True)
         ]
 

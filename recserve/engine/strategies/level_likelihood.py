@@ -12,6 +12,7 @@ from torch import Tensor
 from recserve.core.request import LikelihoodRequest, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.engine.strategies.at_once import AtOnce
+from recserve.kernels.host import on_device
 from recserve.kernels.item_scores import score_rows
 from recserve.models.recommender import Recommender
 
@@ -35,11 +36,15 @@ class LevelLikelihoodStrategy(AtOnce):
         """The whole answer."""
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         requests = [_request(s) for s in sequences]
-        rows = torch.from_numpy(np.concatenate([r.rows for r in requests]).astype(np.int64))
-        counts = torch.tensor([len(r.rows) for r in requests])
-        owners = torch.repeat_interleave(counts).to(tails.device)
+        rows = np.concatenate([r.rows for r in requests])
+        owners = np.repeat(np.arange(len(requests)), [len(r.rows) for r in requests])
         log_probs, item_tokens = self.tables.log_probs(tails), self.model.item_tokens
-        scores = score_rows(log_probs, item_tokens, owners, rows.to(tails.device))
+        scores = score_rows(
+            log_probs,
+            item_tokens,
+            on_device(owners, tails.device),
+            on_device(rows, tails.device, torch.int64),
+        )
         return LevelLikelihoods(tuple(sequences), scores)
 
     def finish(self, state: LevelLikelihoods) -> list[Result]:

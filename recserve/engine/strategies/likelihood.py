@@ -16,6 +16,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.candidates import propose_paths
 from recserve.draft.prefixes import PrefixDraft
 from recserve.engine.strategies.beam import level_offsets_of
+from recserve.kernels.host import on_device
 from recserve.models.recommender import Recommender
 from recserve.verify.scores import path_scores, root_scores
 
@@ -52,9 +53,9 @@ class LikelihoodStrategy:
         requests = [_request(s) for s in sequences]
         trie = requests[0].trie
         rows = np.concatenate([r.rows for r in requests])
-        nodes = trie.nodes_of_items(torch.from_numpy(rows).to(trie.device, torch.int64))
-        counts = torch.tensor([len(r.rows) for r in requests], device=trie.device)
-        owners = torch.repeat_interleave(counts)
+        nodes = trie.nodes_of_items(on_device(rows, trie.device, torch.int64))
+        counts = [len(r.rows) for r in requests]
+        owners = on_device(np.repeat(np.arange(len(requests)), counts), trie.device)
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         scores = root_scores(trie, nodes, owners, tails, self.model)
         draft = propose_paths(

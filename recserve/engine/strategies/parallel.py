@@ -54,8 +54,9 @@ class ParallelStrategy(AtOnce):
 
     def finish(self, state: Found) -> list[Result]:
         """Slates."""
-        counts = (state.best != NOTHING).sum(1).tolist()
-        rows, scores = rows_of(state.best).cpu().numpy(), scores_of(state.best).cpu().numpy()
+        best = state.best.cpu()
+        counts = (best != NOTHING).sum(1).tolist()
+        rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
         slates: list[Result] = []
         for b, sequence in enumerate(state.sequences):
             n = min(request_of(sequence).k, counts[b])

@@ -79,7 +79,7 @@ class SpeculativeStrategy(BeamStrategy):
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
         rivals = rerank.rival_keys(state)
-        if state.finished or bool((state.rounds > 0).any()):
+        if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
         widths = [request_of(s).width for s in state.sequences]
         plans = [self._chosen(state, width) for width in widths]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from recserve.core.drafting import Draft
 from recserve.core.request import Result, Scores, TextScoreRequest
 from recserve.core.sequence import Sequence
 from recserve.draft.candidates import propose_texts
+from recserve.kernels.host import on_device
 from recserve.models.language_model import LanguageModel
 from recserve.verify.scores import label_scores
 
@@ -53,8 +53,8 @@ class TextScoreStrategy:
         values = []
         start = 0
         for request in [_request(s) for s in state.sequences]:
-            last = torch.from_numpy(request.offsets[1:] - 1 + start).to(hidden.device)
-            labels = torch.tensor(request.labels, device=hidden.device)
+            last = on_device(request.offsets[1:] - 1 + start, hidden.device)
+            labels = on_device(request.labels, hidden.device)
             values.append(label_scores(self.model, hidden[last], labels))
             start += len(request.tokens)
         return replace(state, values=tuple(values))

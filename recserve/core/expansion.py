@@ -1,0 +1,95 @@
+"""One level deeper on a device that the host does not wait for: all children of all beams at once.
+
+Shapes follow from what the host knows, the beam width and the widest node of each level; dead beams
+and padding are computed with the others. Where waiting costs nothing and padding does, on the CPU,
+core/selection.py does the same for the beams and children that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from recserve.core.beams import Beams
+from recserve.core.bounds import above_bound
+from recserve.core.filtering import LeafFilter
+from recserve.kernels import dispatch
+from recserve.kernels.host import on_device
+from recserve.kernels.trie_children import DEAD, LeafBits, leaf_bits
+from recserve.kernels.trie_overlay import AnyTrie
+
+
+def best_children(
+    beams: Beams, logits: Tensor, widths: list[int], normalizers: Tensor | None = None
+) -> Beams:
+    """One level deeper: the best allowed children of each request, best first, ties to the lower
+    trie node, but for those that cannot enter its answer any more.
+
+    logits [B * W, C]: of the level's codes at each beam; any finite row where the beam is dead or
+    has one child. normalizers [B * W]: subtracted from them; None: the log-sum-exp over the valid
+    children. widths: how many children each request keeps.
+    """
+    trie, level = beams.trie, beams.level
+    batch, width = beams.nodes.shape
+    widest = trie.widths[level]
+    left = filters_of(trie, beams.filters)
+    found = dispatch.best_children(
+        trie,
+        beams.nodes,
+        beams.log_probs,
+        logits,
+        widest,
+        min(max(widths), width * widest),
+        normalizers,
+        left.excluded,
+        left.allowed,
+    )
+    kept = found.log_probs
+    if min(widths) < kept.shape[1]:
+        rank = torch.arange(kept.shape[1], device=kept.device)
+        kept = kept.masked_fill(rank >= on_device(widths, kept.device)[:, None], DEAD)
+    kept = above_bound(beams, found.nodes, kept)
+    chosen = torch.where(kept > DEAD, found.nodes, trie.any_leaf)
+    above = found.parents[..., None].expand(-1, -1, level)
+    return replace(
+        beams,
+        level=level + 1,
+        nodes=chosen,
+        log_probs=kept,
+        paths=torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1),
+        parents=found.parents,
+    )
+
+
+@dataclass(frozen=True)
+class Left:
+    """What B requests allow, as kernels read it: one of the two, or neither.
+
+    excluded [B, X] int32: leaf ranks, ascending, padded with the number of items. allowed: bits.
+    """
+
+    excluded: Tensor | None = None
+    allowed: LeafBits | None = None
+
+
+def filters_of(trie: AnyTrie, filters: Seq[LeafFilter | None]) -> Left:
+    """The filters of requests over one trie; None: the request allows everything."""
+    if all(f is None for f in filters):
+        return Left()
+    items, device = trie.num_items, trie.device
+    if all(f is None or f.before is None for f in filters):
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        lists = [torch.cat([nothing, *(f.excluded if f else ())]).sort().values for f in filters]
+        return Left(pad_sequence(lists, batch_first=True, padding_value=items).int())
+    allowed = torch.ones(len(filters), items + 1, dtype=torch.bool, device=device)
+    for own, f in zip(allowed, filters, strict=True):
+        if f is not None and f.before is not None:
+            own[:-1] = f.before.diff() > 0
+        elif f is not None:
+            for ranks in f.excluded:
+                own.index_fill_(0, ranks, False)
+    return Left(None, leaf_bits(allowed[:, :-1]))

@@ -1,0 +1,59 @@
+"""How often the host waits for the device in a request, counted on a pretended one.
+
+A bound that fails has a table of what waited and where; raise it only for a look that cannot be
+avoided. The engine is warmed first: what is read once for a catalogue version is not counted.
+"""
+
+import pytest
+from device_worlds import ranking, recommending
+from pretend_cuda import PretendCuda
+
+from recserve.kernels import dispatch
+
+# Three levels. `beam` takes two rounds; each looks at the device to size its tree (three times), to
+# place its nodes and to learn how far the scores go. `read` and `shape` as in pretend_cuda.py.
+WAITS = {
+    "beam": {"read": 10, "shape": 6},
+    "speculative": {"read": 8, "shape": 4},
+    "nezha": {"read": 4},
+    "parallel": {"read": 2},
+    "dense": {"read": 1},
+    "likelihood": {"read": 2, "shape": 5},
+    "warm": {},
+}
+RANK = {"read": 2}
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+
+
+def assert_waits(device, engine, requests, bounds):
+    """Cold, then with the root in the prefix cache."""
+    engine.run_many(requests)
+    for cached in (False, True):
+        if not cached:
+            engine.forget_all()
+        device.syncs.clear()
+        engine.run_many(requests)
+        counts = device.counts()
+        for kind in ("read", "shape", "upload"):
+            assert counts[kind] <= bounds.get(kind, 0), (
+                f"{kind}, cached: {cached}\n" + device.table()
+            )
+
+
+@pytest.mark.parametrize("how", ["plain", "filters", "live"])
+@pytest.mark.parametrize("strategy", WAITS)
+def test_recommendations(strategy, how):
+    """The same for one request and for several, with and without filters and new items."""
+    with PretendCuda() as device:
+        world = recommending("cuda")
+        assert_waits(device, world.engine, world.ask(strategy, how), WAITS[strategy])
+
+
+def test_rankings():
+    with PretendCuda() as device:
+        world = ranking("cuda")
+        assert_waits(device, world.engine, world.ask(), RANK)
