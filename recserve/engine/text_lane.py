@@ -30,7 +30,7 @@ from recserve.engine.runner import Piece, Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import TextGroup, moves, token_logprobs
+from recserve.engine.text_step import TextGroup, move_accepted, token_logprobs
 from recserve.kernels.tree import CANDIDATE, TokenTree, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
@@ -154,8 +154,8 @@ class TextLane:
         groups = self._groups([s for s in self.running if s.ready], prefill, failed)
         drafted = time.perf_counter()
         device = self.runner.pool.keys.device
-        pieces = [group.piece(device) for group in groups]
-        trees = [piece.tree for piece in pieces]
+        trees = [group.tree(device) for group in groups]
+        pieces = [group.piece(tree) for group, tree in zip(groups, trees, strict=True)]
         pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
         if not pieces:
             return failed
@@ -239,10 +239,8 @@ class TextLane:
         """Judge a group's trees, keep the paths; the answers of the texts that ended."""
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
-        if len(group.sequences) < tree.num_nodes:
-            source, target = moves(tree, accepted, group.slots())
-            if source.shape[0]:
-                self.runner.pool.copy_slots(source, target)
+        if not group.chains:
+            move_accepted(self.runner.pool, tree, accepted, group.slots())
         # The one look at the device in a step: what was written decides what is done next.
         nodes = torch.cat([accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]], 1)
         tokens = tree.tokens[accepted.nodes.clamp(min=0)]
