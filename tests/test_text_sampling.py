@@ -1,5 +1,7 @@
 """Sampling parameters on every node: a plain loop, transformers, and no neighbours."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,13 +17,14 @@ from transformers.generation.logits_process import (
 
 from recserve.core import sampling
 from recserve.core.sampling_table import sampling_table
-from recserve.core.target import Target, TokenCounts
-from recserve.core.text import Budget, TextContext
+from recserve.core.target import Target, TokenCounts, past_of
+from recserve.core.text import Budget, ScoredTrees, TextContext
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.text_step import under_last_tokens
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
+from recserve.verify.rules import verify
 from recserve.verify.sample import draw_tokens
 
 
@@ -81,7 +84,7 @@ def target_of(contexts, drafts, tree, logits):
         counts.append(own if context.params.counts_tokens else None)
     table = sampling_table([c.params for c in contexts], logits.device)
     depth = max(d.depth for d in drafts)
-    return Target(logits, tree, depth, table, contexts, counts)
+    return Target(logits, tree, depth, table, past_of(table, contexts, counts))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -122,6 +125,54 @@ def test_neighbours_change_no_bit(seed):
             assert torch.equal(alone.argmax(1), together[own].argmax(1))
         else:
             assert torch.equal(alone, together[own])
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_shapes_that_depend_on_no_value_change_no_bit(batch):
+    """Drawing at every node, without a question to the device, gives the lazy walk's path."""
+    kept = 0
+    for seed in range(12):
+        contexts, drafts, tree, logits = drawn_case(seed, batch)
+        target = target_of(contexts, drafts, tree, logits)
+        fixed = replace(target, fixed=True)
+        nodes = torch.arange(tree.num_nodes)
+        assert torch.equal(target(nodes), fixed(nodes))
+        lazy = ScoredTrees(
+            tree,
+            target.depth,
+            target,
+            target.table.seeds,
+            torch.tensor([len(c.tokens) for c in contexts]),
+            ("chosen",) * batch,
+            VOCABULARY,
+        )
+        everywhere = replace(lazy, target=fixed, everywhere=True)
+        wanted, found = verify("sample", lazy), verify("sample", everywhere)
+        for name in ("nodes", "lengths", "bonus"):
+            assert torch.equal(getattr(wanted, name), getattr(found, name))
+        kept += int(found.lengths.sum())
+    assert kept > 0 or batch == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_temperature_alone_needs_no_target(temperature):
+    """Greedy or not, the raw logits and the temperatures are enough."""
+    contexts, drafts, tree, logits = drawn_case(5, 8)
+    contexts = [
+        replace(c, params=SamplingParams(temperature=temperature, seed=i))
+        for i, c in enumerate(contexts)
+    ]
+    target = target_of(contexts, drafts, tree, logits)
+    lengths = torch.tensor([len(c.tokens) for c in contexts])
+    one = ScoredTrees(
+        tree, target.depth, target, target.table.seeds, lengths, ("chosen",) * 8, VOCABULARY
+    )
+    one = replace(one, greedy=temperature == 0)
+    other = replace(one, logits=logits, temperatures=target.table.temperature)
+    wanted = verify("sample", one)
+    for scored in (other, replace(other, everywhere=True, greedy=False)):
+        found = verify("sample", scored)
+        assert torch.equal(wanted.nodes, found.nodes) and torch.equal(wanted.bonus, found.bonus)
 
 
 def test_a_drawn_case_has_every_parameter():
@@ -176,7 +227,8 @@ def test_penalties_and_words_equal_transformers():
         tree = under_last_tokens([9], [TableDrafter("none", {})._one(context, Budget(0, 0))], "cpu")
         counts = TokenCounts(tokens[:2], VOCABULARY, "cpu")
         counts.add(tokens[2:])
-        target = Target(logits, tree, 0, sampling_table([params]), [context], [counts])
+        table = sampling_table([params])
+        target = Target(logits, tree, 0, table, past_of(table, [context], [counts]))
         expected = theirs(torch.tensor([tokens]), logits.clone())
         torch.testing.assert_close(target(torch.tensor([0])), expected)
 

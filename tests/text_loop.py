@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from recserve.core.sampling_table import sampling_table
-from recserve.core.target import Target
+from recserve.core.target import Target, past_of
 from recserve.core.text import Budget, Drafter, ScoredTrees, TextContext, TextDraft, TextOutcome
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
@@ -129,7 +129,7 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
         ScoredTrees(
             tree,
             draft.depth,
-            Target(logits, tree, draft.depth, table, [context], [None]),
+            Target(logits, tree, draft.depth, table, past_of(table, [context], [None])),
             table.seeds,
             torch.tensor([len(context.tokens)]),
             (draft.drawing,),

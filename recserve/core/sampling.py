@@ -73,6 +73,12 @@ def penalise(
     return logits - frequency[:, None] * written - presence[:, None] * (written > 0)
 
 
+def ban(logits: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Tokens [n] banned in the rows [m, n] that name them. logits [m, V]; returns [m, V]."""
+    limit = torch.where(rows, BANNED, float("inf")).to(logits.dtype)
+    return logits.scatter_reduce(1, tokens.expand_as(rows), limit, "amin")
+
+
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Tokens outside top_k, then outside top_p, then under min_p are banned.
 
@@ -108,6 +114,22 @@ def _nucleus(logits: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
             break
     last = values.gather(1, inside[:, None] - 1)[:, 0]
     return torch.where(top_p < 1, last, BANNED)
+
+
+def truncate_fixed(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """As truncate, in shapes that depend on no value: the whole vocabulary is sorted, once."""
+    values = logits.sort(dim=1, descending=True).values
+    last = values.gather(1, (top_k.clamp(1, logits.shape[1]) - 1)[:, None])
+    threshold = torch.where(top_k[:, None] > 0, last, BANNED)
+    values = values.masked_fill(values < threshold, BANNED)
+    total = logits.masked_fill(logits < threshold, BANNED).logsumexp(1, keepdim=True)
+    mass = (values - total).exp()
+    before = mass.cumsum(1) - mass
+    inside = (before < top_p[:, None]).sum(1, keepdim=True).clamp(min=1)
+    nucleus = torch.where(top_p[:, None] < 1, values.gather(1, inside - 1), BANNED)
+    least = values[:, :1] + min_p.log()[:, None]
+    lowest = torch.maximum(torch.maximum(threshold, nucleus), least)
+    return logits.masked_fill(logits < lowest, BANNED)
 
 
 def temper(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -40,19 +40,59 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
+class Past:
+    """What the parameters of B sequences read of their committed tokens.
+
+    numbers [B] int64: tokens written. tails [B, W] int64: the last W committed ones, nearest first,
+    NO_TOKEN before the first; W as the longest bad word without its last token. seen, written
+    [B, V] int32: as TokenCounts, zeros where nothing counts; None where no sequence counts.
+    """
+
+    numbers: Tensor
+    tails: Tensor
+    seen: Tensor | None = None
+    written: Tensor | None = None
+
+
+def past_of(
+    table: SamplingTable, contexts: Seq[TextContext], counts: Seq[TokenCounts | None]
+) -> Past | None:
+    """None where logits depend on nothing but temperature and truncation."""
+    if table.plain:
+        return None
+    device = table.seeds.device
+    width = 0 if table.bad_words is None else table.bad_words.before.shape[1]
+    tails = torch.tensor([last_committed(c, width) for c in contexts], dtype=torch.int64)
+    seen = written = None
+    some = next((own for own in counts if own is not None), None)
+    if some is not None:
+        none = torch.zeros_like(some.seen)
+        seen = torch.stack([none if own is None else own.seen for own in counts])
+        written = torch.stack([none if own is None else own.written for own in counts])
+    numbers = torch.tensor([c.num_output for c in contexts])
+    return Past(numbers.to(device), tails.view(len(contexts), width).to(device), seen, written)
+
+
+def last_committed(context: TextContext, width: int) -> list[int]:
+    """The last `width` committed tokens, nearest first, NO_TOKEN before the first."""
+    tail = context.tokens[: -width - 1 : -1]
+    return tail + [NO_TOKEN] * (width - len(tail))
+
+
+@dataclass(frozen=True)
 class Target:
     """Logits of B trees and all that turns them into distributions.
 
-    logits [T, V] raw. depth: most levels below node 0. counts: None for the sequences whose
-    parameters count nothing.
+    logits [T, V] raw. depth: most levels below node 0. past: None where the table is plain.
+    fixed: nothing is asked of the device, so that shapes depend on T, B, V and depth alone.
     """
 
     logits: Tensor
     tree: TokenTree
     depth: int
     table: SamplingTable
-    contexts: Seq[TextContext]
-    counts: Seq[TokenCounts | None]
+    past: Past | None
+    fixed: bool = False
 
     def __call__(self, nodes: Tensor) -> Tensor:
         """nodes [m] packed -> [m, V] float32 or wider; -inf where the probability is 0.
@@ -65,60 +105,43 @@ class Target:
         if table.greedy and table.plain:
             return rows
         owners = torch.searchsorted(self.tree.offsets, nodes, right=True) - 1
-        if not table.plain:
-            rows = self._by_path(rows, nodes, owners)
+        if self.past is not None:
+            rows = self._by_path(rows, nodes, owners, self.past)
         if table.greedy:
             return rows
         temperature = table.temperature[owners]
         rows = sampling.temper(rows, temperature)
         if table.truncates:
-            rows = sampling.truncate(
-                rows, table.top_k[owners], table.top_p[owners], table.min_p[owners]
-            )
+            cut = sampling.truncate_fixed if self.fixed else sampling.truncate
+            rows = cut(rows, table.top_k[owners], table.top_p[owners], table.min_p[owners])
         return sampling.keep_only_best(rows, temperature == 0)
 
-    def _by_path(self, rows: Tensor, nodes: Tensor, owners: Tensor) -> Tensor:
+    def _by_path(self, rows: Tensor, nodes: Tensor, owners: Tensor, past: Past) -> Tensor:
         """What depends on the tokens before the node: bias, stops, bad words, penalties."""
         table = self.table
         if table.bias is not None:
-            row, entry = (owners[:, None] == table.bias.owners).nonzero(as_tuple=True)
-            place = (row, table.bias.tokens[entry])
-            rows.index_put_(place, table.bias.values[entry].to(rows.dtype), accumulate=True)
+            own = owners[:, None] == table.bias.owners
+            added = torch.where(own, table.bias.values.to(rows.dtype), 0.0)
+            rows.scatter_add_(1, table.bias.tokens.expand_as(own), added)
         if table.stops is not None:
-            written = torch.tensor([c.num_output for c in self.contexts], device=rows.device)
-            number = written[owners] + self.tree.depths[nodes]
+            number = past.numbers[owners] + self.tree.depths[nodes]
             held = (number < table.min_tokens[owners])[:, None]
-            row, entry = (held & (owners[:, None] == table.stops.owners)).nonzero(as_tuple=True)
-            rows[row, table.stops.tokens[entry]] = sampling.BANNED
+            own = held & (owners[:, None] == table.stops.owners)
+            rows = sampling.ban(rows, table.stops.tokens, own)
         paths = sampling.path_tokens(self.tree, nodes, self.depth)
         if table.bad_words is not None:
-            self._ban_words(rows, paths, owners)
-        if table.counts:
-            rows = self._penalise(rows, paths, owners)
+            words = table.bad_words
+            before = sampling.last_tokens(paths, past.tails[owners], words.before.shape[1])
+            same = (words.before == ANY) | (words.before == before[:, None])
+            own = same.all(-1) & (owners[:, None] == words.owners)
+            rows = sampling.ban(rows, words.last, own)
+        if past.seen is not None and past.written is not None:
+            rows = sampling.penalise(
+                rows,
+                sampling.add_path_counts(past.seen[owners], paths),
+                sampling.add_path_counts(past.written[owners], paths),
+                table.repetition[owners],
+                table.presence[owners],
+                table.frequency[owners],
+            )
         return rows
-
-    def _ban_words(self, rows: Tensor, paths: Tensor, owners: Tensor) -> None:
-        words = self.table.bad_words
-        assert words is not None
-        width = words.before.shape[1]
-        tails = [c.tokens[: -width - 1 : -1] for c in self.contexts]
-        padded = [tail + [NO_TOKEN] * (width - len(tail)) for tail in tails]
-        committed = torch.tensor(padded, dtype=torch.int64, device=rows.device)
-        before = sampling.last_tokens(paths, committed[owners], width)
-        same = (words.before == ANY) | (words.before == before[:, None])
-        ended = same.all(-1) & (owners[:, None] == words.owners)
-        row, word = ended.nonzero(as_tuple=True)
-        rows[row, words.last[word]] = sampling.BANNED
-
-    def _penalise(self, rows: Tensor, paths: Tensor, owners: Tensor) -> Tensor:
-        none = torch.zeros(rows.shape[1], dtype=torch.int32, device=rows.device)
-        seen = torch.stack([none if c is None else c.seen for c in self.counts])[owners]
-        written = torch.stack([none if c is None else c.written for c in self.counts])[owners]
-        return sampling.penalise(
-            rows,
-            sampling.add_path_counts(seen, paths),
-            sampling.add_path_counts(written, paths),
-            self.table.repetition[owners],
-            self.table.presence[owners],
-            self.table.frequency[owners],
-        )

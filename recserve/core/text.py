@@ -174,6 +174,9 @@ class ScoredTrees:
     seeds [B], lengths [B] int64: noise is keyed by the seed; a node of depth d predicts position
     `lengths + d`. drawings: how the nodes of each tree came about. greedy: every sequence has
     temperature 0.
+    logits [T, V]: raw, where the target is softmax(logits / temperature) and nothing else, with
+    temperatures [B]; None where other parameters count. everywhere: draw at all nodes, so that no
+    shape depends on what is drawn and the host is not asked; else only where the path comes by.
     """
 
     tree: TokenTree
@@ -185,6 +188,9 @@ class ScoredTrees:
     vocab_size: int
     probs: Tensor | None = None
     greedy: bool = False
+    logits: Tensor | None = None
+    temperatures: Tensor | None = None
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)

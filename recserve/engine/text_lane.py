@@ -32,7 +32,7 @@ from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_prefill import Chunk, chunks, is_coming
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import TextGroup, moves, token_logprobs
+from recserve.engine.text_step import TextGroup, move_accepted, token_logprobs
 from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import GREEDY, check_rule
@@ -162,7 +162,8 @@ class TextLane:
         parts = [part for part in parts if part.sequence.pages]
         drafted = time.perf_counter()
         device = self.runner.pool.keys.device
-        pieces = [group.piece(device) for group in groups]
+        trees = [group.tree(device) for group in groups]
+        pieces = [group.piece(tree) for group, tree in zip(groups, trees, strict=True)]
         pieces += [part.piece() for part in parts]
         if not pieces:
             return failed
@@ -237,10 +238,8 @@ class TextLane:
         """Judge a group's trees, keep the paths; the answers of the texts that ended."""
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
-        if len(group.sequences) < tree.num_nodes:
-            source, target = moves(tree, accepted, group.slots())
-            if source.shape[0]:
-                self.runner.pool.copy_slots(source, target)
+        if not group.chains:
+            move_accepted(self.runner.pool, tree, accepted, group.slots())
         # The one look at the device in a step: what was written decides what is done next.
         nodes = torch.cat([accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]], 1)
         tokens = tree.tokens[accepted.nodes.clamp(min=0)]

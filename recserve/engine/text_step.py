@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.sampling_table import SamplingTable
-from recserve.core.target import Target
+from recserve.core.target import Target, past_of
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.verify.rules import verify
@@ -28,9 +31,8 @@ class TextGroup:
     drafts: list[TextDraft]
     table: SamplingTable
 
-    def piece(self, device: torch.device) -> Piece:
+    def piece(self, tree: TokenTree) -> Piece:
         """The packed trees, placed where their path will stay if it is the first of each."""
-        tree = self.tree(device)
         roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
         return Piece(tree, NodeInputs(tree.tokens), None, self.slots(), roots)
 
@@ -45,24 +47,37 @@ class TextGroup:
             s.slots[s.length - 1 : s.length + len(d)]
             for s, d in zip(self.sequences, self.drafts, strict=True)
         ]
-        return torch.cat(slots)
+        return slots[0] if len(slots) == 1 else torch.cat(slots)
+
+    @property
+    def chains(self) -> bool:
+        """Whether no draft forks, so that every path that is accepted lies right already."""
+        return all(draft.depth == len(draft) for draft in self.drafts)
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""
         depth = max(draft.depth for draft in self.drafts)
-        contexts = [s.context for s in self.sequences]
-        counts = [s.token_counts for s in self.sequences]
+        table, everywhere = self.table, logits.is_cuda
+        past = past_of(
+            table,
+            [s.context for s in self.sequences],
+            [s.token_counts for s in self.sequences],
+        )
         lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
+        alone = past is None and (table.greedy or not table.truncates)
         scored = ScoredTrees(
             tree,
             depth,
-            Target(logits, tree, depth, self.table, contexts, counts),
-            self.table.seeds,
+            Target(logits, tree, depth, table, past, everywhere),
+            table.seeds,
             lengths,
             tuple(draft.drawing for draft in self.drafts),
             logits.shape[1],
             draft_probs(self.drafts, logits),
-            self.table.greedy,
+            table.greedy,
+            logits if alone else None,
+            table.temperature,
+            everywhere,
         )
         return verify(self.rule, scored)
 
@@ -74,42 +89,67 @@ def under_last_tokens(
 
     last [B] tokens. Returns B trees of `1 + n` nodes each, packed, on the device.
     """
-    sizes = torch.tensor([len(draft) for draft in drafts])
-    starts = torch.arange(len(drafts)) + sizes.cumsum(0) - sizes
-    total = int(sizes.sum()) + len(drafts)
-    offsets = torch.cat([starts, torch.tensor([total])]).to(device)
-    tokens = torch.empty(total, dtype=torch.int64, device=device)
-    tokens[offsets[:-1]] = torch.tensor(last, dtype=torch.int64, device=device)
-    parents = torch.full_like(tokens, -1)
-    depths, size = torch.zeros_like(tokens), torch.ones_like(tokens)
-    kinds: Tensor | None = None
-    if total > len(drafts):
-        owners = torch.arange(len(drafts)).repeat_interleave(sizes)
-        places = (torch.arange(total - len(drafts)) + owners + 1).to(device)
-        tokens[places] = _column([draft.tokens for draft in drafts], device)
-        above = _column([draft.parents for draft in drafts], device)
-        parents[places] = above + starts[owners].to(device) + 1
-        if any(draft.kinds is not None for draft in drafts):
-            kinds = torch.full_like(tokens, CANDIDATE)
-            neutral = [torch.full_like(draft.tokens, CANDIDATE) for draft in drafts]
-            pairs = zip(drafts, neutral, strict=True)
-            kinds[places] = _column([n if d.kinds is None else d.kinds for d, n in pairs], device)
-    node = parents
-    for _ in range(max(draft.depth for draft in drafts)):
+    deepest = max(draft.depth for draft in drafts)
+    if not deepest:
+        return _roots_alone(torch.tensor(last, device=device))
+    sizes = np.array([1 + len(draft) for draft in drafts])
+    stops = sizes.cumsum()
+    offsets = np.concatenate([[0], stops])
+    columns = np.empty((5, int(stops[-1])), np.int64)
+    tokens, parents, depths, ends, kinds = columns
+    index, first = np.arange(columns.shape[1]), offsets[:-1].repeat(sizes)
+    # All that a chain is follows from its length; what forks is told below.
+    depths[:] = index - first
+    ends[:] = stops.repeat(sizes)
+    parents[:] = np.where(depths > 0, index - 1, -1)
+    tokens[offsets[:-1]] = last
+    kinds[:] = CANDIDATE
+    late: list[tuple[Tensor, int, slice]] = []
+    forks = False
+    for start, draft in zip(offsets.tolist(), drafts, strict=False):
+        own = slice(start + 1, start + 1 + len(draft))
+        told = [(draft.tokens, 0, 0)] if len(draft) else []
+        if draft.depth < len(draft):
+            told.append((draft.parents, 1, start + 1))
+            forks = True
+        if draft.kinds is not None:
+            told.append((draft.kinds, 4, 0))
+        for column, row, shift in told:
+            if column.device.type == "cpu":
+                columns[row, own] = column.numpy() + shift
+            else:
+                late.append((column + shift, row, own))
+    known = not any(row == 1 for _, row, _ in late)
+    if forks and known:
+        depths[:], ends[:] = _shape(torch.from_numpy(parents), deepest)
+    packed = torch.from_numpy(columns).to(device)
+    for column, row, own in late:
+        packed[row, own] = column
+    if forks and not known:
+        packed[2], packed[3] = _shape(packed[1], deepest)
+    named = any(draft.kinds is not None for draft in drafts)
+    bounds = torch.from_numpy(offsets).to(device)
+    return TokenTree(
+        packed[0], packed[1], packed[2], packed[3], bounds, packed[4] if named else None
+    )
+
+
+def _roots_alone(tokens: Tensor) -> TokenTree:
+    """One node a tree: plain decoding."""
+    bounds = torch.arange(tokens.shape[0] + 1, device=tokens.device)
+    depths = torch.zeros_like(tokens)
+    return TokenTree(tokens, depths - 1, depths, bounds[1:], bounds)
+
+
+def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Depths and ends [T] of trees in preorder, of at most `depth` levels below their roots."""
+    node, depths, sizes = parents, torch.zeros_like(parents), torch.ones_like(parents)
+    for _ in range(depth):
         inside = node >= 0
         depths += inside
-        size.index_add_(0, node.clamp(min=0), inside.to(size.dtype))
+        sizes.index_add_(0, node.clamp(min=0), inside.to(sizes.dtype))
         node = torch.where(inside, parents[node.clamp(min=0)], -1)
-    ends = torch.arange(total, device=device) + size
-    return TokenTree(tokens, parents, depths, ends, offsets, kinds)
-
-
-def _column(parts: Seq[Tensor], device: torch.device | str) -> Tensor:
-    """All parts on the device, in as few copies as their places allow."""
-    parts = [part for part in parts if part.shape[0]]
-    if len({part.device for part in parts}) == 1:
-        return torch.cat(parts).to(device)
-    return torch.cat([part.to(device) for part in parts])
+    return depths, torch.arange(parents.shape[0], device=parents.device) + sizes
 
 
 def draft_probs(drafts: Seq[TextDraft], logits: Tensor) -> Tensor | None:
@@ -124,16 +164,17 @@ def draft_probs(drafts: Seq[TextDraft], logits: Tensor) -> Tensor | None:
     return torch.cat(rows)
 
 
-def moves(tree: TokenTree, accepted: Accepted, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots [n] that hold accepted nodes, and where these belong: right after node 0 of their tree.
+def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tensor) -> None:
+    """Keys and values of the accepted paths to the slots right after node 0 of their trees.
 
     slots [T]: of the packed nodes.
     """
     nodes = accepted.nodes[:, 1:]
     step = torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
-    place = tree.offsets[:-1, None] + step
-    astray = (nodes >= 0) & (nodes != place)
-    return slots[nodes[astray]], slots[place[astray]]
+    # Behind the end of a path any place will do: it is not read.
+    place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
+    sources, targets = slots[nodes.clamp(min=0)], slots[place]
+    dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:

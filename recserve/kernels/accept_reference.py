@@ -17,6 +17,8 @@ from torch import Tensor
 from recserve.kernels.noise import RESIDUAL, exponential, gumbel, uniform
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
+STRETCH = 256
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -56,30 +58,57 @@ def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) ->
     noise = gumbel(keys.seeds[trees], keys.positions(tree), logits.shape[1])
     logits = logits.float()
     drawn = logits / torch.where(warmth > 0, warmth, 1.0) + noise
-    return torch.where(warmth > 0, drawn, logits).argmax(-1)
+    return largest(torch.where(warmth > 0, drawn, logits))
+
+
+def largest(rows: Tensor) -> Tensor:
+    """[m] place of the largest entry of each row [m, V], the lowest among equals.
+
+    On a CPU finding a maximum is several times faster than finding its place: so that of every
+    stretch first, then the place in the best of them.
+    """
+    size = rows.shape[1]
+    whole = size // STRETCH
+    if whole < 2 or rows.is_cuda:
+        return rows.argmax(-1)
+    peaks = rows[:, : whole * STRETCH].reshape(-1, whole, STRETCH).amax(-1)
+    if size % STRETCH:
+        peaks = torch.cat([peaks, rows[:, whole * STRETCH :].amax(-1, keepdim=True)], dim=1)
+    # The last stretch may be short: it is looked at with what stands before it, which is smaller.
+    first = (peaks.argmax(-1, keepdim=True) * STRETCH).clamp(max=size - STRETCH)
+    place = first + torch.arange(STRETCH, device=rows.device)
+    inside: Tensor = rows.gather(1, place).argmax(-1)
+    return first[:, 0] + inside
 
 
 def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:
     """Longest path on which every node carries the token drawn at its parent.
 
     chosen [T]. Of children with the same token the first is followed; auxiliary nodes never are.
-    Every tree has one root node and at most max_depth levels below it.
+    Every tree has one root node and at most max_depth levels below it. Shapes depend on T, B and
+    max_depth alone.
     """
-    nodes = torch.arange(tree.num_nodes, device=chosen.device)
-    open_to = tree.parents
+    size, node = tree.num_nodes, tree.offsets[:-1]
+    if not max_depth:
+        return Walk(node[:, None], torch.zeros_like(node), chosen[node])
+    match = (tree.parents >= 0) & (tree.tokens == chosen[tree.parents.clamp(min=0)])
     if tree.kinds is not None:
-        open_to = torch.where(tree.kinds == CANDIDATE, tree.parents, -1)
-    node = tree.offsets[:-1]
-    alive = torch.ones_like(node, dtype=torch.bool)
+        match &= tree.kinds == CANDIDATE
+    # Where each node leads; `size` is the end of every path, and what leads nowhere is put behind.
+    index = torch.arange(size, device=chosen.device)
+    following = torch.full((size + 2,), size, dtype=torch.int64, device=chosen.device)
+    following = following.scatter_reduce(
+        0, torch.where(match, tree.parents, size + 1), index, "amin"
+    )
     path = [node]
     for _ in range(max_depth):
-        match = (open_to == node[:, None]) & (tree.tokens == chosen[node, None])
-        found = torch.where(match, nodes, tree.num_nodes).amin(-1)
-        alive = alive & (found < tree.num_nodes)
-        node = torch.where(alive, found, node)
-        path.append(torch.where(alive, node, -1))
-    accepted = torch.stack(path, dim=1)
-    return Walk(accepted, (accepted[:, 1:] >= 0).sum(1), chosen[node])
+        node = following[node]
+        path.append(node)
+    walked = torch.stack(path, dim=1)
+    inside = walked < size
+    lengths = inside.sum(1) - 1
+    last = walked.gather(1, lengths[:, None])[:, 0]
+    return Walk(torch.where(inside, walked, -1), lengths, chosen[last])
 
 
 def accept(

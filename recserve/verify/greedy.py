@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
-from recserve.verify.path import follow
+from recserve.kernels.accept_reference import largest
+from recserve.verify.path import follow, follow_chosen
 
 
 class GreedyRule:
@@ -23,6 +24,8 @@ class GreedyRule:
         """The path of argmaxes, ties to the lowest token."""
 
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:
-            return scored.target(nodes).argmax(-1)
+            return largest(scored.target(nodes))
 
+        if scored.logits is not None:
+            return follow_chosen(scored, largest(scored.logits.float()))
         return follow(scored, draw)

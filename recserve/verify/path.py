@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees
+from recserve.kernels import accept_reference
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
 
@@ -52,6 +53,12 @@ def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Acc
             break
         here[rows] = children[children >= 0]
     return Accepted(nodes, (nodes >= 0).sum(1) - 1, bonus)
+
+
+def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:
+    """The same path where the token at every node is known. chosen [T]."""
+    walk = accept_reference.follow(chosen, scored.tree, scored.depth)
+    return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 
 def path_to(tree: TokenTree, ends: Tensor, lengths: Tensor, depth: int) -> Tensor:

@@ -8,11 +8,14 @@ mass on its children, which is also what accepting children one after another gi
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.kernels import dispatch
+from recserve.kernels.accept_reference import Keys, largest
 from recserve.kernels.noise import gumbel, gumbel_of_tokens
-from recserve.verify.path import follow
+from recserve.verify.path import follow, follow_chosen
 
 FEW = 8  # share of the vocabulary under which tokens are looked up one by one
 
@@ -27,12 +30,28 @@ class SampleRule:
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path of the target's own draws."""
+        if scored.everywhere:
+            return _sample_everywhere(scored)
 
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:
             positions = scored.lengths[trees] + scored.tree.depths[nodes]
             return draw_tokens(scored.target(nodes), scored.seeds[trees], positions)
 
         return follow(scored, draw)
+
+
+def _sample_everywhere(scored: ScoredTrees) -> Accepted:
+    """A token at every node, then the walk: launches on the device and nothing else."""
+    tree, lengths = scored.tree, scored.lengths
+    if scored.logits is not None:
+        assert scored.temperatures is not None
+        keys = Keys(scored.seeds, lengths - 1)
+        walk = dispatch.accept(scored.logits, tree, keys, scored.temperatures, scored.depth)
+        return Accepted(walk.nodes, walk.lengths, walk.bonus)
+    trees = tree.tree_ids()
+    rows = scored.target(torch.arange(tree.num_nodes, device=trees.device))
+    noise = gumbel(scored.seeds[trees], lengths[trees] + tree.depths, scored.vocab_size)
+    return follow_chosen(scored, largest(rows + noise))
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -42,7 +61,7 @@ def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """
     possible = int((logits > float("-inf")).sum(1).max())
     if possible > logits.shape[1] // FEW:
-        return (logits + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+        return largest(logits + gumbel(seeds, positions, logits.shape[1]))
     # Noise costs more than finding the few tokens that can win, and is the same for each of them.
     tokens = logits.topk(possible).indices.sort().values
     noise = gumbel_of_tokens(seeds, positions, tokens)
