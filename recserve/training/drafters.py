@@ -27,10 +27,11 @@ from recserve.models.recommender import Recommender, load_recommender
 from recserve.training.calibration import calibrate
 from recserve.training.data import HistoryTrees
 from recserve.training.evaluate import Cases, leave_one_out_cases
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.objectives import node_paths
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 from recserve.training.self_draft import head_loss, read
 from recserve.training.slates import SlateOptions, Slates, rows_of
 
