@@ -24,9 +24,9 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import load_recommender
 from recserve.training.cases import leave_one_out_cases
 from recserve.training.drafters import DrafterRecipe, train_drafter
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import ITEMS, train_recommender
+from recserve.training.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "amazon-beauty"
 NUM_USERS = 2000

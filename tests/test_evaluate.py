@@ -17,11 +17,11 @@ from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
 from recserve.training.cases import leave_one_out_cases
 from recserve.training.evaluate import evaluate_bundle
-from recserve.training.loop import Schedule
 from recserve.training.objectives import Objective
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import CODES, ITEMS, RecommenderTrainee, train_recommender
 from recserve.training.sasrec import PLAIN, train_sasrec
+from recserve.training.schedule import Schedule
 from recserve.training.slates import SlateOptions, Slates, dense_slates
 
 CPU = TrainOptions(device="cpu", precision="float32")

@@ -13,9 +13,9 @@ from recserve.features.vector_index import FaissIndex, GrownIndex, grown
 from recserve.messages import Diversity, Exclude, ItemsBody, RecommendBody
 from recserve.models.recommender import load_recommender, save_recommender
 from recserve.service import Service
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
 from recserve.training.retriever import RetrieverRecipe, train_retriever
+from recserve.training.schedule import Schedule
 
 
 def unit(count: int, seed: int) -> np.ndarray:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
+from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 
 OPTIONS = TrainOptions(device="cpu", precision="float32")
 SCHEDULE = Schedule(epochs=4, learning_rate=0.05, averaging=0.5)
@@ -58,15 +60,17 @@ def outcome(report: TrainReport) -> list[tuple[dict[str, float], dict[str, float
     return [(record.losses, record.metrics) for record in report.history]
 
 
-def test_resumed_run_equals_the_straight_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("orthogonal", [(), ("0.",), ("",)], ids=["adamw", "both", "muon"])
+def test_resumed_run_equals_the_straight_one(orthogonal: tuple[str, ...], tmp_path: Path) -> None:
     """Broken in epoch 3 of 4 and resumed: the same losses, metrics and weights, bit for bit."""
+    schedule = replace(SCHEDULE, orthogonal=orthogonal)
     straight = Line()
-    report = fit(straight, SCHEDULE, OPTIONS, tmp_path / "straight", quiet())
+    report = fit(straight, schedule, OPTIONS, tmp_path / "straight", quiet())
     with pytest.raises(Interrupted):
-        fit(Line(fails=2), SCHEDULE, OPTIONS, tmp_path / "broken", quiet())
+        fit(Line(fails=2), schedule, OPTIONS, tmp_path / "broken", quiet())
     resumed = Line()
     options = replace(OPTIONS, resume=True)
-    second = fit(resumed, SCHEDULE, options, tmp_path / "broken", quiet())
+    second = fit(resumed, schedule, options, tmp_path / "broken", quiet())
     assert report.epochs == second.epochs == 4
     assert outcome(second) == outcome(report)
     for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
@@ -112,6 +116,26 @@ def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"checkpoint\.safetensors is damaged"):
         fit(Line(), SCHEDULE, options, tmp_path, quiet())
+
+
+def test_matrices_that_are_named_are_moved_orthogonally() -> None:
+    """Muon has the trunk's matrices, AdamW all else; a step of Muon has nearly equal singular
+    values, and the root mean square of AdamW's steps (arXiv 2502.16982, section 2.2)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24), nn.LayerNorm(24), nn.Linear(24, 8))
+    schedule = Schedule(1, 0.1, weight_decay=0.0, rates=(("2.", 0.5),), orthogonal=("0.", "1."))
+    adam, muon = build_optimizers(model, schedule)
+    assert [p.shape for g in muon.param_groups for p in g["params"]] == [(24, 40)]
+    shares = {(g["rate"], g["params"][0].ndim < 2): len(g["params"]) for g in adam.param_groups}
+    assert shares == {(1.0, True): 3, (0.5, False): 1, (0.5, True): 1}
+    before = model[0].weight.detach().clone()
+    model(torch.randn(64, 40)).square().sum().backward()
+    muon.step()
+    step = model[0].weight.detach() - before
+    sizes = torch.linalg.svdvals(step)
+    assert sizes.max() < 2 * sizes.median()
+    assert step.square().mean().sqrt().item() == pytest.approx(0.2 * 0.1, rel=0.2)
+    assert len(build_optimizers(model, replace(schedule, orthogonal=()))) == 1
 
 
 def test_learning_rate_rises_then_falls_to_the_floor() -> None:

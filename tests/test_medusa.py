@@ -14,9 +14,9 @@ from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies
-from recserve.training.loop import Schedule
 from recserve.training.medusa import MedusaRecipe, train_medusa
 from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
 from tests.text_loop import VOCABULARY, check_draft, generate, tiny_model
 
 E, V, K = 16, VOCABULARY, 3

@@ -22,9 +22,9 @@ from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
 from recserve.training.evaluate import evaluate_bundle
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import CODES, PARALLEL, recipe_for, train_recommender
+from recserve.training.schedule import Schedule
 
 FORMS = {
     "items-cosine": ("items", 0.1, False),

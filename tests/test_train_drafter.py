@@ -18,9 +18,9 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, load_
 from recserve.models.recommender import load_recommender
 from recserve.training.data import HistoryTrees
 from recserve.training.drafters import DrafterRecipe, train_drafter
-from recserve.training.loop import Schedule
 from recserve.training.objectives import node_paths
 from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
 from recserve.training.self_draft import Reading, head_loss, read
 
 QUIET = Console(quiet=True)

@@ -11,8 +11,8 @@ from recserve.cli.language import train_from_text
 from recserve.models.loading import load_language_model
 from recserve.training import language_model
 from recserve.training.language_model import BOOKS, END, LanguageRecipe, train_language_model
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
 
 TINY = LanguageRecipe(
     vocab_size=280,

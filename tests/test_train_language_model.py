@@ -19,8 +19,8 @@ from recserve.text.tokenizer import TextTokenizer
 from recserve.text.training import train_tokenizer
 from recserve.training.corpus import read_texts, standard_library
 from recserve.training.language_model import BOOKS, LanguageRecipe, train_language_model
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
+from recserve.training.schedule import Schedule
 
 TINY = LanguageRecipe(
     vocab_size=280,

@@ -24,7 +24,6 @@ from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, text_vectors
 from recserve.models.ranker import load_ranker, node_inputs
 from recserve.training.cross_fitting import cross_fitted_vectors
-from recserve.training.loop import Schedule
 from recserve.training.metrics import auc
 from recserve.training.options import TrainOptions
 from recserve.training.ranker import (
@@ -38,6 +37,7 @@ from recserve.training.ranker import (
 from recserve.training.ranking_batch import RankingBatch
 from recserve.training.ranking_data import NegativeSampler, RankingData, held_batches
 from recserve.training.ranking_quality import attend_within, conversion_words, ranking_quality
+from recserve.training.schedule import Schedule
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TOPICS, PER_TOPIC = 6, 20

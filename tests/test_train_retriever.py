@@ -21,7 +21,6 @@ from recserve.models.recommender import Recommender, RecommenderConfig, save_rec
 from recserve.service import Service
 from recserve.training.evaluate import evaluate_bundle
 from recserve.training.futures import Futures
-from recserve.training.loop import Schedule
 from recserve.training.options import TrainOptions
 from recserve.training.retriever import (
     Negatives,
@@ -29,6 +28,7 @@ from recserve.training.retriever import (
     retrieval_loss,
     train_retriever,
 )
+from recserve.training.schedule import Schedule
 
 QUIET = Console(quiet=True)
 CODES = torch.unique(torch.randint(0, 5, (60, 3), generator=torch.manual_seed(2)), dim=0)

@@ -162,8 +162,7 @@ class TextLane:
         parts = [part for part in parts if part.sequence.pages]
         drafted = time.perf_counter()
         device = self.runner.pool.keys.device
-        trees = [group.tree(device) for group in groups]
-        pieces = [group.piece(tree) for group, tree in zip(groups, trees, strict=True)]
+        pieces = [group.piece(group.tree(device)) for group in groups]
         pieces += [part.piece() for part in parts]
         if not pieces:
             return failed

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from recserve.training.optimizers import load_optimizer_state, optimizer_state
 from recserve.training.options import EpochRecord
 
 
@@ -27,7 +28,7 @@ class RunState:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     averaged: dict[str, Tensor]
     best: dict[str, Tensor]
     epoch: int = 0
@@ -53,8 +54,7 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     tensors = {f"model.{n}": t.detach() for n, t in state.model.named_parameters()}
     tensors |= {f"averaged.{n}": t for n, t in state.averaged.items()}
     tensors |= {f"best.{n}": t for n, t in state.best.items()}
-    for number, moments in state.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{number}.{name}": value for name, value in moments.items()}
+    tensors |= {f"optimizer.{n}": t for n, t in optimizer_state(state.optimizers).items()}
     tensors = {name: value.contiguous().cpu().clone() for name, value in tensors.items()}
     header = {"run": json.dumps(state.counters()), "recipe": json.dumps(recipe, sort_keys=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,13 +92,7 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     device = next(state.model.parameters()).device
     state.averaged = {n: t.to(device) for n, t in groups["averaged"].items()}
     state.best = {n: t.to(device) for n, t in groups.get("best", {}).items()}
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, value in groups.get("optimizer", {}).items():
-        number, _, kind = name.partition(".")
-        moments.setdefault(int(number), {})[kind] = value
-    values = state.optimizer.state_dict()
-    values["state"] = moments
-    state.optimizer.load_state_dict(values)
+    load_optimizer_state(state.optimizers, groups.get("optimizer", {}))
     state.history = [EpochRecord(**record) for record in run.pop("history")]
     for name, value in run.items():
         setattr(state, name, value)

@@ -25,10 +25,11 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_
 from recserve.training.calibration import calibrate
 from recserve.training.data import HistoryTrees
 from recserve.training.frozen import FrozenRecommender
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.objectives import node_paths
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 from recserve.training.self_draft import head_loss, read
 from recserve.training.slates import SlateOptions, Slates, rows_of
 

@@ -1,12 +1,11 @@
-"""The training loop of every model: one optimiser, one schedule, one way to stop, resume and keep
-the best."""
+"""The training loop of every model: one schedule, one way to stop, resume and keep the best."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,49 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from recserve.training.checkpoint import RunState, load_checkpoint, save_checkpoint
+from recserve.training.optimizers import build_optimizers
 from recserve.training.options import EpochRecord, TrainOptions, TrainReport
 from recserve.training.plot import save_plot
+from recserve.training.schedule import Schedule
 
 VALIDATION_SHARE = 0.1  # of max_minutes, kept free for the first validation
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How weights move: AdamW, linear warm-up, cosine to `floor` of the peak, an average of the
-    weights.
-
-    warmup: share of all steps. averaging: decay per step of the average that is validated and kept,
-    0 for none. patience: epochs without a better validation before it stops, 0 for never. max_norm:
-    of the gradient. rates: learning rate of the parameters whose names begin so, relative to the
-    others'; their decay per step stays the same.
-    """
-
-    epochs: int
-    learning_rate: float
-    weight_decay: float = 0.1
-    warmup: float = 0.1
-    floor: float = 0.02
-    averaging: float = 0.99
-    patience: int = 0
-    max_norm: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
-    rates: tuple[tuple[str, float], ...] = ()
-
-    def asked(self, options: TrainOptions) -> Schedule:
-        """With what the options say otherwise."""
-        rate = self.learning_rate if options.learning_rate is None else options.learning_rate
-        return replace(self, epochs=options.epochs or self.epochs, learning_rate=rate)
-
-    def rate(self, name: str) -> float:
-        """Relative learning rate of a parameter."""
-        return next((rate for prefix, rate in self.rates if name.startswith(prefix)), 1.0)
-
-    def factor(self, progress: float) -> float:
-        """Share of the peak learning rate. progress: of the run, 0 to 1."""
-        if progress < self.warmup:
-            return max(progress, 1e-3) / self.warmup
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        return self.floor + (1 - self.floor) * cosine
 
 
 @dataclass(frozen=True)
@@ -132,7 +94,7 @@ class _Run:
         self.named = dict(model.named_parameters())
         self.state = RunState(
             model,
-            _adamw(model, schedule),
+            build_optimizers(model, schedule),
             {name: p.detach().clone() for name, p in self.named.items()},
             {},
         )
@@ -217,14 +179,16 @@ class _Run:
         elapsed = time.monotonic() - self.started
         in_steps = (state.step + 1) / (schedule.epochs * steps_per_epoch)
         progress = max(in_steps, elapsed / self._training_s())
-        for group in state.optimizer.param_groups:
-            group["lr"] = schedule.learning_rate * schedule.factor(progress) * group["rate"]
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.learning_rate * schedule.factor(progress) * group["rate"]
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             losses = self.trainee.loss(batch)
-        state.optimizer.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.trainee.model.parameters(), schedule.max_norm)
-        state.optimizer.step()
+        for optimizer in state.optimizers:
+            optimizer.step()
         state.step += 1
         # A young average must forget the weights it started from.
         decay = min(schedule.averaging, (1 + state.step) / (10 + state.step))
@@ -272,28 +236,6 @@ class _Run:
             transient=True,
             disable=not self.console.is_terminal,
         )
-
-
-def _adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """Weight decay on matrices, none on norms, biases and scales."""
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            key = schedule.rate(name), parameter.ndim < 2
-            groups.setdefault(key, []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "rate": rate,
-                "weight_decay": 0.0 if free else schedule.weight_decay / rate,
-            }
-            for (rate, free), parameters in sorted(groups.items(), key=lambda item: item[0])
-        ],
-        lr=schedule.learning_rate,
-        betas=schedule.betas,
-        fused=True,
-    )
 
 
 def _line(record: EpochRecord, epochs: int) -> str:

@@ -22,8 +22,9 @@ from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_files import save_medusa
 from recserve.models.language_model import LanguageModel
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 
 DISCOUNT = 0.8
 

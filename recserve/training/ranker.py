@@ -22,7 +22,7 @@ from recserve.features.ranking import LONG, RECENT, dense_names, max_root_rows
 from recserve.features.ranking_tables import RankingTables
 from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
 from recserve.training.cross_fitting import cross_fitted_vectors
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranking_data import BatchPlan, RankingData
 from recserve.training.ranking_quality import (
@@ -31,6 +31,7 @@ from recserve.training.ranking_quality import (
     conversion_words,
     ranking_quality,
 )
+from recserve.training.schedule import Schedule
 
 SECTION = "ranker"
 STATISTICS_BATCHES = 8

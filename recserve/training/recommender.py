@@ -22,9 +22,10 @@ from recserve.training.cases import leave_one_out_cases
 from recserve.training.data import HistoryTrees
 from recserve.training.evaluate import slate_columns
 from recserve.training.item_graph import save_graph
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.objectives import Objective, node_paths, tree_losses
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 from recserve.training.slates import SlateOptions, Slates
 
 

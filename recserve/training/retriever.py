@@ -35,10 +35,11 @@ from recserve.models.dense_retriever import (
 from recserve.models.recommender import Recommender
 from recserve.training.frozen import FrozenRecommender
 from recserve.training.futures import FutureBatch, Futures
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.objectives import MASKED, hits
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 from recserve.training.slates import SlateOptions, Slates
 
 SECTION = "retriever"

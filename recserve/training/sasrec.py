@@ -20,8 +20,9 @@ from recserve.training.cases import Cases, leave_one_out_cases
 from recserve.training.data import bucketed, windows
 from recserve.training.evaluate import slate_columns
 from recserve.training.full_softmax import full_softmax_loss
-from recserve.training.loop import Schedule, StepLoss, fit
+from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.schedule import Schedule
 from recserve.training.slates import sasrec_slates
 
 Ints = NDArray[np.int64]
