@@ -56,25 +56,35 @@ def verify(
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
+    return advance(scored_by(beams, draft, slots, hidden), model)
+
+
+def scored_by(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+    """The same beams, with what a forward has scored. slots, hidden: as in `verify`."""
     assert draft.queries is not None and draft.query_keys is not None
     scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
     owners = draft.query_keys // beams.trie.num_nodes
     worked = torch.bincount(owners, minlength=len(beams.sequences)).clamp(max=1)
-    return advance(replace(beams, scored=scored, rounds=beams.rounds + worked), model)
+    return replace(beams, scored=scored, rounds=beams.rounds + worked)
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
     """Level by level while every beam that must be scored is scored: then the best W children are
     those of full beam search, whoever drafted them.
     """
-    skip_single = model.config.normalization == "children"
-    while not beams.finished:
-        rows = wanted(beams, skip_single).flatten().nonzero().flatten()
-        found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
-        if bool((found < 0).any()):
-            break
-        beams = expand(beams, rows, beams.scored.hidden[found], model)
+    while not beams.finished and (deeper := one_level_deeper(beams, model)) is not None:
+        beams = deeper
     return beams
+
+
+def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
+    """None where a beam that must be scored is not."""
+    skip_single = model.config.normalization == "children"
+    rows = wanted(beams, skip_single).flatten().nonzero().flatten()
+    found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
+    if bool((found < 0).any()):
+        return None
+    return expand(beams, rows, beams.scored.hidden[found], model)
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:
