@@ -1,11 +1,13 @@
 """Items that training never saw: how often are they found when they are what comes next?
 
-    python benchmarks/cold_items.py --data DIR [--share 0.05] [--epochs 3] [--users 1000]
+    python benchmarks/cold_items.py --data DIR [--share 0.05] [--epochs 3] [--users 1000] [--work W]
 
 A share of the items is taken out of the items and the events, a bundle is built and trained on the
 rest, and the items are put into the running service with their words alone. Then the users whose
-last event is one of them ask for slates, and as many whose last event is not. Two ways to fill the
-collaborative part of a new item's vector are compared: zero, and what similar items have.
+last event is one of them ask for slates, and as many drawn from all users: with beam search, which
+hardly keeps a prefix that it never saw, and with `specgr`, where a retriever proposes items and the
+recommender verifies them. Two ways to fill the collaborative part of a new item's vector are
+compared: zero, and what similar items have.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,22 @@ from recserve.messages import Exclude, ItemsBody, RecommendBody, RollbackBody
 from recserve.service import Service
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import train_recommender
+from recserve.training.retriever import train_retriever
 
 CUTOFFS = (10, 50)
 BEAM = 200
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, and how much the recommender's dense head counts in it."""
+
+    strategy: str
+    dense_weight: float
+
+    def __str__(self) -> str:
+        weight = f", dense head {self.dense_weight:g}" if self.dense_weight else ""
+        return self.strategy + weight
 
 
 def split(data: Path, folder: Path, share: float) -> tuple[set[str], dict[str, list[str]]]:
@@ -61,46 +77,63 @@ def put(service: Service, rows: list[dict[str, Any]]) -> float:
     return time.perf_counter() - began
 
 
-def found(
-    service: Service, cases: list[list[str]], cold: set[str], dense_weight: float
-) -> dict[str, float]:
-    """Recall of the last item of each case, and the share of cold items in the slates."""
+def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) -> dict[str, float]:
+    """Recall and NDCG of the last item of each case; the share of cold items in the slates."""
     bodies = [
         RecommendBody(
             history=case[:-1],
             k=max(CUTOFFS),
             beam_width=BEAM,
-            dense_weight=dense_weight,
+            strategy=way.strategy,
+            dense_weight=way.dense_weight,
             exclude=Exclude(seen=False),
         )
         for case in cases
     ]
-    hits, shown = dict.fromkeys(CUTOFFS, 0), 0
+    ranks, shown, rounds = [], 0, 0
     for case, answer in zip(cases, service.recommend_many(bodies), strict=True):
         if isinstance(answer, Exception):
             raise answer
+        assert "illegal_items" not in answer.degraded
         ids = [item.item_id for item in answer.items]
         shown += len(cold & set(ids[:10]))
-        for cutoff in CUTOFFS:
-            hits[cutoff] += case[-1] in ids[:cutoff]
-    said = {f"recall@{cutoff}": hits[cutoff] / len(cases) for cutoff in CUTOFFS}
-    return said | {"cold_share@10": shown / (10 * len(cases))}
+        rounds += answer.rounds
+        ranks.append(ids.index(case[-1]) if case[-1] in ids else max(CUTOFFS))
+    said = {f"recall@{cutoff}": float(np.mean(np.array(ranks) < cutoff)) for cutoff in CUTOFFS}
+    gains = np.where(np.array(ranks) < 10, 1 / np.log2(np.array(ranks) + 2), 0.0)
+    said["ndcg@10"] = float(gains.mean())
+    return said | {"cold_share@10": shown / (10 * len(cases)), "rounds": rounds / len(cases)}
+
+
+def trained_bundle(folder: Path, epochs: int) -> Bundle:
+    """Built and trained on the warm part of the data in the folder; taken as it is where it is
+    there already.
+    """
+    out = folder / "bundle"
+    if not out.exists():
+        build_bundle(BuildOptions(folder / "items.parquet", folder / "events.parquet", out))
+    for name, train in (("recommender", train_recommender), ("retriever", train_retriever)):
+        bundle = Bundle.open(out)
+        if not bundle.has(name):
+            wanted = TrainOptions(epochs=epochs if name == "recommender" else None, device="cpu")
+            train(bundle, wanted)
+    return Bundle.open(out)
 
 
 def main() -> None:
     """Split, build, train, insert, ask; one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="kept, with the bundle; default: a temporary one")
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--users", type=int, default=1000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.work or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         cold, users = split(options.data, folder, options.share)
-        out = folder / "bundle"
-        build_bundle(BuildOptions(folder / "items.parquet", folder / "events.parquet", out))
-        train_recommender(Bundle.open(out), TrainOptions(epochs=options.epochs, device="cpu"))
+        bundle = trained_bundle(folder, options.epochs)
         table = pq.read_table(options.data / "items.parquet").to_pylist()
         rows = [{k: v for k, v in row.items() if v} for row in table if row["item_id"] in cold]
         histories = [items for items in users.values() if len(items) >= 3]
@@ -108,13 +141,16 @@ def main() -> None:
         histories = [histories[place] for place in order]
         asked = {
             "cold": [h for h in histories if h[-1] in cold][: options.users],
-            "warm": [h for h in histories if h[-1] not in cold][: options.users],
+            "all": histories[: options.users],
         }
         said: dict[str, Any] = {"epochs": options.epochs, "cold_items": len(cold)}
-        with Service.open(out, f"lmdb:{name}/store", "cpu", journal=folder / "journal") as service:
+        weight = float(bundle.manifest.recommender["dense_weight"])
+        ways = [Way(s, w) for s in ("beam", "specgr") for w in (0.0, weight)] + [Way("dense", 0.0)]
+        journal = Path(name) / "journal"
+        with Service.open(bundle.root, f"lmdb:{name}/store", "cpu", journal=journal) as service:
             first = service.versions()["catalog_version"]
             said["insert_s"] = put(service, rows)
-            said["similar"] = figures(service, asked, cold)
+            said["similar"] = figures(service, asked, cold, ways)
             vectors = service.runtime.snapshot.items.vectors
             content = BuildOptions.text_dim
             for row in rows:
@@ -123,18 +159,18 @@ def main() -> None:
                 row["embedding"] = vector.tolist()
             service.rollback_items(RollbackBody(catalog_version=first))
             put(service, rows)
-            said["zero"] = figures(service, asked, cold)
+            said["zero"] = figures(service, asked, cold, ways[:1])
         said["asked"] = {kind: len(cases) for kind, cases in asked.items()}
         said["chance_recall@10"] = 10 / len(table)
         print(json.dumps(said, indent=1))
 
 
-def figures(service: Service, asked: dict[str, list[list[str]]], cold: set[str]) -> dict[str, Any]:
-    """With the semantic ids alone, and with the dense head as the bundle weighs it."""
-    weight = float(service.bundle.manifest.recommender["dense_weight"])
-    weights = {"ids": 0.0, "ids_and_dense": weight}
+def figures(
+    service: Service, asked: dict[str, list[list[str]]], cold: set[str], ways: list[Way]
+) -> dict[str, Any]:
+    """By kind of user and way to answer."""
     return {
-        kind: {name: found(service, cases, cold, weight) for name, weight in weights.items()}
+        kind: {str(way): found(service, cases, cold, way) for way in ways}
         for kind, cases in asked.items()
     }
 

@@ -1,14 +1,15 @@
 """Every strategy beside `beam` and beside transformers: same weights, histories and trie.
 
-    python benchmarks/strategies.py                               # 256 x 4, beams 50 and 256, wall
-    python benchmarks/strategies.py --threads 1 --clock cpu       # on a machine with other work
-    python benchmarks/strategies.py --batches 1 8 32 --dtype bfloat16
-    python benchmarks/strategies.py --bundle B --beams 10 50 200  # a trained bundle's own heads
+    python benchmarks/strategies.py --json A.json            # beams 50, 256; batch 1, 8, 32
+    python benchmarks/strategies.py --threads 1 --clock cpu  # on a machine with other work
+    python benchmarks/strategies.py --bundle B               # a trained bundle's own heads
+    python benchmarks/tables.py docs/performance.md strategies=A.json
 
 Drawn heads say what `nezha`, `parallel` and `dense` cost; what their answers are worth, and how
-many rounds `speculative` saves, only trained ones can say (`recserve evaluate --strategy all`).
-"warm": the same user again. "event": the user with one new event. "cold": a user never seen;
-`generate` is transformers' beam search over the trie, which has no cache between calls.
+many rounds `speculative` and `specgr` save, only trained ones can say (`recserve evaluate
+--strategy all`). "warm": the same user again. "event": the user with one new event. "cold": a user
+never seen; `generate` is transformers' beam search over the trie, which has no cache between calls.
+A cell takes its budget of seconds at most; what is skipped says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from baselines.beams import BeamSearch
 from baselines.generate import Generate
 from baselines.llama import to_llama
 from drawn import drawn_catalogue, drawn_recommender, drawn_roots
-from measuring import CLOCKS, Runs, machine, measure, silence_transformers, write_json
+from measuring import (
+    CLOCKS,
+    Runs,
+    machine,
+    matmul_gflops,
+    measure,
+    silence_transformers,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -52,6 +61,8 @@ RETRIEVER: dict[str, Any] = {
     "offset_shares": (0.5, 0.25, 0.25),
 }
 VISITS = ("warm", "event", "cold")
+UNTRAINED = ("speculative", "specgr")
+REPEATS = 100
 
 
 class Subject:
@@ -63,7 +74,7 @@ class Subject:
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
         pack_weights(model.decoder)  # as the server does when it loads a bundle
-        self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 32_768), heads=heads)
+        self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 65_536), heads=heads)
         self.index = item_index(model, heads)
 
     def ask(self, roots: list[Root], width: int, strategy: StrategyName) -> None:
@@ -125,7 +136,6 @@ def visits(
     """Each kind of visit as a function of the run's number. seed: of the new events, which must
     differ from those that another strategy has left in the cache.
     """
-    more = [grown(subject.model, r, seed * 1000 + n) for n, r in enumerate(subject.roots)]
     count = len(subject.roots) // batch
 
     def group(roots: list[Root], number: int) -> list[Root]:
@@ -136,7 +146,9 @@ def visits(
         subject.ask(group(subject.roots, number), width, strategy)
 
     def event(number: int) -> None:
-        subject.ask(group(more, number), width, strategy)
+        roots = group(subject.roots, number)
+        item = seed * 1000 + number
+        subject.ask([grown(subject.model, root, item) for root in roots], width, strategy)
 
     def cold(number: int) -> None:
         for root in group(subject.roots, number):
@@ -157,28 +169,45 @@ def transformers_cold(subject: Subject, width: int, batch: int) -> Callable[[int
     return lambda number: generate(prompts[torch.arange(batch) + number % 4]) and None
 
 
+def generate_runs(
+    subject: Subject, width: int, batch: int, options: argparse.Namespace, known: dict[int, float]
+) -> Runs:
+    """Of `generate`, cold. known: milliseconds per call by batch times width, of smaller cells."""
+    if subject.llama is None:
+        return Runs((), "reads items, which no Llama does")
+    below = max((size for size in known if size <= batch * width), default=0)
+    expected_s = known[below] * batch * width / below / 1e3 if below else 0.0
+    if expected_s > options.longest_call_s:
+        return Runs((), f"skipped: about {expected_s:.0f} s a call")
+    call = transformers_cold(subject, width, batch)
+    runs = measure(call, 5, options.budget_s, options.clock)
+    known[batch * width] = runs.median_ms
+    return runs
+
+
 def measured_cell(
-    subject: Subject, width: int, batch: int, options: argparse.Namespace
+    subject: Subject, width: int, batch: int, options: argparse.Namespace, known: dict[int, float]
 ) -> dict[str, dict[str, Runs]]:
     """Runs by strategy and visit."""
-    repeats = max(len(subject.roots) // batch - 1, 5)
     runs: dict[str, dict[str, Runs]] = {}
     for seed, name in enumerate(options.strategies or subject.engine.strategies):
-        if name == "speculative" and not options.bundle:
-            continue  # a drawn head proves nothing, so drafting would never pay
+        if name in UNTRAINED and not options.bundle:
+            runs[name] = {visit: Runs((), "needs trained heads") for visit in VISITS}
+            continue
         calls = visits(subject, width, name, batch, 1 + seed + 100 * width + 10_000 * batch)
         runs[name] = {
-            visit: measure(call, repeats, options.budget_s, options.clock)
+            visit: measure(call, REPEATS, options.budget_s, options.clock)
             for visit, call in calls.items()
         }
-    if options.generate and subject.llama is not None:
-        call = transformers_cold(subject, width, batch)
-        runs["generate"] = {"cold": measure(call, 5, options.budget_s, options.clock)}
+    if options.generate:
+        never = Runs((), "has no cache")
+        cold = generate_runs(subject, width, batch, options, known)
+        runs["generate"] = {"warm": never, "event": never, "cold": cold}
     return runs
 
 
 def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None:
-    """Strategies down; median, 99th percentile, and how often it fits into beam search's time."""
+    """Strategies down; median, tail, and how often it fits into beam search's time."""
     table = Table(title=title, title_justify="left")
     table.add_column("ms per batch, median")
     for visit in VISITS:
@@ -187,13 +216,38 @@ def show(console: Console, title: str, runs: dict[str, dict[str, Runs]]) -> None
     for name, cells in runs.items():
         row = [name]
         for visit in VISITS:
-            if visit not in cells:
-                row += ["-", "-"]
-                continue
             ratio = runs["beam"][visit].median_ms / cells[visit].median_ms
-            row += [cells[visit].words(), f"{ratio:.2f}"]
+            row += [cells[visit].words(), f"{ratio:.2f}" if cells[visit].times_ms else ""]
         table.add_row(*row)
     console.print(table)
+
+
+def cells_of(
+    runs: dict[str, dict[str, Runs]], width: int, batch: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """As tables.py reads them."""
+    shape = "bundle" if options.bundle else options.model
+    return [
+        {
+            "model": shape,
+            "dtype": options.dtype,
+            "batch": batch,
+            "beam": width,
+            "visit": visit,
+            "runs": {
+                name: {
+                    "median_ms": cells[visit].median_ms,
+                    "p99_ms": cells[visit].p99_ms,
+                    "slowest_ms": max(cells[visit].times_ms, default=float("nan")),
+                    "runs": len(cells[visit].times_ms),
+                    "note": cells[visit].note,
+                }
+                for name, cells in runs.items()
+            },
+            "stages": {},
+        }
+        for visit in VISITS
+    ]
 
 
 def main() -> None:
@@ -202,9 +256,10 @@ def main() -> None:
     parser.add_argument("--model", default="256x4", help="hidden x layers, where it is drawn")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--beams", nargs="+", type=int, default=[50, 256])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--strategies", nargs="+", help="default: all that the heads allow")
-    parser.add_argument("--generate", action="store_true", help="transformers beside them")
+    parser.add_argument("--no-generate", dest="generate", action="store_false")
+    parser.add_argument("--longest-call-s", type=float, default=30.0, help="of `generate`")
     parser.add_argument("--users", type=int, default=128)
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds per cell")
     parser.add_argument("--threads", type=int, default=2)
@@ -221,23 +276,14 @@ def main() -> None:
         subject = trained_subject(options.bundle, options.users, dtype)
     else:
         subject = drawn_subject(options.model, options.users, dtype)
+    rate = matmul_gflops(512, 256, 1024, dtype, options.clock)
+    content["matmul_gflops"] = rate
+    known: dict[int, float] = {}
     for batch in options.batches:
         for width in options.beams:
-            runs = measured_cell(subject, width, batch, options)
+            runs = measured_cell(subject, width, batch, options, known)
             show(console, f"{options.dtype}, beam {width}, batch {batch}", runs)
-            content["cells"] += [
-                {
-                    "dtype": options.dtype,
-                    "batch": batch,
-                    "beams": width,
-                    "strategy": name,
-                    "visit": visit,
-                    "median_ms": run.median_ms,
-                    "p99_ms": run.p99_ms,
-                }
-                for name, cells in runs.items()
-                for visit, run in cells.items()
-            ]
+            content["cells"] += cells_of(runs, width, batch, options)
             if options.json:
                 write_json(options.json, content)
 

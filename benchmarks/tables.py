@@ -18,6 +18,7 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GROUPS = {
     "recommend": (("items", "model", "dtype", "batch"), "beams", "beam {:,}"),
     "rank": (("scorer", "model", "root"), "candidates", "{:,} candidates"),
+    "strategies": (("model", "dtype", "batch", "beam"), "visit", "{}"),
 }
 
 
@@ -30,7 +31,16 @@ def number(run: dict[str, Any] | None) -> str:
     digits = 1 if run["median_ms"] < 100 else 0
     mark = "~" if run["note"].startswith("~") else ""
     once = " (once)" if run["note"] == "first run" else ""
-    return f"{mark}{run['median_ms']:,.{digits}f}{once}"
+    return f"{mark}{run['median_ms']:,.{digits}f}{once}{tail(run)}"
+
+
+def tail(run: dict[str, Any]) -> str:
+    """Of a benchmark that counts its runs: the 99th percentile of a hundred, or the slowest."""
+    if run.get("runs", 0) < 2:
+        return ""
+    if run["p99_ms"] is not None:
+        return f" / {run['p99_ms']:,.1f}"
+    return f" / {run['slowest_ms']:,.1f} (slowest of {run['runs']})"
 
 
 def row(words: list[str]) -> str:
@@ -39,9 +49,11 @@ def row(words: list[str]) -> str:
 
 def table(cells: list[dict[str, Any]], across: str, heading: str) -> list[str]:
     """Methods down, widths or candidates across; then the engine's stages."""
+    counted = any("runs" in run for cell in cells for run in cell["runs"].values())
+    measured = "ms, median / p99" if counted else "ms, median"
     methods = list(dict.fromkeys(name for cell in cells for name in cell["runs"]))
     lines = [
-        row(["ms, median", *(heading.format(cell[across]) for cell in cells)]),
+        row([measured, *(heading.format(cell[across]) for cell in cells)]),
         row(["---", *("---:" for _ in cells)]),
     ]
     lines += [row([m, *(number(c["runs"].get(m)) for c in cells)]) for m in methods]

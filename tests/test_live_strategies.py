@@ -60,7 +60,7 @@ def service(tmp_path):
         yield opened
 
 
-@pytest.mark.parametrize("strategy", ["beam", "parallel", "dense"])
+@pytest.mark.parametrize("strategy", ["beam", "parallel", "dense", "specgr"])
 def test_new_items_come_and_hidden_ones_go(service, strategy):
     ids = service.runtime.snapshot.catalog.items.ids
     count = len(ids)

@@ -103,6 +103,7 @@ def test_a_bundle_without_a_retriever_says_so(tmp_path):
         for fields, param in (
             ({"outcome": {"click": 1}}, "outcome"),
             ({"strategy": "dense"}, "strategy"),
+            ({"strategy": "specgr"}, "strategy"),
         ):
             body = {"history": ["x"], **fields}
             answer = client.post("/v1/recommend", json=body)

@@ -84,6 +84,21 @@ def test_every_node_is_the_rebuilt_one(changed):
     assert overlay.num_items == rebuilt.num_items and overlay.num_rows == rebuilt.num_rows
 
 
+def test_edges_that_pass_32_bits_find_their_nodes():
+    """40,000 items under a codebook of 65,536: parent and code no longer fit into an int32."""
+    draw = np.random.default_rng(0)
+    codes = torch.from_numpy(np.unique(draw.integers(0, 65_536, (40_050, 2)), axis=0))
+    codes = codes[torch.from_numpy(draw.permutation(len(codes)))]
+    base, later = codes[:-50], codes[-50:]
+    rows = torch.arange(len(base), len(codes))
+    trie = build_trie(base, (65_536, 65_536))
+    overlay = overlay_trie(trie, later, rows, len(codes))
+    rebuilt = build_trie(codes, (65_536, 65_536))
+    assert trie.edges.dtype == torch.int64 and bool((trie.edges.diff() > 0).all())
+    every = torch.arange(len(codes))
+    assert torch.equal(overlay.leaf_ranks(every), rebuilt.leaf_ranks(every).long())
+
+
 def test_children_are_those_of_the_rebuilt_trie_old_ones_first(changed):
     overlay, rebuilt, node = changed.overlay, changed.rebuilt, changed.node
     mine, theirs = overlay.children(node), rebuilt.children(torch.arange(rebuilt.num_nodes))

@@ -13,7 +13,7 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
-StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense"]
+StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class RecommendRequest:
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
     the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
-    index, outcome: for `dense`: the vectors of the trie's items, and the share [O] of each outcome
-    of its retriever in the slate (None: the retriever's own mix). caps: most items of each group
-    in the slate, taken greedily from the best down.
+    index, outcome: for `dense` and `specgr`: the vectors of the trie's items, and the share [O] of
+    each outcome of its retriever in the draft (None: the retriever's own mix). caps: most items of
+    each group in the slate, taken greedily from the best down.
     """
 
     root: Root

@@ -18,6 +18,8 @@ from torch import Tensor
 from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
+from recserve.kernels.host import on_device
+from recserve.models.dense_retriever import DenseRetriever
 
 ALIKE = 0.98  # cosine from which two vectors are one
 OVERFETCH = 3  # items found per place, excluded ones not counted
@@ -44,6 +46,39 @@ class Retrieved:
 
     rows: np.ndarray
     cosines: np.ndarray
+
+
+def nearest(
+    retriever: DenseRetriever, tails: Tensor, requests: Seq[RecommendRequest]
+) -> list[Retrieved]:
+    """What the retriever finds for requests of one catalogue version: k items each, as `retrieve`.
+
+    tails [B, E]: hidden state of the last root token of each. Raises ValueError for a request
+    without an index, or a mix of outcomes of another length.
+    """
+    index = requests[0].index
+    if index is None:
+        strategy = requests[0].strategy
+        raise ValueError(f"strategy {strategy!r} needs the index of the catalogue's item vectors")
+    config = retriever.config
+    shares = np.stack([_shares(r, config.outcome_shares) for r in requests])
+    pairs = shares[:, :, None] * np.array(config.offset_shares)
+    places = np.array([request.k for request in requests])
+    budgets = split_budgets(pairs.reshape(len(requests), -1), places)
+    used = np.flatnonzero(budgets.any(0))
+    outcomes, offsets = (
+        on_device(part, tails.device) for part in np.divmod(used, len(config.offset_bounds))
+    )
+    vectors = retriever.queries(tails[:, None], outcomes, offsets)
+    return retrieve(queries_of(vectors, budgets[:, used]), index, requests)
+
+
+def _shares(request: RecommendRequest, default: tuple[float, ...]) -> np.ndarray:
+    """[O] share of each outcome. Raises ValueError for a mix of another length."""
+    shares = np.array(default) if request.outcome is None else request.outcome
+    if shares.shape != (len(default),):
+        raise ValueError(f"outcome is {shares.shape}; the retriever has {len(default)} outcomes")
+    return np.asarray(shares / shares.sum())
 
 
 def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ class Heads:
     """None: not trained, and the strategies that need it are not offered.
 
     self_draft: drafts for `speculative`. nezha: decodes for `nezha`. retriever: retrieves for
-    `dense`.
+    `dense` and `specgr`.
     """
 
     self_draft: SelfDraftHead | None = None

@@ -63,7 +63,7 @@ from recserve.service.work import Work, failed
 log = logging.getLogger(__name__)
 
 # Every name the contract knows, so that dashboards keep their series from build to build.
-STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", POPULAR)
+STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", "specgr", POPULAR)
 SCORERS = ("ranker", "likelihood")
 MANY_IN_FLIGHT = 64
 

@@ -22,6 +22,7 @@ MISSING = {
     "nezha": "no head was trained; run `recserve train drafter --name nezha`",
     "parallel": "this recommender has no level heads; train it with a recipe that has",
     "dense": "no retriever for this recommender; run `recserve train retriever`",
+    "specgr": "no retriever for this recommender; run `recserve train retriever`",
 }
 
 
@@ -67,8 +68,8 @@ class BundleSlates:
     ) -> SlateOptions:
         """How a strategy makes slates; `exhaustive` is `parallel` on all items.
 
-        dense_weight: of `beam`, `speculative` and `nezha`; None: the bundle's. Raises BundleError
-        where nothing was trained for the strategy.
+        dense_weight: of `beam`, `speculative`, `nezha` and `specgr`; None: the bundle's. Raises
+        BundleError where nothing was trained for the strategy.
         """
         asked = "parallel" if strategy == EXHAUSTIVE else strategy
         if asked not in self.slates.engine.strategies:

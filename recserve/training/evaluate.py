@@ -24,7 +24,7 @@ from recserve.training.slates import dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
 STRATEGIES = (
-    *("auto", "beam", "speculative", "nezha", "parallel", "dense"),
+    *("auto", "beam", "speculative", "nezha", "parallel", "dense", "specgr"),
     *(EXHAUSTIVE, "dense_head", "sasrec"),
 )
 
@@ -96,8 +96,8 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam`, `speculative`, `nezha`, `parallel` and `dense` are the engine's (the item
-    graph is made here where the bundle has none), `exhaustive` is `parallel` on all items,
+    strategy: `beam`, `speculative`, `nezha`, `parallel`, `dense` and `specgr` are the engine's (the
+    item graph is made here where the bundle has none), `exhaustive` is `parallel` on all items,
     `dense_head` the recommender's dense head alone, `sasrec` the baseline, `auto` beam search or,
     where the model has learned none, `exhaustive`. dense_weight: None takes the bundle's. users:
     that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown

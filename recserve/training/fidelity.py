@@ -27,7 +27,7 @@ from recserve.training.metrics import ranks_of, slate_metrics
 from recserve.training.slates import SlateOptions, rows_of
 
 Ints = NDArray[np.int64]
-ORDER = ("beam", "speculative", "nezha", "parallel", "dense")
+ORDER = ("beam", "speculative", "nezha", "parallel", "dense", "specgr")
 REFERENCE = "beam"
 BATCH = 256
 

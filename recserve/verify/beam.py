@@ -73,29 +73,25 @@ def advance(beams: Beams, model: Recommender) -> Beams:
     """Level by level while every beam that must be scored is scored: then the best W children are
     those of full beam search, whoever drafted them.
     """
-    skip_single = model.config.normalization == "children"
-    while not beams.finished:
-        if beams.nodes.is_cuda:
-            deeper = _advance_all(beams, model, skip_single)
-            if deeper is None:
-                break
-            beams = deeper
-            continue
-        rows = wanted(beams, skip_single).flatten().nonzero().flatten()
-        found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
-        if bool((found < 0).any()):
-            break
-        beams = expand(beams, rows, beams.scored.hidden[found], model)
+    while not beams.finished and (deeper := one_level_deeper(beams, model)) is not None:
+        beams = deeper
     return beams
 
 
-def _advance_all(beams: Beams, model: Recommender, skip_single: bool) -> Beams | None:
-    """One level deeper with one look at the device; None where a score is missing."""
-    found = beams.scored.find(beams.keys(beams.nodes))
-    if bool((wanted(beams, skip_single) & (found < 0)).any()):
+def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
+    """None where a beam that must be scored is not. One look at the device."""
+    skip_single = model.config.normalization == "children"
+    if beams.nodes.is_cuda:
+        found = beams.scored.find(beams.keys(beams.nodes))
+        if bool((wanted(beams, skip_single) & (found < 0)).any()):
+            return None
+        table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+        return expand_all(beams, table[found.flatten().clamp(min=0)], model)
+    rows = wanted(beams, skip_single).flatten().nonzero().flatten()
+    found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
+    if bool((found < 0).any()):
         return None
-    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
-    return expand_all(beams, table[found.flatten().clamp(min=0)], model)
+    return expand(beams, rows, beams.scored.hidden[found], model)
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:

@@ -11,6 +11,7 @@ from recserve.engine.strategies.likelihood import LikelihoodStrategy
 from recserve.engine.strategies.nezha import NezhaStrategy
 from recserve.engine.strategies.parallel import ParallelStrategy
 from recserve.engine.strategies.rank import RankStrategy
+from recserve.engine.strategies.specgr import SpecGRStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.engine.strategies.text_scores import TextScoreStrategy
 from recserve.engine.strategies.warm import WarmStrategy
@@ -39,6 +40,7 @@ def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy
         strategies["nezha"] = NezhaStrategy(model, heads.nezha)
     if heads.retriever is not None:
         strategies["dense"] = DenseStrategy(heads.retriever)
+        strategies["specgr"] = SpecGRStrategy(model, heads.retriever)
     return strategies
 
 

@@ -1,0 +1,137 @@
+"""The retriever proposes items, the target accepts what it thinks likely; beam search fills up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from recserve.core.beams import Beams
+from recserve.core.drafting import Draft
+from recserve.core.request import RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.draft import beam as beam_draft
+from recserve.draft import guided
+from recserve.draft.guided import DraftedItems
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
+from recserve.engine.strategies.beam import level_offsets_of, request_of
+from recserve.models.dense_retriever import DenseRetriever
+from recserve.models.recommender import Recommender
+from recserve.verify import beam as beam_verify
+from recserve.verify import threshold
+from recserve.verify.threshold import NONE_JUDGED, Judged
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Requests whose proposed items are being verified.
+
+    pending: proposed and not yet judged; None: nothing is. guided: the beams' level at the newest
+    guided draft, 0: there was none. dense [B, rows]: as in `threshold.slates`.
+    """
+
+    beams: Beams
+    pending: DraftedItems | None
+    judged: Judged
+    guided: int
+    dense: Tensor | None
+
+
+class SpecGRStrategy:
+    """SpecGR: items that training never saw have their place on the slate.
+
+    The retriever, which knows an item by its vector, proposes W items; one forward gives their
+    likelihoods. Where fewer than k are accepted beam search begins, and at each of its levels the
+    retriever proposes again, below the beams. It ends as soon as k are accepted; else the finished
+    beams fill the slate up. Source: Ding et al. 2024, arXiv 2410.02939.
+    """
+
+    def __init__(self, model: Recommender, retriever: DenseRetriever) -> None:
+        self.model, self.retriever = model, retriever
+        self.level_offsets = level_offsets_of(model)
+        self.skip_single = model.config.normalization == "children"
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """The beams; W items drafted freely, and W below the beams of each level."""
+        levels = request.trie.num_levels - 1
+        return request.width * (2 * levels + levels * (levels - 1) // 2)
+
+    def start(self, sequences: Seq[Sequence]) -> Inspection:
+        """The first draft; its items' first codes come with the root's last hidden state."""
+        began = time.perf_counter()
+        level_0 = beam_verify.begin(tuple(sequences), by_children=False)
+        beams = beam_verify.start(level_0, self.model)
+        dense = None
+        if any(request_of(s).dense_weight for s in sequences):
+            dense = self.model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
+        sizes = [request_of(s).width for s in sequences]
+        items = guided.draft_freely(beams, self.retriever, sizes, self.skip_single)
+        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, dense))
+        for sequence in sequences:
+            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
+        return state
+
+    def finished(self, state: Inspection) -> bool:
+        """True when every request has k accepted items, or its beams are leaves."""
+        return state.pending is None and state.beams.finished
+
+    def propose(self, state: Inspection) -> Draft:
+        """The drafted items' prefixes, and from the second round on those of the beams."""
+        beams, pending = state.beams, state.pending
+        if pending is not None and not state.guided:
+            return draft_of_keys(
+                beams.trie, pending.keys, len(beams.sequences), self.level_offsets, beams.scored
+            )
+        extra = None if pending is None else pending.keys
+        return beam_draft.propose(beams, self.level_offsets, self.skip_single, extra)
+
+    def verify(
+        self, state: Inspection, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+    ) -> Inspection:
+        """Items judged; where some are lacking beams a level deeper, and a draft below them."""
+        beams = beam_verify.record(state.beams, draft, slots, hidden)
+        return self._settled(replace(state, beams=beams))
+
+    def finish(self, state: Inspection) -> list[Result]:
+        """Slates."""
+        return list(threshold.slates(state.beams, state.judged, state.dense))
+
+    def _settled(self, state: Inspection) -> Inspection:
+        """Judge, go a level deeper and draft below, until a forward is needed or nothing is left.
+
+        One draft for each level, however much is scored already: else a slate would depend on the
+        requests that step beside it.
+        """
+        while True:
+            if state.pending is not None:
+                if bool((state.beams.scored.find(state.pending.keys) < 0).any()):
+                    return state
+                state = self._judged(state, state.pending)
+            if state.beams.finished:
+                return state
+            if state.guided == state.beams.level:
+                deeper = beam_verify.one_level_deeper(state.beams, self.model)
+                if deeper is None:
+                    return state
+                state = replace(state, beams=deeper)
+            if not state.beams.finished:
+                state = self._drafted_again(state)
+
+    def _judged(self, state: Inspection, items: DraftedItems) -> Inspection:
+        """Beams end for the requests that have enough."""
+        found = threshold.judge(state.beams, items.owners, items.rows, self.model)
+        judged = state.judged.and_then(found)
+        beams = threshold.only(state.beams, threshold.lacking(judged, state.beams))
+        return replace(state, beams=beams, judged=judged, pending=None)
+
+    def _drafted_again(self, state: Inspection) -> Inspection:
+        beams, judged = state.beams, state.judged
+        sizes = [request_of(s).width for s in beams.sequences]
+        before = tuple(judged.rows[judged.owners == b] for b in range(len(sizes)))
+        lacking = threshold.lacking(judged, beams)
+        items = guided.draft_under_beams(
+            beams, self.retriever, lacking, before, sizes, self.skip_single
+        )
+        return replace(state, pending=items, guided=beams.level)
