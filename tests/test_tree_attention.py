@@ -156,10 +156,33 @@ def test_long_roots(root, few):
     """64 nodes over a long root by products; 3 nodes apart from it by two results merged."""
     batch, query, keys, values = draw_batch([("tree", 3 if few else 64)], [root], 4, 2, 32)
     batch, keys, values = placed(batch, keys, values, "before")
-    form = cpu_plan.Form(2, 32, torch.float32, softmax=True)
+    form = cpu_plan.Form(2, 2, 32, torch.float32, softmax=True)
     (part,) = cpu_plan.plan(batch, form)
     assert (part.whole is None) == few and (few or part.whole.width)
     same(batch, query, keys, values, SOFTMAX)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (6, 2)])
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_trees_that_lie_alike_are_one_call(nodes, heads, kv_heads, dtype):
+    kinds, roots = [("tree", nodes)] * 3, [40] * 3
+    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, 32)
+    batch, keys, values = placed(batch, keys, values, "beside")
+    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+    form = cpu_plan.Form(kv_heads, heads // kv_heads, 32, dtype, softmax=True)
+    (part,) = cpu_plan.plan(batch, form)
+    assert part.whole.count == 3
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    own = batch.slots
+    got = CpuTreeAttention(batch)(query, keys[own], values[own], keys, values)
+    assert (got.float() - expected).norm() / expected.norm() < (
+        1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
+    # One slot further away: no longer alike.
+    moved = torch.cat([batch.slots[:-nodes], batch.slots[-nodes:] + 1])
+    apart = TreeBatch(batch.tree, None, moved, batch.root_slots)
+    assert len(cpu_plan.plan(apart, form)) == 3
 
 
 def test_shared_rows_are_seen_by_all():

@@ -4,7 +4,8 @@ merged: the root by a flash kernel that reads it once for all nodes, the tree by
 Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
-              of its own), few by batched products (halves: one flash call)
+              of its own), few by batched products or one flash call for all
+              trees that lie alike in the pool
   root part   n x R, one flash call for all nodes and all query heads of a KV group
   tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N
 and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
@@ -44,8 +45,9 @@ class CpuTreeAttention:
         """
         softmax = self.activation.normalizer is None
         if self._parts is None:
-            group = query.shape[1] // keys.shape[1]
-            self._parts = plan(self.batch, Form(group, query.shape[2], query.dtype, softmax))
+            kv_heads, dim = keys.shape[1:]
+            form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
+            self._parts = plan(self.batch, form)
         attend = _softmax if softmax else self._silu
         if len(self._parts) == 1:
             return attend(self._parts[0], query, key, value, keys, values)
@@ -95,10 +97,13 @@ def _softmax(
     n, heads, dim = query.shape
     kv_heads = key.shape[1]
     # Heads of one KV group become extra rows of one problem: the group's keys are read once.
+    if part.whole is not None and not part.whole.width:
+        attend = _few if part.whole.few_scores else _joined
+        return attend(part.whole, query, keys, values)
     grouped = query.view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
     if part.whole is not None:
-        attend = _products if part.whole.width else _joined
-        return attend(part.whole, grouped, keys, values).transpose(0, 1).reshape(n, heads, dim)
+        tree_out = _products(part.whole, grouped, keys, values)
+        return tree_out.transpose(0, 1).reshape(n, heads, dim)
     if part.chain:
         tree_out, tree_lse = _flash_chain(grouped, key, value)
     elif part.mask is not None:
@@ -117,29 +122,48 @@ def _softmax(
     return tree_out.transpose(0, 1).reshape(n, heads, dim)
 
 
-def _joined(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Few rows and keys in few calls; grouped [K, n, G, D] -> the same shape."""
-    kv_heads, n, groups, dim = grouped.shape
-    rows = grouped.reshape(kv_heads, n * groups, dim)
-    key, value = _heads_first(keys, whole.places), _heads_first(values, whole.places)
-    if rows.dtype == torch.float32 and rows.shape[1] * whole.num_keys <= TILE:
-        base = rows.new_zeros(1) if whole.mask is None else whole.mask
-        scores = torch.baddbmm(base, rows, key.transpose(1, 2), alpha=dim**-0.5)
-        return torch.bmm(torch.softmax(scores, -1), value).view(kv_heads, n, groups, dim)
-    single = n * groups == 1
-    if single:  # the kernel's product of one row of halves costs three times that of two
-        rows = rows.expand(kv_heads, 2, dim)
+def _few(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Few rows and keys of one tree by two batched products; [n, H, D]."""
+    n, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    rows = query.view(n, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    key, value = _together(keys, whole.places), _together(values, whole.places)
+    assert whole.mask is not None
+    scores = torch.baddbmm(whole.mask, rows, key.permute(1, 2, 0), alpha=dim**-0.5)
+    out = torch.bmm(torch.softmax(scores, -1), value.transpose(0, 1))
+    return out.view(kv_heads, n, -1, dim).transpose(0, 1).reshape(n, heads, dim)
+
+
+def _joined(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One flash call for a tree, or for several that lie alike; [n, H, D]."""
+    kv_heads, dim = keys.shape[1:]
+    rows = query.view(whole.count, -1, kv_heads, query.shape[1] // kv_heads, dim).transpose(1, 2)
+    shape = rows.shape
+    rows = rows.reshape(whole.count, kv_heads, -1, dim)
+    num_rows = rows.shape[2]
+    if num_rows == 1 and rows.dtype != torch.float32:
+        # The kernel's product of one row of halves costs three times that of two.
+        rows = rows.expand(whole.count, kv_heads, 2, dim)
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        rows[None], key[None], value[None], attn_mask=whole.mask
+        rows, _heads_first(keys, whole), _heads_first(values, whole), attn_mask=whole.mask
     )[0]
-    return (out[:, :, :1] if single else out).view(kv_heads, n, groups, dim)
+    return out[:, :, :num_rows].view(shape).transpose(1, 2).reshape(query.shape)
 
 
-def _heads_first(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
-    """[K, m, D] of pool [slots, K, D]: a view where the keys follow each other."""
-    if len(places) == 1:
-        return pool[places[0]].transpose(0, 1)
-    return torch.cat([pool[place] for place in places]).transpose(0, 1)
+def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
+    """[B, K, m, D] of pool [slots, K, D]: a view where the keys follow each other."""
+    if whole.count == 1:
+        return _together(pool, whole.places).transpose(0, 1)[None]
+    assert isinstance(whole.places[0], slice)
+    slot, head, one = pool.stride()
+    shape = whole.count, pool.shape[1], whole.num_keys, pool.shape[2]
+    first = pool.storage_offset() + whole.places[0].start * slot
+    return pool.as_strided(shape, (whole.distance * slot, head, slot, one), first)
+
+
+def _together(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
+    """[m, K, D] of pool [slots, K, D]."""
+    return pool[places[0]] if len(places) == 1 else torch.cat([pool[place] for place in places])
 
 
 def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ SHORT = 512  # tokens that are copied faster than two results are merged
 RUNS = 8  # more runs of consecutive slots are gathered one slot at a time
 GAP = 64  # foreign slots that are read and masked rather than left out by a copy
 # Rows and multiply-adds of one head below which a product's fixed cost and copies are most of it.
-PRODUCT_ROWS, PRODUCT_SIZE = 32, 1_600_000
+PRODUCT_ROWS, PRODUCT_SIZE = 48, 3_000_000
+FEW_SCORES = 160_000  # more of them, of all heads, cost more to keep than the flash kernel's blocks
 STEP_ROWS, STEP_KEYS = 16, 64  # sizes of products are rounded up: each new one is compiled
 TILE = 2**19  # scores of one product, so that they stay in the processor's caches
 
@@ -24,10 +25,11 @@ Place = slice | Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """What a plan depends on beside the batch: query heads G of a KV head, head dim D, the type of
-    queries and keys, and whether weights are a softmax.
+    """What a plan depends on beside the batch: KV heads K, query heads G of each, head dim D, the
+    type of queries and keys, and whether weights are a softmax.
     """
 
+    kv_heads: int
     group: int
     dim: int
     dtype: torch.dtype
@@ -38,15 +40,20 @@ class Form:
 class Whole:
     """Root and tree of one tree as one list of m keys under one softmax.
 
-    places: their slots, in order. mask [n * G, w]: 0 or -inf for the last w keys, the others are
-    seen by all; None: all are. width: with oneDNN's products m rounded up, else 0; the mask then
-    reaches to the rounded end, and to rounded rows.
+    places: their slots, in order. mask [n * G, m]: 0 or -inf, None: all see all. width: with
+    oneDNN's products m rounded up, else 0; the mask then is of the last keys, up to the rounded
+    end, and of rounded rows. few_scores: all of them may be kept; the mask is [1] for None.
+    count: B trees of as many rows and keys, each `distance` slots behind the one before; mask
+    [B, 1, n * G, m].
     """
 
     places: tuple[Place, ...]
     num_keys: int
     mask: Tensor | None
     width: int = 0
+    few_scores: bool = False
+    count: int = 1
+    distance: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def plan(batch: TreeBatch, form: Form) -> list[Part]:
         shared = 0 if tree.shared is None else int(tree.shared[b])
         nodes_of_tree = slice(offsets[b], offsets[b + 1])
         parts.append(_with_tree(base, batch, root_slots, nodes, nodes_of_tree, shared, form))
-    return parts
+    return _stacked(parts)
 
 
 def _with_tree(
@@ -175,12 +182,13 @@ def _whole(base: Part, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Fo
         places = _runs(torch.cat([root_slots, slots]))
     else:
         return None
+    few_scores = form.dtype == torch.float32 and form.kv_heads * rows * num_keys <= FEW_SCORES
     if bool(seen.all()):
-        return Whole(places, num_keys, None)
+        return Whole(places, num_keys, torch.zeros(1) if few_scores else None, 0, few_scores)
     mask = torch.zeros(rows, num_keys, dtype=form.dtype)
     behind = added(seen.repeat_interleave(form.group, dim=0), form.dtype)
     mask[:, num_keys - seen.shape[1] :] = behind
-    return Whole(places, num_keys, mask)
+    return Whole(places, num_keys, mask, 0, few_scores)
 
 
 def _near(base: Part, slots: Tensor) -> slice | None:
@@ -192,6 +200,37 @@ def _near(base: Part, slots: Tensor) -> slice | None:
     if first < stop or last >= stop + slots.shape[0] + GAP:
         return None
     return slice(stop - base.root_length, last + 1)
+
+
+def _stacked(parts: list[Part]) -> list[Part]:
+    """Trees of the same size, each a stretch of the pool at the same distance, as one."""
+    wholes, starts = [], []
+    for part in parts:
+        whole = part.whole
+        if whole is None or whole.width or len(whole.places) > 1:
+            return parts
+        if not isinstance(whole.places[0], slice):
+            return parts
+        wholes.append(whole)
+        starts.append(whole.places[0].start)
+    distances = {after - before for before, after in zip(starts, starts[1:], strict=False)}
+    sizes = {
+        (part.rows.stop - part.rows.start, whole.num_keys)
+        for part, whole in zip(parts, wholes, strict=True)
+    }
+    if len(distances) != 1 or len(sizes) != 1 or min(distances) < 0:
+        return parts
+    masks = [whole.mask for whole in wholes if whole.mask is not None and whole.mask.ndim > 1]
+    if masks and len(masks) < len(wholes):
+        return parts
+    stacked = replace(
+        wholes[0],
+        mask=torch.stack(masks)[:, None] if masks else None,
+        few_scores=False,
+        count=len(wholes),
+        distance=distances.pop(),
+    )
+    return [replace(parts[0], rows=slice(0, parts[-1].rows.stop), whole=stacked)]
 
 
 def has_products(dtype: torch.dtype) -> bool:
