@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.kernels import reference
+from recserve.kernels import cpu_attention, cpu_plan, reference
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
@@ -97,6 +97,94 @@ def test_silu_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limi
         same(*drawn, Activation(normalizer=37.0))
 
 
+def placed(batch, keys, values, layout):
+    """The same batch with its keys elsewhere in a pool whose other slots hold large numbers."""
+    starts, stop = [], 3
+    offsets = batch.tree.offsets.tolist()
+    for b, root in enumerate(batch.root_slots):
+        n, r = offsets[b + 1] - offsets[b], root.shape[0]
+        order = {
+            "beside": [range(stop, stop + r), range(stop + r + 5, stop + r + 5 + n)],
+            "before": [range(stop + n, stop + n + r), range(stop, stop + n)],
+            "pages": [
+                [stop + i + 7 * (i // 16) for i in range(r)],
+                range(stop + 3 * (r + 16), stop + 3 * (r + 16) + n),
+            ],
+        }[layout]
+        starts.append([torch.tensor(list(part), dtype=torch.int64) for part in order])
+        stop += 4 * (r + n) + 80
+    moved = TreeBatch(
+        batch.tree,
+        batch.queries,
+        torch.cat([tree for _, tree in starts]),
+        tuple(root for root, _ in starts),
+    )
+    old = torch.cat([*batch.root_slots, batch.slots])
+    new = torch.cat([*moved.root_slots, moved.slots])
+    pools = [torch.full((stop, *pool.shape[1:]), 30.0, dtype=pool.dtype) for pool in (keys, values)]
+    for pool, source in zip(pools, (keys, values), strict=True):
+        pool[new] = source[old]
+    return moved, *pools
+
+
+@pytest.mark.parametrize("products", [False, True], ids=["few", "products"])
+@pytest.mark.parametrize("layout", ["beside", "before", "pages"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[2:7])
+def test_wherever_keys_lie(
+    kinds, roots, heads, kv_heads, dim, limits, layout, products, monkeypatch
+):
+    """Views, copies of runs and gathers; batched products, and oneDNN's head after head with rows
+    and keys rounded up and several blocks of rows.
+    """
+    if products:
+        monkeypatch.setattr(cpu_plan, "PRODUCT_ROWS", 0)
+        monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 0)
+        monkeypatch.setattr(cpu_attention, "TILE", 2048)
+    for cached in (0.0, 0.6):
+        batch, query, keys, values = draw_batch(
+            kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits
+        )
+        batch, keys, values = placed(batch, keys, values, layout)
+        same(batch, query, keys, values, SOFTMAX)
+        if heads == kv_heads and not products:
+            same(batch, query, keys, values, Activation(normalizer=37.0))
+
+
+@pytest.mark.parametrize("root,few", [(3000, False), (5000, True)], ids=["products", "two-parts"])
+def test_long_roots(root, few):
+    """64 nodes over a long root by products; 3 nodes apart from it by two results merged."""
+    batch, query, keys, values = draw_batch([("tree", 3 if few else 64)], [root], 4, 2, 32)
+    batch, keys, values = placed(batch, keys, values, "before")
+    form = cpu_plan.Form(2, 2, 32, torch.float32, softmax=True)
+    (part,) = cpu_plan.plan(batch, form)
+    assert (part.whole is None) == few and (few or part.whole.width)
+    same(batch, query, keys, values, SOFTMAX)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (6, 2)])
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_trees_that_lie_alike_are_one_call(nodes, heads, kv_heads, dtype):
+    kinds, roots = [("tree", nodes)] * 3, [40] * 3
+    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, 32)
+    batch, keys, values = placed(batch, keys, values, "beside")
+    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+    form = cpu_plan.Form(kv_heads, heads // kv_heads, 32, dtype, softmax=True)
+    (part,) = cpu_plan.plan(batch, form)
+    assert part.whole.count == 3
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    own = batch.slots
+    got = CpuTreeAttention(batch)(query, keys[own], values[own], keys, values)
+    assert (got.float() - expected).norm() / expected.norm() < (
+        1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
+    # One slot further away: no longer alike.
+    moved = torch.cat([batch.slots[:-nodes], batch.slots[-nodes:] + 1])
+    apart = TreeBatch(batch.tree, None, moved, batch.root_slots)
+    assert len(cpu_plan.plan(apart, form)) == 3
+
+
 def test_shared_rows_are_seen_by_all():
     """Profile and long history (the first 4 nodes) see each other both ways; later nodes see them
     too.
@@ -156,6 +244,21 @@ def test_the_reference_has_gradients_for_training():
     for one, two in zip(got, expected, strict=True):
         assert one.abs().max() > 0.1
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nodes", [1, 20, 200])
+@pytest.mark.parametrize("heads,kv_heads", [(2, 2), (7, 1)])
+def test_halves_side_by_side_with_their_root(dtype, nodes, heads, kv_heads):
+    """One row alone, few by the flash kernel, many by float32 products."""
+    batch, query, keys, values = draw_batch([("tree", nodes)], [300], heads, kv_heads, 64)
+    batch, keys, values = placed(batch, keys, values, "beside")
+    query, keys, values = (x.to(dtype) for x in (query, keys, values))
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    slots = batch.slots
+    got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    assert got.dtype == dtype
+    assert (got.float() - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.parametrize("root", [40, 700])

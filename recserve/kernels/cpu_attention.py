@@ -1,84 +1,64 @@
-"""Tree attention for CPUs: the root by a flash kernel that reads it once for all nodes, the tree by
-its shape.
+"""Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
+merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
 Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
+  few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
+              products run at twice the rate of the flash kernel's where that has no wide vectors
+              of its own), few by batched products or one flash call for all
+              trees that lie alike in the pool
   root part   n x R, one flash call for all nodes and all query heads of a KV group
-  tree part   chain: causal flash, n x n / 2;   few nodes: n x N under a mask;   shallow: n x (A +
-  1) gathered keys;   other: n x N
-and the two are merged by their log-sum-exp. Few nodes over a root that is short, or scattered and
-so must be gathered anyway, are one flash call over both. No mask over the root exists otherwise,
-unless the nodes have root limits, and no T x T mask ever does. Bytes moved: root keys and values
-once, the tree's keys once, in a shallow tree once per ancestor of a node.
+  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N
+and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
+limits, and no T x T mask ever does. Bytes moved: root keys and values once (twice where they are
+copied beside each other for a product), the tree's keys once, in a shallow tree once per ancestor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
 ROW_BLOCK = 512
-SHALLOW = 8
-FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancestors
-SHORT = 512  # tokens that are copied faster than two results are merged
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One tree's share of a batch, worked out once and used by every layer.
-
-    rows: its rows among the computed nodes. root: slots of the root, as a slice where they are
-    consecutive.
-    root_mask [n, R]: only with root limits; root_empty [n]: rows that see nothing of the root.
-    chain: causal among the computed rows, nothing else. ancestors [n, A] slots and ancestor_mask
-    [n, A]: proper ancestors of a shallow tree. keys [N] slots and mask [n, N]: any other tree, or
-    root and tree in one where root_length is 0. root_mask and mask are bool for silu, and 0 or -inf
-    for softmax, which adds them.
-    """
-
-    rows: slice
-    root: slice | Tensor
-    root_length: int
-    root_mask: Tensor | None
-    root_empty: Tensor | None = None
-    chain: bool = False
-    ancestors: Tensor | None = None
-    ancestor_mask: Tensor | None = None
-    keys: slice | Tensor | None = None
-    mask: Tensor | None = None
 
 
 class CpuTreeAttention:
-    """Attention of one batch, planned once, called once per layer."""
+    """Attention of one batch, planned at the first layer, called once per layer of one network."""
 
     def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
-        self.activation = activation
-        self.parts = _plan(batch, softmax=activation.normalizer is None)
+        self.batch, self.activation = batch, activation
+        self._parts: list[Part] | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots,
-        K, D] of the pool.
+        K, D] of the pool; the same H, K, D and type in every call.
 
         The computed nodes are already in the pool. Returns [Tq, H, D].
         """
-        attend = self._silu if self.activation.normalizer is not None else _softmax
-        if len(self.parts) == 1:
-            return attend(self.parts[0], query, key, value, keys, values)
+        softmax = self.activation.normalizer is None
+        if self._parts is None:
+            kv_heads, dim = keys.shape[1:]
+            form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
+            self._parts = plan(self.batch, form)
+        attend = _softmax if softmax else self._silu
+        if len(self._parts) == 1:
+            return attend(self._parts[0], query, key, value, keys, values)
         out = [
             attend(part, query[part.rows], key[part.rows], value[part.rows], keys, values)
-            for part in self.parts
+            for part in self._parts
         ]
         return torch.cat(out)
 
     def _silu(
-        self, part: _Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+        self, part: Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Sums of silu weights need no merging: each part is added to the last."""
         assert self.activation.normalizer is not None
@@ -111,13 +91,19 @@ class CpuTreeAttention:
 
 
 def _softmax(
-    part: _Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    part: Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """Softmax over root and tree together, [n, H, D]."""
     n, heads, dim = query.shape
     kv_heads = key.shape[1]
     # Heads of one KV group become extra rows of one problem: the group's keys are read once.
+    if part.whole is not None and not part.whole.width:
+        attend = _few if part.whole.few_scores else _joined
+        return attend(part.whole, query, keys, values)
     grouped = query.view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
+    if part.whole is not None:
+        tree_out = _products(part.whole, grouped, keys, values)
+        return tree_out.transpose(0, 1).reshape(n, heads, dim)
     if part.chain:
         tree_out, tree_lse = _flash_chain(grouped, key, value)
     elif part.mask is not None:
@@ -136,6 +122,82 @@ def _softmax(
     return tree_out.transpose(0, 1).reshape(n, heads, dim)
 
 
+def _few(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Few rows and keys of one tree by two batched products; [n, H, D]."""
+    n, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    rows = query.view(n, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    key, value = _together(keys, whole.places), _together(values, whole.places)
+    assert whole.mask is not None
+    scores = torch.baddbmm(whole.mask, rows, key.permute(1, 2, 0), alpha=dim**-0.5)
+    out = torch.bmm(torch.softmax(scores, -1), value.transpose(0, 1))
+    return out.view(kv_heads, n, -1, dim).transpose(0, 1).reshape(n, heads, dim)
+
+
+def _joined(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One flash call for a tree, or for several that lie alike; [n, H, D]."""
+    kv_heads, dim = keys.shape[1:]
+    rows = query.view(whole.count, -1, kv_heads, query.shape[1] // kv_heads, dim).transpose(1, 2)
+    shape = rows.shape
+    rows = rows.reshape(whole.count, kv_heads, -1, dim)
+    num_rows = rows.shape[2]
+    if num_rows == 1 and rows.dtype != torch.float32:
+        # The kernel's product of one row of halves costs three times that of two.
+        rows = rows.expand(whole.count, kv_heads, 2, dim)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        rows, _heads_first(keys, whole), _heads_first(values, whole), attn_mask=whole.mask
+    )[0]
+    return out[:, :, :num_rows].view(shape).transpose(1, 2).reshape(query.shape)
+
+
+def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
+    """[B, K, m, D] of pool [slots, K, D]: a view where the keys follow each other."""
+    if whole.count == 1:
+        return _together(pool, whole.places).transpose(0, 1)[None]
+    assert isinstance(whole.places[0], slice)
+    slot, head, one = pool.stride()
+    shape = whole.count, pool.shape[1], whole.num_keys, pool.shape[2]
+    first = pool.storage_offset() + whole.places[0].start * slot
+    return pool.as_strided(shape, (whole.distance * slot, head, slot, one), first)
+
+
+def _together(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
+    """[m, K, D] of pool [slots, K, D]."""
+    return pool[places[0]] if len(places) == 1 else torch.cat([pool[place] for place in places])
+
+
+def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Two products and a softmax per KV head in float32; grouped [K, n, G, D] -> the same shape.
+
+    oneDNN wants its matrices dense, so a head's keys and values are copied beside each other.
+    """
+    assert whole.mask is not None
+    product: Any = torch.ops.mkldnn._linear_pointwise
+    kv_heads, n, groups, dim = grouped.shape
+    height, behind = whole.mask.shape
+    rows = F.pad(
+        (grouped.float() * dim**-0.5).reshape(kv_heads, n * groups, dim),
+        (0, 0, 0, height - n * groups),
+    )
+    own = torch.zeros(2, whole.width, dim)
+    out = torch.empty(kv_heads, height, dim, dtype=grouped.dtype)
+    block = max(TILE // whole.width // 16 * 16, 16)
+    for head in range(kv_heads):
+        start = 0
+        for place in whole.places:
+            size = place.stop - place.start if isinstance(place, slice) else place.shape[0]
+            own[0, start : start + size] = keys[place, head]
+            own[1, start : start + size] = values[place, head]
+            start += size
+        for top in range(0, height, block):
+            some = slice(top, top + block)
+            scores = product(rows[head, some], own[0], None, "none", [], "")
+            scores[:, whole.width - behind :] += whole.mask[some]
+            weights = torch.softmax(scores, -1, out=scores)
+            out[head, some] = product(weights, own[1].T, None, "none", [], "")
+    return out[:, : n * groups].view(kv_heads, n, groups, dim)
+
+
 def _flash(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -144,7 +206,7 @@ def _flash(
     """
     kv_heads, n, groups, dim = grouped.shape
     if mask is not None:
-        mask = mask.to(grouped.dtype)[None, None, :, None, :]
+        mask = mask[None, None, :, None, :]
         mask = mask.expand(1, 1, n, groups, -1).flatten(2, 3)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped.reshape(1, kv_heads, n * groups, dim),
@@ -169,7 +231,7 @@ def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _shallow(
-    part: _Part, grouped: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    part: Part, grouped: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Each row with itself and its few gathered ancestors."""
     assert part.ancestors is not None and part.ancestor_mask is not None
@@ -186,89 +248,3 @@ def _shallow(
     weights = (scores - lse.unsqueeze(-1)).exp_().to(grouped.dtype)
     out = torch.einsum("knga,nakd->kngd", weights[..., 1:], past_values)
     return torch.addcmul(out, weights[..., :1], value), lse
-
-
-def _plan(batch: TreeBatch, softmax: bool) -> list[_Part]:
-    """Work out each tree's shape once per forward."""
-    tree = batch.tree
-    queries = batch.queries
-    if queries is None:
-        queries = torch.arange(tree.num_nodes)
-    offsets = tree.offsets.tolist()
-    bounds = torch.searchsorted(queries, tree.offsets).tolist()
-    parts = []
-    for b, root_slots in enumerate(batch.root_slots):
-        start, stop = offsets[b], offsets[b + 1]
-        nodes = queries[bounds[b] : bounds[b + 1]]
-        if nodes.shape[0] == 0:
-            continue
-        limits = None if tree.root_limits is None else tree.root_limits[nodes]
-        root_mask = None
-        if limits is not None and int(limits.min()) < root_slots.shape[0]:
-            root_mask = torch.arange(root_slots.shape[0])[None, :] < limits[:, None]
-        base = _Part(
-            slice(bounds[b], bounds[b + 1]),
-            _consecutive(root_slots),
-            root_slots.shape[0],
-            root_mask,
-        )
-        if softmax and root_mask is not None:
-            empty = ~root_mask.any(-1)
-            base = replace(base, root_mask=_added(root_mask), root_empty=empty)
-        parts.append(_with_tree(base, batch, root_slots, nodes, start, stop, softmax))
-    return parts
-
-
-def _with_tree(
-    base: _Part,
-    batch: TreeBatch,
-    root_slots: Tensor,
-    nodes: Tensor,
-    start: int,
-    stop: int,
-    softmax: bool,
-) -> _Part:
-    """Add how the nodes see each other."""
-    tree = batch.tree
-    shared = 0 if tree.shared is None else int(tree.shared[int(tree.tree_ids()[nodes[0]])])
-    all_new = nodes.shape[0] == stop - start
-    depth = int(tree.depths[nodes].max())
-    few = softmax and stop - start <= FEW
-    joined = few and (base.root_length <= SHORT or isinstance(base.root, Tensor))
-    is_chain = softmax and all_new and not shared and depth == stop - start - 1
-    if is_chain and not (joined and base.root_length):
-        return replace(base, chain=True)
-    if not few and not shared and depth < SHALLOW:
-        ancestors = tree.ancestors(depth)[nodes]
-        slots = batch.slots[ancestors.clamp(min=0)]
-        return replace(base, ancestors=slots, ancestor_mask=ancestors >= 0)
-    columns = torch.arange(start, stop)
-    mask = (columns[None, :] <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop][None, :])
-    if shared:
-        mask[:, :shared] = True
-    slots = batch.slots[start:stop]
-    if softmax:
-        mask = _added(mask)
-    if joined and base.root_length:
-        root_mask = base.root_mask
-        if root_mask is None:
-            root_mask = torch.zeros(nodes.shape[0], base.root_length)
-        slots, mask = torch.cat([root_slots, slots]), torch.cat([root_mask, mask], dim=1)
-        base = replace(base, root_length=0)
-    return replace(base, keys=_consecutive(slots), mask=mask)
-
-
-def _added(mask: Tensor) -> Tensor:
-    """0 where the mask is true, -inf elsewhere."""
-    return torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-
-
-def _consecutive(slots: Tensor) -> slice | Tensor:
-    """The same slots as a slice where they follow each other: a view instead of a copy."""
-    n = slots.shape[0]
-    if n == 0:
-        return slice(0, 0)
-    first = int(slots[0])
-    if int(slots[-1]) == first + n - 1 and (n < 3 or bool((slots.diff() == 1).all())):
-        return slice(first, first + n)
-    return slots
