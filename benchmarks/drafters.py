@@ -5,7 +5,8 @@
 DIR: a folder of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
 `train medusa`; without --target, the reference checkpoint stories260k. Continuations of passages
 of the validation books and of Spec-Bench's prompts. The run fails where a text differs from plain
-decoding's. The methods take turns, prompt by prompt.
+decoding's. The methods take turns, prompt by prompt; with --load-aware every drafter twice, as
+ever and as the load lets it pay.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from recserve.training.corpus import read_texts
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PLAIN = "none"
+LOAD_AWARE = ", load-aware"
 POSITIONS = 5  # of acceptance that the table shows
 
 
@@ -92,11 +94,19 @@ def questions(tokenizer: TextTokenizer, count: int, longest: int) -> list[list[i
     return [tokens for _, _, tokens in sorted(ranked)[:count]]
 
 
+@dataclass(frozen=True)
+class Method:
+    """A drafter in one of the engines, whose weights are the same."""
+
+    engine: Engine
+    drafter: str
+
+
 def measure(
-    engine: Engine, names: list[str], prompts: list[list[int]], options: argparse.Namespace
+    methods: dict[str, Method], prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Tally]:
-    """Every drafter on every prompt."""
-    tallies = {name: Tally() for name in names}
+    """Every method on every prompt."""
+    tallies = {name: Tally() for name in methods}
     now = CLOCKS[options.clock]
     # Noise is keyed by (seed, position): texts of one seed would be alike.
     params = [
@@ -105,14 +115,14 @@ def measure(
     ]
     for start in range(0, len(prompts), options.together):
         truth: list[list[int]] = []
-        for name in names:
-            engine.forget_all()
+        for name, method in methods.items():
+            method.engine.forget_all()
             requests = [
-                TextRequest(np.array(prompts[i]), params[i], Speculation(name))
+                TextRequest(np.array(prompts[i]), params[i], Speculation(method.drafter))
                 for i in range(start, min(start + options.together, len(prompts)))
             ]
             began = now()
-            answers: list[Any] = engine.run_many(list[Any](requests))
+            answers: list[Any] = method.engine.run_many(list[Any](requests))
             tally = tallies[name]
             tally.seconds += now() - began
             for answer in answers:
@@ -166,7 +176,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=1, help="prompts written at once")
     parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--load-aware", action="store_true", help="drafts as the load lets them")
+    parser.add_argument("--load-aware", action="store_true", help="besides, as the load lets them")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)
@@ -182,11 +192,21 @@ def main() -> int:
     weights = DrafterWeights(
         () if options.draft is None else (options.draft,), medusa=options.medusa
     )
-    drafters = {name: build_drafter(name, target, weights) for name in names}
+    kinds = {"": False} | ({LOAD_AWARE: True} if options.load_aware else {})
+    drafters = {
+        kind: {name: build_drafter(name, target, weights) for name in names} for kind in kinds
+    }
     pack_weights(target)
-    engine = Engine(
-        text=target, drafters=drafters, config=EngineConfig(load_aware=options.load_aware)
-    )
+    engines = {
+        kind: Engine(text=target, drafters=drafters[kind], config=EngineConfig(load_aware=aware))
+        for kind, aware in kinds.items()
+    }
+    methods = {
+        name + kind: Method(engines[kind], name)
+        for name in names
+        for kind in kinds
+        if name != PLAIN or not kind
+    }
     room = target.config.decoder.max_positions - options.tokens
     workloads = {
         "books": passages(tokenizer, options.prompts, min(options.length, room)),
@@ -202,18 +222,18 @@ def main() -> int:
     console.print(content["machine"])
     differ = 0
     for title, prompts in workloads.items():
-        measure(engine, names, prompts[:1], options)  # to warm up
-        for drafter in ("suffix", "suffix+draft_model"):
-            if drafter in drafters:  # what earlier outputs taught it would be this very text
-                engine.drafters[drafter] = build_drafter(drafter, target, weights)
-        tallies = measure(engine, names, prompts, options)
+        measure(methods, prompts[:1], options)  # to warm up
+        for kind, engine in engines.items():
+            for drafter in ("suffix", "suffix+draft_model"):
+                if drafter in drafters[kind]:  # earlier outputs that it knows would be this text
+                    engine.drafters[drafter] = build_drafter(drafter, target, weights)
+        tallies = measure(methods, prompts, options)
         rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
         differ += sum(tally.differ for tally in tallies.values())
         print_rows(
             console,
             f"{title} · {size / 1e6:.1f} M weights · {len(prompts)} prompts, {options.together} at "
-            f"once · {options.tokens} tokens each · temperature {options.temperature:g}"
-            + (" · as the load lets them" if options.load_aware else ""),
+            f"once · {options.tokens} tokens each · temperature {options.temperature:g}",
             rows,
         )
         content["workloads"][title] = {"rows": rows} | {

@@ -1,4 +1,4 @@
-"""Text: this engine beside transformers, same drawn weights, one process, the methods taking turns.
+"""Text: this engine beside transformers and llama.cpp, same drawn weights, the methods in turns.
 
     python benchmarks/text.py --quick               # under two minutes on two free cores
     python benchmarks/text.py --repeats 7 --json F.json
@@ -6,15 +6,17 @@
 Greedy, a prompt of its own for every run (a cache of prefixes finds nothing), a drawn Llama of
 1024 x 16 and 32,000 tokens in which no two matrices are equal. The "oracle" drafts 5 tokens that
 agree with the text 100 % or 70 % of the time, and transformers' assisted generation gets the same
-drafts. Half of what is to be written stands in the prompt, for prompt lookup to find. Prefill is
-the time to the first commit, decode the rest and the tokens it adds. The run fails where texts
-differ in fp32, and where drafts change a text of this engine in any type.
+drafts; llama.cpp, where its package is installed, decodes plainly. Half of what is to be written
+stands in the prompt, for prompt lookup to find. Prefill is the time to the first commit, decode the
+rest and the tokens it adds. The run fails where texts differ in fp32, and where drafts change a text
+of this engine in any type.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines.llama import Network, language_llama
+from baselines.llama_cpp import LlamaCpp, missing, write_gguf
 from baselines.oracle import Oracle, OracleCandidates, OracleDrafter
 from drawn import drawn_language_model, walk
 from measuring import CLOCKS, machine, silence_transformers, write_json
@@ -42,12 +45,14 @@ CONCURRENT = 8
 AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}
 OURS = ("plain", *AGREEMENTS, "ngram", "together")
 THEIRS = ("transformers", "assisted-100", "assisted-70", "lookup")
+LLAMA_CPP = "llama.cpp"
 BESIDE = {
     "plain": "transformers",
     "oracle-100": "assisted-100",
     "oracle-70": "assisted-70",
     "ngram": "lookup",
     "together": "plain",
+    LLAMA_CPP: "plain",
 }
 
 
@@ -186,6 +191,15 @@ class Theirs:
         return Written([text], ended - began, clock.times[0] - began, first, len(clock.times))
 
 
+def open_llama_cpp(model: LanguageModel, options: argparse.Namespace) -> LlamaCpp:
+    """The same weights, read from a file that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path)
+        positions = options.prompt + options.tokens
+        return LlamaCpp(path, positions, options.threads, model.tokens.weight.dtype)
+
+
 def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> list[int]:
     """Noise, what half of the text will be, noise, and where the text begins.
 
@@ -207,6 +221,7 @@ def run_type(
     theirs: Theirs | None = None
     if options.only != "ours":
         theirs = Theirs(language_llama(model), oracles, options.clock)
+    llama_cpp = None if options.only == "ours" or missing() else open_llama_cpp(model, options)
     pack_weights(model)
     ours = Ours(model, oracles, options.clock)
     runs: dict[str, list[Written]] = {}
@@ -227,7 +242,18 @@ def run_type(
         for name in THEIRS if theirs is not None else ():
             assert theirs is not None
             done[name] = theirs.write(alone, name, options.tokens)
-            if done[name].texts[0] != truth:
+        if llama_cpp is not None:
+            began = CLOCKS[options.clock]()
+            written, times = llama_cpp.write(alone[0], options.tokens, CLOCKS[options.clock])
+            done[LLAMA_CPP] = Written(
+                texts=[written],
+                seconds=times[-1] - began,
+                prefill_s=times[0] - began,
+                first=1,
+                steps=len(times),
+            )
+        for name in (*THEIRS, LLAMA_CPP):
+            if name in done and done[name].texts[0] != truth:
                 console.print(f"  {name}: run {number} writes another text")
                 same &= model.tokens.weight.dtype != torch.float32
         if number:  # the first is to warm up
@@ -267,7 +293,7 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
     columns = ("tokens/s", "decode tokens/s", "prefill ms", "tokens per step")
     for column in ("method", *columns, "outside the network", "beside", "ratio", "decode ratio"):
         table.add_column(column, justify="left" if column in ("method", "beside") else "right")
-    for name in (*OURS, *THEIRS):
+    for name in (*OURS, *THEIRS, LLAMA_CPP):
         if name not in found:
             continue
         f = found[name]
@@ -282,6 +308,8 @@ def print_figures(console: Console, title: str, found: dict[str, dict[str, float
             BESIDE.get(name, "") if ratios[0] else "",
             *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         )
+    if LLAMA_CPP not in found and missing():
+        table.add_row(LLAMA_CPP, f"not installed: {', '.join(missing())}")
     console.print(table)
 
 
@@ -294,7 +322,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens written per request")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["ours"], help="leave transformers out")
+    parser.add_argument("--only", choices=["ours"], help="leave the others out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)

@@ -30,7 +30,8 @@ def test_text_beside_transformers(monkeypatch, tmp_path):
     assert text.main() == 0
     (cell,) = json.loads(written.read_text())["cells"]
     found = cell["figures"]
-    assert set(found) == {*text.OURS, *text.THEIRS}
+    theirs = {*text.THEIRS} if text.missing() else {*text.THEIRS, text.LLAMA_CPP}
+    assert set(found) == {*text.OURS, *theirs}
     assert found["oracle-100"]["tokens_per_step"] > found["oracle-70"]["tokens_per_step"] > 1
     assert found["ngram"]["tokens_per_step"] > 1
     for ours, theirs in (("oracle-100", "assisted-100"), ("oracle-70", "assisted-70")):
@@ -52,8 +53,10 @@ def test_it_fails_where_texts_differ(monkeypatch):
 
 
 @pytest.mark.skipif(not (DATA / "text").is_dir(), reason=f"no data at {DATA}: did not run")
-@pytest.mark.parametrize("options", [[], ["--together", "2", "--load-aware"]])
-def test_drafters_on_the_reference_checkpoint(options, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "options, kinds", [([], [""]), (["--together", "2", "--load-aware"], ["", drafters.LOAD_AWARE])]
+)
+def test_drafters_on_the_reference_checkpoint(options, kinds, monkeypatch, tmp_path):
     written = tmp_path / "drafters.json"
     arguments = ["drafters", "--prompts", "2", "--tokens", "8", "--threads", "1", *options]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(written)])
@@ -61,7 +64,8 @@ def test_drafters_on_the_reference_checkpoint(options, monkeypatch, tmp_path):
     content = json.loads(written.read_text())
     assert set(content["workloads"]) == {"books", "Spec-Bench"}
     for workload in content["workloads"].values():
-        assert set(workload["rows"]) == {"none", "ngram", "suffix", "lookahead"}
+        drafted = {n + kind for n in ("ngram", "suffix", "lookahead") for kind in kinds}
+        assert set(workload["rows"]) == {"none", *drafted}
         assert workload["rows"]["none"]["tokens_per_step"] == 1.0
         assert all(row["differ"] == 0 for row in workload["rows"].values())
 

@@ -9,7 +9,7 @@ from text_plain import TableDrafter, drawn_model, plain
 
 from recserve.core.text import Budget
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.budget import NOTHING, PAUSE, PROBE_EVERY, TRIAL, Asking, DraftBudget
+from recserve.engine.budget import NOTHING, PAUSE, PROBE_AFTER, TRIAL, Asking, DraftBudget
 from recserve.engine.chances import Chances
 from recserve.engine.costs import Cost, text_cost
 from recserve.engine.engine import Engine, EngineConfig
@@ -92,7 +92,7 @@ def test_from_few_texts_to_many_without_a_cliff():
     drafted = []
     for count in range(1, 200):
         names = ["d"] * count
-        budget._idle.clear()
+        budget._silences.clear()
         depths = depths_of(budget.spend(texts(names), 0), {"d": 6}, names)
         drafted.append(sum(depths) / count)
         plain_rate = rate(budget, ROOFLINE, names, [0] * count)
@@ -154,7 +154,7 @@ def test_a_text_that_gains_nothing_is_left_out_and_tried_again():
 
 def test_a_silent_drafter_is_probed():
     budget = taught(Cost((1, 1000), (10.0, 10000.0)), {"d": (0.1, 4)})
-    given = [budget.spend(texts(["d"] * 3), 0) for _ in range(3 * PROBE_EVERY)]
+    given = [budget.spend(texts(["d"] * 3), 0) for _ in range(3 * PROBE_AFTER)]
     depths = np.array([[b.depth for b in step] for step in given])
     assert (depths > 0).sum() == 3 and depths[:, 1:].sum() == 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,9 @@ from recserve.engine.costs import Cost
 NOTHING = Budget(0, 0)
 TRIAL = 8  # drafts after which a text is judged by itself
 PAUSE, LONGEST_PAUSE = 32, 512  # steps that a text is left out, doubled each time
-PROBE_EVERY, PROBE = 32, 2  # steps without a draft after which one text drafts so many levels
+PROBE = 2  # levels that one text drafts for a drafter that has been silent
+PROBE_AFTER, LONGEST_SILENCE = 32, 512  # steps of silence, doubled where a probe was not kept
+HOLDS = 16  # steps after which the purchase is made anew, even if the same texts ask
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,34 @@ class _Record:
     price: float = 0.0
     left_out: int = 0
     pause: int = PAUSE
+
+
+@dataclass
+class _Silence:
+    """Of one drafter. steps: without a draft; most: before it is probed; probe: the text that does
+    it, None where no probe is under way.
+    """
+
+    steps: int = 0
+    most: int = PROBE_AFTER
+    probe: int | None = None
+
+    def ended(self, kept: bool) -> None:
+        """The probe was judged. One that was kept is followed by the next at once."""
+        self.probe = None
+        self.most = 1 if kept else min(2 * self.most, LONGEST_SILENCE)
+
+
+@dataclass(frozen=True)
+class _Purchase:
+    """Levels for every text by drafter. levels: of a full draft. holds: steps to come in which this
+    stays as it is, if the same is asked.
+    """
+
+    asked: object
+    depths: dict[str, list[int]]
+    levels: dict[str, int]
+    holds: int
 
 
 @dataclass(frozen=True)
@@ -76,9 +106,12 @@ class DraftBudget:
         self._milliseconds = np.maximum.accumulate(np.array(measured))
         self._chances: dict[str, Chances] = {}
         self._records: dict[int, _Record] = {}
-        self._idle: dict[str, int] = {}
+        self._silences: dict[str, _Silence] = {}
         self._full: set[int] = set()
         self._slope = self._rate = 0.0
+        # Milliseconds of a step beside the network, and what any draft adds to them.
+        self._overhead = self._surcharge = 0.0
+        self._purchase = _Purchase(None, {}, {}, 0)
 
     def spend(self, texts: Seq[Asking], other_nodes: int) -> list[Budget]:
         """A budget for each text, in order: those named first are served first.
@@ -95,15 +128,15 @@ class DraftBudget:
             for text in asking.pop(drafter):
                 budgets[text.id] = text.most
                 self._full.add(text.id)
-        depths = self._buy(asking, len(texts), other_nodes)
+        bought = self._bought(asking, len(texts), other_nodes)
         for drafter, own in asking.items():
-            chances = self._of(drafter)
-            for text, depth in zip(own, depths[drafter], strict=True):
-                if depth >= chances.levels:
+            depths = self._probed(drafter, own, bought.depths[drafter])
+            for text, depth in zip(own, depths, strict=True):
+                if depth >= bought.levels[drafter]:
                     budgets[text.id] = text.most
                     self._full.add(text.id)
                 elif depth:
-                    nodes = math.ceil(chances.width * depth)
+                    nodes = math.ceil(self._of(drafter).width * depth)
                     most = text.most
                     budgets[text.id] = Budget(min(nodes, most.num_nodes), min(depth, most.depth))
         return [budgets.get(text.id, NOTHING) for text in texts]
@@ -119,6 +152,9 @@ class DraftBudget:
         """What was kept of a draft that was not empty."""
         chances, record = self._of(text.drafter), self._records.setdefault(text.id, _Record())
         chances.judged(depth, kept)
+        silence = self._silences.get(text.drafter)
+        if silence is not None and silence.probe == text.id:
+            silence.ended(kept > 0)
         record.drafts += 1
         record.kept += kept
         drafting_ms = float(chances.drafting_ms(depth)[-1])
@@ -134,12 +170,24 @@ class DraftBudget:
             record.drafts //= 2
             record.kept, record.price = record.kept / 2, record.price / 2
 
+    def stepped(self, nodes: int, drafted: bool, milliseconds: float) -> None:
+        """What a step of so many nodes, none of them prefill, took from its forward to its end."""
+        known = float(self._cost(np.array(float(nodes)))) + self._overhead
+        known += self._surcharge if drafted else 0.0
+        # A step that took far longer was interrupted by something else.
+        error = min(milliseconds, 2 * known) - known
+        self._overhead += error / 16
+        if drafted:
+            self._surcharge += error / 64
+
     def forget(self, text_id: int) -> None:
         """The text ended."""
         self._records.pop(text_id, None)
 
     def _of(self, drafter: str) -> Chances:
-        return self._chances.setdefault(drafter, Chances())
+        if drafter not in self._chances:
+            self._chances[drafter] = Chances()
+        return self._chances[drafter]
 
     def _may_draft(self, text: Asking) -> bool:
         if not text.most.num_nodes or not text.most.depth:
@@ -150,6 +198,32 @@ class DraftBudget:
 
     def _cost(self, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.interp(nodes, self._sizes, self._milliseconds)
+
+    def _bought(
+        self, asking: dict[str, list[Asking]], num_texts: int, other_nodes: int
+    ) -> _Purchase:
+        """Levels for every text; bought anew where others ask, and now and then."""
+        asked = (num_texts, other_nodes, {drafter: len(own) for drafter, own in asking.items()})
+        old = self._purchase
+        if old.asked == asked and old.holds:
+            self._purchase = replace(old, holds=old.holds - 1)
+        else:
+            depths = self._buy(asking, num_texts, other_nodes)
+            levels = {drafter: self._of(drafter).levels for drafter in asking}
+            self._purchase = _Purchase(asked, depths, levels, HOLDS)
+        return self._purchase
+
+    def _probed(self, drafter: str, texts: list[Asking], depths: list[int]) -> list[int]:
+        """The levels, or a probe by the first text where the drafter has long been silent."""
+        silence = self._silences.setdefault(drafter, _Silence())
+        if any(depths):
+            silence.steps, silence.most, silence.probe = 0, PROBE_AFTER, None
+            return depths
+        silence.steps += 1
+        if silence.steps < silence.most:
+            return depths
+        silence.steps, silence.probe = 0, texts[0].id
+        return [PROBE, *depths[1:]]
 
     def _buy(
         self, asking: dict[str, list[Asking]], num_texts: int, other_nodes: int
@@ -171,7 +245,8 @@ class DraftBudget:
         )
         totals = np.concatenate([np.zeros((1, 3)), units.cumsum(0)])
         # What the prefill costs is paid anyway, and buys tokens of other steps.
-        spent = self._cost(base + totals[:, 1]) - prefill + totals[:, 2]
+        spent = self._cost(base + totals[:, 1]) - prefill + totals[:, 2] + self._overhead
+        spent[1:] += self._surcharge
         rates = (num_texts + totals[:, 0]) / np.maximum(spent, 1e-9)
         left = int(rates.argmax())
         self._rate = float(rates[left])
@@ -179,11 +254,6 @@ class DraftBudget:
             bought = min(block.count, left)
             depths[block.drafter][:bought] = [block.depth] * bought
             left -= bought
-        for drafter, own in depths.items():
-            idle = 0 if any(own) else self._idle.get(drafter, 0) + 1
-            if idle >= PROBE_EVERY:
-                own[0], idle = PROBE, 0
-            self._idle[drafter] = idle
         return depths
 
     def _blocks(self, drafter: str, count: int) -> list[_Block]:

@@ -13,6 +13,13 @@ MEMORY = 256.0  # drafts that an average remembers
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 4.0  # what is believed before anything was seen
 
 
+def followed(before: float | None, milliseconds: float) -> float:
+    """A running average of times. One that is far above it was interrupted by something else."""
+    if before is None:
+        return milliseconds
+    return before + (min(milliseconds, 2 * before) - before) / 16
+
+
 class Chances:
     """Of one drafter. filled[d]: share of its full drafts that reach depth d + 1; width: nodes of a
     draft per level.
@@ -37,8 +44,7 @@ class Chances:
 
     def timed(self, depth: int, milliseconds: float) -> None:
         """What it took to draft so deep, at least one level."""
-        before = self._milliseconds.get(depth, milliseconds)
-        self._milliseconds[depth] = before + (milliseconds - before) / 16
+        self._milliseconds[depth] = followed(self._milliseconds.get(depth), milliseconds)
 
     def drafting_ms(self, levels: int) -> NDArray[np.float64]:
         """[levels] time to draft to depth d + 1; what was never timed is taken as linear."""

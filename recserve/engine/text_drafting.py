@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
-from recserve.core.text import Budget, Drafter, TextDraft
+from recserve.core.text import Budget, Drafter, TextDraft, empty_draft
 from recserve.draft.none import NoDrafter
 from recserve.engine.budget import NOTHING, Asking, DraftBudget
 from recserve.engine.costs import text_cost
@@ -22,6 +22,8 @@ class TextDrafting:
     def __init__(self, model: LanguageModel, draft_nodes: int, load_aware: bool) -> None:
         self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
         self._budget: DraftBudget | None = None
+        self._met: set[int] = set()
+        self._nodes = self._drafted = 0
 
     def propose(
         self, texts: Seq[TextSequence], prefill: int
@@ -31,26 +33,41 @@ class TextDrafting:
         """
         drafts: dict[int, TextDraft] = {}
         failed: list[tuple[TextSequence, Exception]] = []
-        allowed = self._budgets(texts, prefill)
+        asking = {s.context.id: self._asking(s) for s in texts}
+        allowed = self._budgets(texts, asking, prefill)
         for drafter in {id(s.drafter): s.drafter for s in texts}.values():
             own = [s for s in texts if s.drafter is drafter]
-            try:
-                proposed, taken_ms = _timed(drafter, own, [allowed[s.context.id] for s in own])
-            except Exception as error:
-                failed += [(s, error) for s in own]
+            drafts |= {s.context.id: empty_draft() for s in own}
+            asked = [s for s in own if self._is_asked(s, allowed[s.context.id])]
+            if not asked:
                 continue
-            for sequence, draft in zip(own, proposed, strict=True):
-                budget = allowed[sequence.context.id]
+            try:
+                proposed, taken_ms = _timed(drafter, asked, [allowed[s.context.id] for s in asked])
+            except Exception as error:
+                failed += [(s, error) for s in asked]
+                continue
+            for sequence, draft in zip(asked, proposed, strict=True):
+                number = sequence.context.id
+                budget = allowed[number]
                 assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
                 try:
                     RULES[sequence.request.speculation.verifier].check(draft)
                 except ValueError as error:
                     failed.append((sequence, error))
                     continue
-                drafts[sequence.context.id] = draft
+                drafts[number] = draft
                 if self._budget is not None:
-                    self._budget.proposed(self._asking(sequence), len(draft), draft.depth, taken_ms)
+                    self._budget.proposed(asking[number], len(draft), draft.depth, taken_ms)
+        for sequence, _ in failed:
+            del drafts[sequence.context.id]
+        self._drafted = sum(map(len, drafts.values()))
+        self._nodes = 0 if prefill else len(drafts) + self._drafted
         return drafts, failed
+
+    def stepped(self, milliseconds: float) -> None:
+        """What the last drafts' step took, from its forward to what it committed."""
+        if self._budget is not None and self._nodes:
+            self._budget.stepped(self._nodes, self._drafted > 0, milliseconds)
 
     def judged(self, sequence: TextSequence, draft: TextDraft, kept: int) -> None:
         """What was kept of a draft that was not empty."""
@@ -60,17 +77,30 @@ class TextDrafting:
     def forget(self, sequence: TextSequence) -> None:
         """The text ended, or was set aside."""
         sequence.drafter.forget(sequence.context.id)
+        self._met.discard(sequence.context.id)
         if self._budget is not None:
             self._budget.forget(sequence.context.id)
 
-    def _budgets(self, texts: Seq[TextSequence], prefill: int) -> dict[int, Budget]:
+    def _is_asked(self, sequence: TextSequence, budget: Budget) -> bool:
+        """Whether its drafter hears of it: where it may draft, and once at least, because there are
+        drafters that learn from every text.
+        """
+        if isinstance(sequence.drafter, NoDrafter):
+            return False
+        if budget.num_nodes or sequence.context.id not in self._met:
+            self._met.add(sequence.context.id)
+            return True
+        return False
+
+    def _budgets(
+        self, texts: Seq[TextSequence], asking: dict[int, Asking], prefill: int
+    ) -> dict[int, Budget]:
         """All they ask for, unless the load counts."""
         if not self.load_aware or all(isinstance(s.drafter, NoDrafter) for s in texts):
-            return {s.context.id: s.budget(self.draft_nodes) for s in texts}
+            return {number: text.most for number, text in asking.items()}
         if self._budget is None:
             self._budget = DraftBudget(text_cost(self.model))
-        spent = self._budget.spend([self._asking(s) for s in texts], prefill)
-        return {s.context.id: budget for s, budget in zip(texts, spent, strict=True)}
+        return dict(zip(asking, self._budget.spend(list(asking.values()), prefill), strict=True))
 
     def _asking(self, sequence: TextSequence) -> Asking:
         drafted = not isinstance(sequence.drafter, NoDrafter)

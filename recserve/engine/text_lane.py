@@ -174,6 +174,7 @@ class TextLane:
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
             done += self._commit(group, piece.tree, own)
         ended = time.perf_counter()
+        self._drafting.stepped((ended - drafted) * 1e3)
         first = {part.sequence.context.id for part in parts}
         for part in parts:
             part.sequence.timing.prefill_ms += (ended - drafted) * 1e3

@@ -1,0 +1,143 @@
+"""llama.cpp on the same weights: the model as a GGUF file, and greedy decoding by its C interface.
+
+Both packages are optional: without `gguf` and `llama-cpp-python` (built for this processor, see
+docs/text.md) the benchmark says so and goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recserve.models.language_model import LanguageModel
+from recserve.models.saving import named_tensors
+
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def missing() -> list[str]:
+    """Packages that are not installed."""
+    packages = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
+    return [package for module, package in packages.items() if find_spec(module) is None]
+
+
+def write_gguf(model: LanguageModel, path: Path) -> None:
+    """A plain Llama in its own type, matrices exactly as they are, norms in float32; no vocabulary.
+
+    Raises ValueError for a trunk with biases, norms of queries and keys, or scaled positions.
+    """
+    import gguf
+
+    c = model.config.decoder
+    if c.qk_norm or c.attention_bias or c.output_bias or c.rope_scaling is not None:
+        raise ValueError("only a Llama without biases and with plain rotary positions is written")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(c.max_positions)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_heads)
+    writer.add_head_count_kv(c.num_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rope_theta)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_vocab_size(model.config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    kinds = gguf.GGMLQuantizationType
+    matrices = {torch.float32: kinds.F32, torch.bfloat16: kinds.BF16}[model.tokens.weight.dtype]
+    heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}
+    for name, weight in named_tensors(model).items():
+        own = OUTSIDE.get(name) or _name(name)
+        part = own.split(".")[-2]
+        if part in heads:
+            # Its rotary pairs are neighbours, Hugging Face's half a head apart.
+            pairs = weight.unflatten(0, (heads[part], 2, -1)).transpose(1, 2)
+            weight = pairs.flatten(0, 2)
+        kind = matrices if weight.ndim > 1 else kinds.F32
+        values = np.ascontiguousarray(weight.float().numpy())
+        writer.add_tensor(own, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _name(name: str) -> str:
+    """Of a layer's tensor: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{PARTS[rest.removesuffix('.weight')]}.weight"
+
+
+class LlamaCpp:
+    """One model and one context of `positions` tokens. threads: of decoding and of prefill."""
+
+    def __init__(self, path: Path, positions: int, threads: int, dtype: torch.dtype) -> None:
+        """Raises OSError where it cannot read the file."""
+        import llama_cpp
+
+        self.api: Any = llama_cpp
+        # Kept: the library calls it as long as it lives.
+        self._quiet = self.api.llama_log_callback(lambda *_: None)
+        self.api.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        self.api.llama_backend_init()
+        self.model = self.api.llama_model_load_from_file(
+            str(path).encode(), self.api.llama_model_default_params()
+        )
+        if not self.model:
+            raise OSError(f"llama.cpp cannot read {path.name}")
+        params = self.api.llama_context_default_params()
+        params.n_ctx = params.n_batch = positions
+        params.n_threads = params.n_threads_batch = threads
+        if dtype == torch.float32:
+            params.type_k = params.type_v = self.api.GGML_TYPE_F32
+        self.context = self.api.llama_init_from_model(self.model, params)
+        vocabulary = self.api.llama_model_get_vocab(self.model)
+        self.vocab_size = self.api.llama_vocab_n_tokens(vocabulary)
+
+    def write(
+        self, prompt: Seq[int], tokens: int, now: Callable[[], float]
+    ) -> tuple[list[int], list[float]]:
+        """So many greedy tokens, and when each was known. Raises RuntimeError where it fails."""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        written: list[int] = []
+        times: list[float] = []
+        feed = list(prompt)
+        while len(written) < tokens:
+            batch = self.api.llama_batch_get_one((ctypes.c_int32 * len(feed))(*feed), len(feed))
+            if code := self.api.llama_decode(self.context, batch):
+                raise RuntimeError(f"llama_decode returned {code}")
+            row = self.api.llama_get_logits_ith(self.context, -1)
+            logits = np.ctypeslib.as_array(row, shape=(self.vocab_size,))
+            feed = [int(logits.argmax())]
+            written += feed
+            times.append(now())
+        return written, times
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
