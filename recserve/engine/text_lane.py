@@ -30,7 +30,13 @@ from recserve.engine.runner import Piece, Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import TextGroup, move_accepted, token_logprobs
+from recserve.engine.text_step import (
+    StepOutputs,
+    TextGroup,
+    move_accepted,
+    outputs_of,
+    token_logprobs,
+)
 from recserve.kernels.tree import CANDIDATE, TokenTree, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
@@ -178,7 +184,7 @@ class TextLane:
             groups.append(group)
         done: list[Answer] = []
         for group, tree, own in zip(groups, trees, states, strict=True):
-            done += self._commit(group, tree, own)
+            done += self._commit(group, self._judge(group, tree, own))
         ended = time.perf_counter()
         for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
@@ -235,21 +241,24 @@ class TextLane:
             self._tables[rule] = (ids, sampling_table(params, self.runner.pool.keys.device))
         return self._tables[rule][1]
 
-    def _commit(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> list[Answer]:
-        """Judge a group's trees, keep the paths; the answers of the texts that ended."""
+    def _judge(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> StepOutputs:
+        """Judge a group's trees, keep the paths."""
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
         if not group.chains:
             move_accepted(self.runner.pool, tree, accepted, group.slots())
+        return outputs_of(tree, accepted, logits, hidden)
+
+    def _commit(self, group: TextGroup, outputs: StepOutputs) -> list[Answer]:
+        """The answers of the texts that ended; drafters hear of the others."""
         # The one look at the device in a step: what was written decides what is done next.
-        nodes = torch.cat([accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]], 1)
-        tokens = tree.tokens[accepted.nodes.clamp(min=0)]
-        table = torch.cat([nodes, tokens], 1).tolist()
-        width = accepted.nodes.shape[1]
+        table, width = outputs.found.tolist(), outputs.found.shape[1] // 2 - 1
+        hidden, logits, last = outputs.hidden, outputs.logits, outputs.last.clone()
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
-        for sequence, draft, row in zip(group.sequences, group.drafts, table, strict=True):
+        for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
+            row = table[number]
             length, bonus = row[width], row[width + 1]
             path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
             own = slice(start, start + 1 + len(draft))
@@ -265,7 +274,7 @@ class TextLane:
                 continue
             used = min(length, len(added))
             sequence.num_computed = before + used
-            sequence.context.hidden = hidden[path[used]].clone()
+            sequence.context.hidden = last[number] if used == length else hidden[path[used]].clone()
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
 ROW_BLOCK = 512
@@ -197,6 +197,7 @@ def _plan(batch: TreeBatch, softmax: bool) -> list[_Part]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
+    assert not isinstance(batch.root_slots, RootTable)
     for b, root_slots in enumerate(batch.root_slots):
         start, stop = offsets[b], offsets[b + 1]
         nodes = queries[bounds[b] : bounds[b + 1]]

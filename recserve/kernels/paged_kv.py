@@ -64,6 +64,19 @@ def slots_of_pages(pages: Tensor, page_size: int, length: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RootTable:
+    """Roots of B trees as rows of one table, so that no shape depends on how long they are.
+
+    slots [R, W]: pool slots of some sequences' tokens, in order. rows [B], lengths [B]: tree b
+    stands on slots[rows[b], :lengths[b]]; what lies behind is never read.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
 class TreeBatch:
     """Trees of one forward, and the place of every key they read.
 
@@ -71,13 +84,14 @@ class TreeBatch:
     queries [Tq]: the nodes computed now, ascending; None: all of them.
     slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from
     there.
-    root_slots: for each tree the slots of its root, in order.
+    root_slots: for each tree the slots of its root, in order; or all of them in a table, with
+    `queries` None.
     """
 
     tree: TokenTree
     queries: Tensor | None
     slots: Tensor
-    root_slots: tuple[Tensor, ...]
+    root_slots: tuple[Tensor, ...] | RootTable
 
     @property
     def num_queries(self) -> int:
@@ -90,6 +104,8 @@ class TreeBatch:
 
     def root_lengths(self) -> Tensor:
         """[B] root tokens of each tree."""
+        if isinstance(self.root_slots, RootTable):
+            return self.root_slots.lengths
         lengths = [slots.shape[0] for slots in self.root_slots]
         return torch.tensor(lengths, device=self.slots.device)
 
