@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import DeadlineExceeded
-from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
-from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
+from recserve.engine.graphs import StepGraphs
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Piece, Runner
 from recserve.engine.text_drafting import TextDrafting
+from recserve.engine.text_groups import TextGroups
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
@@ -40,7 +41,7 @@ from recserve.engine.text_step import (
 from recserve.kernels.tree import CANDIDATE, TokenTree, chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import GREEDY, check_rule
+from recserve.verify.rules import check_rule
 
 Answer = tuple[TextSequence, Completion | Exception]
 
@@ -64,8 +65,13 @@ class TextLane:
     """The side of the engine that writes text."""
 
     def __init__(
-        self, runner: Runner, model: LanguageModel, limits: TextLimits | None = None
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        limits: TextLimits | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        """graphs: recorded steps; None: every step is launched as it comes."""
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
@@ -75,7 +81,8 @@ class TextLane:
         self.aside: list[TextSequence] = []
         self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
         self._ids = count()
-        self._tables: dict[str, tuple[tuple[int, ...], SamplingTable]] = {}
+        self.graphs = graphs
+        self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
     def num_running(self) -> int:
@@ -159,12 +166,38 @@ class TextLane:
         prefill = sum(size for _, size in chunks)
         groups = self._groups([s for s in self.running if s.ready], prefill, failed)
         drafted = time.perf_counter()
+        if not groups and not chunks:
+            return failed
+        done: list[Answer] = []
+        begun: set[int] = set()
+        replayed = None if chunks or self.graphs is None else self.graphs.step(groups)
+        if replayed is not None:
+            done = self._commit(groups[0], replayed)
+        else:
+            begun = self._launch(groups, chunks, done)
+        ended = time.perf_counter()
+        for sequence, _ in chunks:
+            sequence.timing.prefill_ms += (ended - drafted) * 1e3
+        for group in groups:
+            for sequence, draft in zip(group.sequences, group.drafts, strict=True):
+                if sequence.context.id not in begun:
+                    sequence.timing.draft_ms += (drafted - began) * 1e3
+                    sequence.timing.verify_ms += (ended - drafted) * 1e3
+                sequence.timing.forwards += 1
+                sequence.timing.nodes += 1 + len(draft)
+        return failed + done
+
+    def _launch(
+        self, groups: list[TextGroup], chunks: list[tuple[TextSequence, int]], done: list[Answer]
+    ) -> set[int]:
+        """One forward over groups and chunks; groups of the texts that begin to write are added.
+
+        Returns the ids of these texts.
+        """
         device = self.runner.pool.keys.device
         trees = [group.tree(device) for group in groups]
         pieces = [group.piece(tree) for group, tree in zip(groups, trees, strict=True)]
         pieces += [self._prefill_piece(sequence, size) for sequence, size in chunks]
-        if not pieces:
-            return failed
         hidden = self.runner.forward(pieces)
         states = hidden[: len(groups)]
         begun: dict[int, Tensor] = {}
@@ -178,24 +211,13 @@ class TextLane:
             if sequence.ready:
                 self.pages.keep(sequence)
         first = [sequence for sequence, _ in chunks if sequence.context.id in begun]
-        for group in self._by_rule(first, {s.context.id: empty_draft() for s in first}):
+        for group in self._grouping.of(first, {s.context.id: empty_draft() for s in first}):
             trees.append(group.tree(device))
             states.append(torch.cat([begun[s.context.id] for s in group.sequences]))
             groups.append(group)
-        done: list[Answer] = []
         for group, tree, own in zip(groups, trees, states, strict=True):
             done += self._commit(group, self._judge(group, tree, own))
-        ended = time.perf_counter()
-        for sequence, _ in chunks:
-            sequence.timing.prefill_ms += (ended - drafted) * 1e3
-        for group in groups:
-            for sequence, draft in zip(group.sequences, group.drafts, strict=True):
-                if sequence.context.id not in begun:
-                    sequence.timing.draft_ms += (drafted - began) * 1e3
-                    sequence.timing.verify_ms += (ended - drafted) * 1e3
-                sequence.timing.forwards += 1
-                sequence.timing.nodes += 1 + len(draft)
-        return failed + done
+        return set(begun)
 
     def drop_all(self) -> list[TextSequence]:
         """Forget everything that runs; the sequences are released and returned."""
@@ -218,28 +240,7 @@ class TextLane:
             draft = drafts.get(sequence.context.id)
             if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
                 drafts[sequence.context.id] = empty_draft()
-        return self._by_rule([s for s in ready if s.context.id in drafts], drafts)
-
-    def _by_rule(
-        self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]
-    ) -> list[TextGroup]:
-        rules: dict[str, list[TextSequence]] = {}
-        for sequence in sequences:
-            request = sequence.request
-            rule = GREEDY if request.params.greedy else request.speculation.verifier
-            rules.setdefault(rule, []).append(sequence)
-        return [
-            TextGroup(rule, own, [drafts[s.context.id] for s in own], self._table(rule, own))
-            for rule, own in rules.items()
-        ]
-
-    def _table(self, rule: str, sequences: Seq[TextSequence]) -> SamplingTable:
-        """The sampling parameters as columns, kept while the same texts step together."""
-        ids = tuple(s.context.id for s in sequences)
-        if rule not in self._tables or self._tables[rule][0] != ids:
-            params = [s.request.params for s in sequences]
-            self._tables[rule] = (ids, sampling_table(params, self.runner.pool.keys.device))
-        return self._tables[rule][1]
+        return self._grouping.of([s for s in ready if s.context.id in drafts], drafts)
 
     def _judge(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> StepOutputs:
         """Judge a group's trees, keep the paths."""
@@ -335,6 +336,8 @@ class TextLane:
         for sequence in sequences:
             self.pages.release(sequence)
             self._drafting.forget(sequence)
+            if self.graphs is not None:
+                self.graphs.forget(sequence)
         gone = {s.context.id for s in sequences}
         self.running = [s for s in self.running if s.context.id not in gone]
         self.aside = [s for s in self.aside if s.context.id not in gone]

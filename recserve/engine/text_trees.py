@@ -70,7 +70,7 @@ def pack_trees(
     """
     depth = max((draft.depth for draft in drafts), default=0)
     sizes = np.ones(max(num_trees, len(drafts)), np.int64)
-    sizes[: len(drafts)] += [len(draft) for draft in drafts]
+    sizes[: len(drafts)] += np.array([len(draft) for draft in drafts], np.int64)
     if num_nodes:
         sizes[-1] = num_nodes - sizes[:-1].sum()
     offsets = np.zeros(sizes.shape[0] + 1, np.int64)

@@ -28,7 +28,11 @@ class KVShape:
 
 
 class KVPool:
-    """All pages of one model. keys, values: [num_layers, P * S, K, D]."""
+    """All pages of one model. keys, values: [num_layers, (P + 1) * S, K, D].
+
+    The page after the last is handed out to nobody: what fills up a batch is written to its
+    first slot, `spare_slot`.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,9 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        self.spare_slot = num_pages * page_size
+        slots = self.spare_slot + page_size
+        size = (shape.num_layers, slots, shape.num_kv_heads, shape.head_dim)
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size

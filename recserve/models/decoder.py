@@ -87,7 +87,9 @@ class Decoder(nn.Module):
         states are wanted, None: all; the others stop at the last layer's keys and values. Returns
         [..., T, E] or [..., R, E], final norm applied.
         """
-        rope = Rope(positions, self._frequencies.to(x.device), x.dtype)
+        if self._frequencies.device != x.device:
+            self._frequencies = self._frequencies.to(x.device)
+        rope = Rope(positions, self._frequencies, x.dtype)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = layer(x, rope, number, attend, rows if number == last else None)
