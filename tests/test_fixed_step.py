@@ -230,6 +230,16 @@ def test_no_record_is_begun_without_time_or_memory(model):
     assert graphs.names == ["2x1", "16x1"]
 
 
+def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, caplog):
+    def fails(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = with_graphs(model, Counted(fails))
+    assert engine._lanes["text"].graphs.names == [] and "no graph of" in caplog.text
+    params, tokens = expected["warm", 1]
+    assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
+
+
 def test_graphs_are_refused_without_cuda(model):
     with pytest.raises(ValueError, match="CUDA device"):
         engine_for(model, graphs=True)

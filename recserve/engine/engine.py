@@ -31,7 +31,7 @@ from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
 from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.destination import destination
-from recserve.engine.graphs import CudaRecorder, GraphLimits, StepGraphs
+from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
@@ -59,7 +59,7 @@ class EngineConfig:
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
     may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
     large as the load lets them pay, or none. graphs: record text steps as CUDA graphs at start,
-    None: where there is CUDA; no record is begun after graph_seconds or with graph_bytes taken.
+    None: where there is CUDA; graph_limits: which, and what that may take.
     """
 
     page_size: int = 16
@@ -68,8 +68,7 @@ class EngineConfig:
     max_running: int = 64
     load_aware: bool = False
     graphs: bool | None = None
-    graph_seconds: float = 60.0
-    graph_bytes: int = 2 * 2**30
+    graph_limits: GraphLimits = GraphLimits()
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,9 @@ class Engine:
         if text is not None:
             runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
-            self._lanes["text"] = TextLane(runner, text, limits, self._graphs(runner, text))
+            running, wanted = self.config.max_running, self.config.graphs
+            graphs = cuda_graphs(runner, text, running, wanted, self.config.graph_limits)
+            self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
         self._waiting: deque[_Waiting] = deque()
@@ -334,22 +335,6 @@ class Engine:
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
         return Runner(trunk, pool)
-
-    def _graphs(self, runner: Runner, model: LanguageModel) -> StepGraphs | None:
-        """Raises ValueError where graphs are asked for and there is no CUDA device."""
-        config, device = self.config, runner.pool.keys.device
-        wanted = device.type == "cuda" if config.graphs is None else config.graphs
-        if not wanted:
-            return None
-        if device.type != "cuda":
-            raise ValueError(
-                f"graphs is true; they need a CUDA device and the model is on {device}"
-            )
-        recorder = CudaRecorder()
-        limits = GraphLimits(seconds=config.graph_seconds, bytes=config.graph_bytes)
-        return StepGraphs(
-            runner, model, config.max_running, limits, recorder, lambda: recorder.bytes
-        )
 
 
 def _priority(waiting: _Waiting) -> int:

@@ -10,8 +10,12 @@ is left, which stand on nothing and write to the pool's spare slot.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.sampling_table import Room, SamplingTable, sampling_table
@@ -49,18 +53,21 @@ class StepShape:
         return missing >= 0 and used + missing < self.nodes and deepest <= self.depth
 
 
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
 @dataclass(frozen=True)
-class _Columns:
+class _Columns(Generic[Array]):
     """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers [B], tails
     [B, W]; B counts the text that is left over.
     """
 
-    trees: Tensor
-    offsets: Tensor
-    rows: Tensor
-    lengths: Tensor
-    numbers: Tensor
-    tails: Tensor
+    trees: Array
+    offsets: Array
+    rows: Array
+    lengths: Array
+    numbers: Array
+    tails: Array
 
 
 class FixedStep:
@@ -83,7 +90,8 @@ class FixedStep:
         size = 5 * shape.nodes + 1 + texts * (4 + tail)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
-        self._host_columns, self._columns = self._split(self._host), self._split(self._block)
+        self._columns = self._split(self._block)
+        self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
         self._loaded: tuple[int, ...] = ()
         self._fill(pack_trees([], [], shape.nodes, texts))
@@ -96,13 +104,13 @@ class FixedStep:
             return False
         columns, count = self._host_columns, len(rows)
         contexts = [text.context for text in group.sequences]
-        columns.rows[:count] = torch.tensor(known)
-        columns.lengths[:count] = torch.tensor([text.length for text in group.sequences])
+        columns.rows[:count] = known
+        columns.lengths[:count] = [text.length for text in group.sequences]
         columns.rows[count:], columns.lengths[count:] = NOBODY, 1
         if self.room is not None:
             width = columns.tails.shape[1]
-            columns.numbers[:count] = torch.tensor([c.num_output for c in contexts])
-            columns.tails[:count] = torch.tensor([last_committed(c, width) for c in contexts])
+            columns.numbers[:count] = [c.num_output for c in contexts]
+            columns.tails[:count] = [last_committed(c, width) for c in contexts]
         texts = self.shape.sequences + 1
         self._fill(pack_trees(group.last_tokens, group.drafts, self.shape.nodes, texts))
         names = tuple(context.id for context in contexts)
@@ -151,16 +159,17 @@ class FixedStep:
 
     def _fill(self, packed: PackedTrees) -> None:
         """The one upload, and what a draft made on the device adds to it."""
-        self._host_columns.trees.copy_(torch.from_numpy(packed.columns))
-        self._host_columns.offsets.copy_(torch.from_numpy(packed.offsets))
+        self._host_columns.trees[:] = packed.columns
+        self._host_columns.offsets[:] = packed.offsets
         self._block.copy_(self._host, non_blocking=True)
         packed.complete(self._columns.trees)
 
-    def _split(self, block: Tensor) -> _Columns:
+    def _split(self, block: Array) -> _Columns[Array]:
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
-        sizes = [5 * nodes, texts + 1, texts, texts, texts]
-        parts = torch.split(block, [*sizes, block.shape[0] - sum(sizes)])
-        trees, tails = parts[0].view(5, nodes), parts[5].view(texts, -1)
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts]
+        bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
+        parts = [block[start:stop] for start, stop in pairwise(bounds)]
+        trees, tails = parts[0].reshape(5, nodes), parts[5].reshape(texts, -1)
         return _Columns(trees, parts[1], parts[2], parts[3], parts[4], tails)
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Step = Callable[[], StepOutputs]
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
-BUCKETS = ((2, 1), (16, 1), (72, 1), (16, 8), (72, 8), (520, 8), (40, 32), (264, 32), (72, 64))
+BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
 WARM_UP = 2
 
@@ -110,7 +110,11 @@ class StepGraphs:
                     continue
                 room = self.room if everything else None
                 step = FixedStep(runner, model, self.rows, shape, room)
-                self._recorded[everything].append(_Recorded(step, record(step)))
+                try:
+                    self._recorded[everything].append(_Recorded(step, record(step)))
+                except RuntimeError:
+                    log.exception("no graph of %s: such steps are launched as they come", shape)
+                    return
 
     @property
     def names(self) -> list[str]:
@@ -141,3 +145,23 @@ class StepGraphs:
     def forget(self, text: TextSequence) -> None:
         """The text ended, or was set aside."""
         self.rows.forget(text)
+
+
+def cuda_graphs(
+    runner: Runner,
+    model: LanguageModel,
+    max_texts: int,
+    wanted: bool | None,
+    limits: GraphLimits,
+) -> StepGraphs | None:
+    """wanted: None: where the model is on a CUDA device.
+
+    Raises ValueError where they are wanted and it is not.
+    """
+    device = runner.pool.keys.device
+    if device.type == "cuda" and wanted is not False:
+        recorder = CudaRecorder()
+        return StepGraphs(runner, model, max_texts, limits, recorder, lambda: recorder.bytes)
+    if wanted:
+        raise ValueError(f"graphs is true; they need a CUDA device and the model is on {device}")
+    return None
