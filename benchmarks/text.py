@@ -8,8 +8,8 @@ Greedy, a prompt of its own for every run (a cache of prefixes finds nothing), a
 agree with the text 100 % or 70 % of the time, and transformers' assisted generation gets the same
 drafts; llama.cpp, where its package is installed, decodes plainly. Half of what is to be written
 stands in the prompt, for prompt lookup to find. Prefill is the time to the first commit, decode the
-rest and the tokens it adds. The run fails where texts differ in fp32, and where drafts change a text
-of this engine in any type.
+rest and the tokens it adds. The run fails where texts differ in fp32, and where drafts change a
+text of this engine in any type.
 """
 
 from __future__ import annotations

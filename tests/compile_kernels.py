@@ -37,6 +37,7 @@ def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=6
         "GROUP": group, "BLOCK_GROUP": block_group,
         "BLOCK_Q": rows // block_group, "DIM": dim, "BLOCK_DIM": row,
         "BLOCK_N": max(block_keys, 16),
+        "SPLIT": tree_attention.SPLIT_KEYS,
         "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
     }  # fmt: skip
     kinds = {

@@ -21,7 +21,7 @@ from recserve.core.target import Target, TokenCounts, past_of
 from recserve.core.text import Budget, ScoredTrees, TextContext
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.text_step import under_last_tokens
+from recserve.engine.text_trees import under_last_tokens
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.verify.rules import verify

@@ -13,6 +13,30 @@ from torch import Tensor
 from recserve.core.text_request import SamplingParams
 
 ANY = -1
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a table of fixed shapes holds beside its columns.
+
+    entries: biases of all sequences, and as many stop tokens. words: bad words, each of at most
+    word_length tokens.
+    """
+
+    entries: int = 256
+    words: int = 64
+    word_length: int = 8
+
+    def holds(self, params: Seq[SamplingParams]) -> bool:
+        """Whether the parameters of these sequences fit."""
+        words = [word for p in params for word in p.bad_words]
+        return (
+            sum(len(p.logit_bias) for p in params) <= self.entries
+            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.entries
+            and len(words) <= self.words
+            and max(map(len, words), default=0) <= self.word_length
+        )
 
 
 @dataclass(frozen=True)
@@ -74,9 +98,11 @@ class SamplingTable:
 
 
 def sampling_table(
-    params: Seq[SamplingParams], device: torch.device | str = "cpu"
+    params: Seq[SamplingParams], device: torch.device | str = "cpu", room: Room | None = None
 ) -> SamplingTable:
-    """The columns of some sequences, in order."""
+    """The columns of some sequences, in order. room: make the shapes, and what the table says of
+    itself, those of any parameters that fit; the columns then serve in whatever way these do.
+    """
 
     def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=device)
@@ -99,16 +125,20 @@ def sampling_table(
         column(p.frequency_penalty for p in params),
         column((p.min_tokens for p in params), torch.int64),
         column((p.seed for p in params), torch.int64),
-        _entries(bias, device),
-        _entries(stops, device),
-        _bad_words(words, device),
-        all(p.greedy for p in params),
-        any(p.counts_tokens for p in params),
-        any(p.top_k or p.top_p < 1 or p.min_p for p in params if not p.greedy),
+        _entries(bias, device, room),
+        _entries(stops, device, room),
+        _bad_words(words, device, room),
+        room is None and all(p.greedy for p in params),
+        room is not None or any(p.counts_tokens for p in params),
+        room is not None or any(p.truncates for p in params),
     )
 
 
-def _entries(rows: list[tuple[int, int, float]], device: torch.device | str) -> TokenEntries | None:
+def _entries(
+    rows: list[tuple[int, int, float]], device: torch.device | str, room: Room | None
+) -> TokenEntries | None:
+    if room is not None:
+        rows = rows + [(NOBODY, 0, 0.0)] * (room.entries - len(rows))
     if not rows:
         return None
     owners, tokens, values = zip(*rows, strict=True)
@@ -120,11 +150,15 @@ def _entries(rows: list[tuple[int, int, float]], device: torch.device | str) -> 
 
 
 def _bad_words(
-    rows: list[tuple[int, tuple[int, ...]]], device: torch.device | str
+    rows: list[tuple[int, tuple[int, ...]]], device: torch.device | str, room: Room | None
 ) -> BadWords | None:
+    if room is not None:
+        rows = rows + [(NOBODY, (0,) * room.word_length)] * (room.words - len(rows))
     if not rows:
         return None
     width = max(len(word) for _, word in rows) - 1
+    if room is not None:
+        width = room.word_length - 1
     before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
     return BadWords(
         torch.tensor([owner for owner, _ in rows], device=device),

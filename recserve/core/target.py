@@ -31,6 +31,10 @@ class TokenCounts:
         self.seen = torch.bincount(tokens, minlength=vocab_size).to(torch.int32)
         self.written = torch.zeros_like(self.seen)
 
+    def move(self, seen: Tensor, written: Tensor) -> None:
+        """Keep the counts in these tensors [V] from now on."""
+        self.seen, self.written = seen.copy_(self.seen), written.copy_(self.written)
+
     def add(self, tokens: Seq[int]) -> None:
         """Committed tokens of the output."""
         index = torch.tensor(tokens, dtype=torch.int64, device=self.seen.device)

@@ -69,6 +69,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def truncates(self) -> bool:
+        """Whether some tokens are left out of a draw for being unlikely."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether the logits depend on how often tokens occurred."""
         return (

@@ -31,6 +31,7 @@ from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
 from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.destination import destination
+from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
 from recserve.engine.lane import Lane
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
@@ -57,7 +58,8 @@ class EngineConfig:
 
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
     may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
-    large as the load lets them pay, or none.
+    large as the load lets them pay, or none. graphs: record text steps as CUDA graphs at start,
+    None: where there is CUDA; graph_limits: which, and what that may take.
     """
 
     page_size: int = 16
@@ -65,6 +67,8 @@ class EngineConfig:
     max_queue: int = 1024
     max_running: int = 64
     load_aware: bool = False
+    graphs: bool | None = None
+    graph_limits: GraphLimits = GraphLimits()
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,9 @@ class Engine:
         if text is not None:
             runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
-            self._lanes["text"] = TextLane(runner, text, limits)
+            running, wanted = self.config.max_running, self.config.graphs
+            graphs = cuda_graphs(runner, text, running, wanted, self.config.graph_limits)
+            self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
         self._waiting: deque[_Waiting] = deque()

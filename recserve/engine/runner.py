@@ -56,7 +56,12 @@ class Runner:
 
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
-        batch = pack(pieces)
+        inputs = NodeInputs.cat([piece.inputs for piece in pieces])
+        hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
+        return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
+
+    def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
+        """Hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
         attention = dispatch.tree_attention(batch, self.trunk.activation)
         slots, pool = batch.query_slots(), self.pool
 
@@ -64,9 +69,7 @@ class Runner:
             pool.write(layer, slots, key, value)
             return attention(query, key, value, pool.keys[layer], pool.values[layer])
 
-        inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.trunk.hidden(inputs, batch.positions(), attend, _read(pieces, slots.device))
-        return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
+        return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
 
 def _num_states(piece: Piece) -> int:

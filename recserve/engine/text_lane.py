@@ -17,25 +17,31 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recserve.core.request import DeadlineExceeded
-from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.target import TokenCounts
-from recserve.core.text import Drafter, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
+from recserve.engine.graphs import StepGraphs
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Runner
 from recserve.engine.text_drafting import TextDrafting
+from recserve.engine.text_groups import TextGroups
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_prefill import Chunk, chunks, is_coming
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import TextGroup, move_accepted, token_logprobs
+from recserve.engine.text_step import (
+    StepOutputs,
+    TextGroup,
+    move_accepted,
+    outputs_of,
+    token_logprobs,
+)
 from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import GREEDY, check_rule
+from recserve.verify.rules import check_rule
 
 Answer = tuple[TextSequence, Completion | Exception]
 
@@ -59,8 +65,13 @@ class TextLane:
     """The side of the engine that writes text."""
 
     def __init__(
-        self, runner: Runner, model: LanguageModel, limits: TextLimits | None = None
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        limits: TextLimits | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        """graphs: recorded steps; None: every step is launched as it comes."""
         self.runner, self.model = runner, model
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
@@ -71,7 +82,8 @@ class TextLane:
         self.aside: list[TextSequence] = []
         self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
         self._ids = count()
-        self._tables: dict[str, tuple[tuple[int, ...], SamplingTable]] = {}
+        self.graphs = graphs
+        self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
     def num_running(self) -> int:
@@ -161,18 +173,13 @@ class TextLane:
         groups = self._groups(parts, failed)
         parts = [part for part in parts if part.sequence.pages]
         drafted = time.perf_counter()
-        device = self.runner.pool.keys.device
-        pieces = [group.piece(group.tree(device)) for group in groups]
-        pieces += [part.piece() for part in parts]
-        if not pieces:
+        if not groups and not parts:
             return failed
-        hidden = self.runner.forward(pieces)
-        for part, state in zip(parts, hidden[len(groups) :], strict=True):
-            part.done(state[0])
-            self.pages.keep(part.sequence)
-        done: list[Answer] = []
-        for group, piece, own in zip(groups, pieces, hidden, strict=False):
-            done += self._commit(group, piece.tree, own)
+        replayed = None if parts or self.graphs is None else self.graphs.step(groups)
+        if replayed is None:
+            done = self._launch(groups, parts)
+        else:
+            done = self._commit(groups[0], replayed)
         ended = time.perf_counter()
         self._drafting.stepped((ended - drafted) * 1e3)
         first = {part.sequence.context.id for part in parts}
@@ -187,6 +194,19 @@ class TextLane:
                 timing.forwards += 1
                 timing.nodes += 1 + len(draft)
         return failed + done
+
+    def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[Answer]:
+        """One forward over the groups' trees and the chunks of prompts."""
+        device = self.runner.pool.keys.device
+        pieces = [group.piece(group.tree(device)) for group in groups]
+        hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
+        for part, state in zip(parts, hidden[len(groups) :], strict=True):
+            part.done(state[0])
+            self.pages.keep(part.sequence)
+        done: list[Answer] = []
+        for group, piece, own in zip(groups, pieces, hidden, strict=False):
+            done += self._commit(group, self._judge(group, piece.tree, own))
+        return done
 
     def drop_all(self) -> list[TextSequence]:
         """Forget everything that runs; the sequences are released and returned."""
@@ -211,47 +231,26 @@ class TextLane:
             draft = drafts.get(sequence.context.id)
             if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
                 drafts[sequence.context.id] = empty_draft()
-        return self._by_rule([s for s in stepping if s.context.id in drafts], drafts)
+        return self._grouping.of([s for s in stepping if s.context.id in drafts], drafts)
 
-    def _by_rule(
-        self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]
-    ) -> list[TextGroup]:
-        rules: dict[str, list[TextSequence]] = {}
-        for sequence in sequences:
-            request = sequence.request
-            rule = GREEDY if request.params.greedy else request.speculation.verifier
-            rules.setdefault(rule, []).append(sequence)
-        return [
-            TextGroup(rule, own, [drafts[s.context.id] for s in own], self._table(rule, own))
-            for rule, own in rules.items()
-        ]
-
-    def _table(self, rule: str, sequences: Seq[TextSequence]) -> SamplingTable:
-        """The sampling parameters as columns, kept while the same texts step together."""
-        ids = tuple(s.context.id for s in sequences)
-        if rule not in self._tables or self._tables[rule][0] != ids:
-            params = [s.request.params for s in sequences]
-            self._tables[rule] = (ids, sampling_table(params, self.runner.pool.keys.device))
-        return self._tables[rule][1]
-
-    def _commit(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> list[Answer]:
-        """Judge a group's trees, keep the paths; the answers of the texts that ended."""
+    def _judge(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> StepOutputs:
+        """Judge a group's trees, keep the paths."""
         logits = self.model.logits(hidden)
         accepted = group.judge(tree, logits)
         if not group.chains:
             move_accepted(self.runner.pool, tree, accepted, group.slots())
+        return outputs_of(tree, accepted, logits, hidden)
+
+    def _commit(self, group: TextGroup, outputs: StepOutputs) -> list[Answer]:
+        """The answers of the texts that ended; drafters hear of the others."""
         # The one look at the device in a step: what was written decides what is done next.
-        nodes = torch.cat([accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]], 1)
-        tokens = tree.tokens[accepted.nodes.clamp(min=0)]
-        table = torch.cat([nodes, tokens], 1).tolist()
-        width = accepted.nodes.shape[1]
-        tails = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
+        table, width = outputs.found.tolist(), outputs.found.shape[1] // 2 - 1
+        hidden, logits, last = outputs.hidden, outputs.logits, outputs.last.clone()
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
-        for sequence, draft, row, tail in zip(
-            group.sequences, group.drafts, table, tails, strict=True
-        ):
+        for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
+            row = table[number]
             length, bonus = row[width], row[width + 1]
             path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
             own = slice(start, start + 1 + len(draft))
@@ -266,7 +265,8 @@ class TextLane:
                 start = own.stop
                 continue
             used = min(length, len(added))
-            sequence.computed(before + used, tail if used == length else hidden[path[used]])
+            tail = last[number] if used == length else hidden[path[used]].clone()
+            sequence.computed(before + used, tail)
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
@@ -322,6 +322,8 @@ class TextLane:
         for sequence in sequences:
             self.pages.release(sequence)
             self._drafting.forget(sequence)
+            if self.graphs is not None:
+                self.graphs.forget(sequence)
         gone = {s.context.id for s in sequences}
         self.running = [s for s in self.running if s.context.id not in gone]
         self.aside = [s for s in self.aside if s.context.id not in gone]

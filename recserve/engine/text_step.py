@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +14,27 @@ from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_trees import under_last_tokens
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.tree import CANDIDATE, TokenTree
+from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.verify.rules import verify
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step found for B texts, on the device.
+
+    found [B, 2 D + 4] int64: accepted nodes [D + 1] (-1 behind the last), how many after node 0,
+    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes; last [B, E]:
+    hidden of the last accepted node.
+    """
+
+    found: Tensor
+    logits: Tensor
+    hidden: Tensor
+    last: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,10 +51,14 @@ class TextGroup:
         roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
         return Piece(tree, NodeInputs(tree.tokens), None, self.slots(), roots)
 
+    @property
+    def last_tokens(self) -> list[int]:
+        """[B] node 0 of every tree."""
+        return [s.context.tokens[-1] for s in self.sequences]
+
     def tree(self, device: torch.device) -> TokenTree:
         """The packed trees."""
-        last = [s.context.tokens[-1] for s in self.sequences]
-        return under_last_tokens(last, self.drafts, device)
+        return under_last_tokens(self.last_tokens, self.drafts, device)
 
     def slots(self) -> Tensor:
         """[T] the slot of each node."""
@@ -82,76 +101,6 @@ class TextGroup:
         return verify(self.rule, scored)
 
 
-def under_last_tokens(
-    last: Seq[int], drafts: Seq[TextDraft], device: torch.device | str
-) -> TokenTree:
-    """Trees of node 0, the last committed token, and the draft below it.
-
-    last [B] tokens. Returns B trees of `1 + n` nodes each, packed, on the device.
-    """
-    deepest = max(draft.depth for draft in drafts)
-    if not deepest:
-        return _roots_alone(torch.tensor(last, device=device))
-    sizes = np.array([1 + len(draft) for draft in drafts])
-    stops = sizes.cumsum()
-    offsets = np.concatenate([[0], stops])
-    columns = np.empty((5, int(stops[-1])), np.int64)
-    tokens, parents, depths, ends, kinds = columns
-    index, first = np.arange(columns.shape[1]), offsets[:-1].repeat(sizes)
-    # All that a chain is follows from its length; what forks is told below.
-    depths[:] = index - first
-    ends[:] = stops.repeat(sizes)
-    parents[:] = np.where(depths > 0, index - 1, -1)
-    tokens[offsets[:-1]] = last
-    kinds[:] = CANDIDATE
-    late: list[tuple[Tensor, int, slice]] = []
-    forks = False
-    for start, draft in zip(offsets.tolist(), drafts, strict=False):
-        own = slice(start + 1, start + 1 + len(draft))
-        told = [(draft.tokens, 0, 0)] if len(draft) else []
-        if draft.depth < len(draft):
-            told.append((draft.parents, 1, start + 1))
-            forks = True
-        if draft.kinds is not None:
-            told.append((draft.kinds, 4, 0))
-        for column, row, shift in told:
-            if column.device.type == "cpu":
-                columns[row, own] = column.numpy() + shift
-            else:
-                late.append((column + shift, row, own))
-    known = not any(row == 1 for _, row, _ in late)
-    if forks and known:
-        depths[:], ends[:] = _shape(torch.from_numpy(parents), deepest)
-    packed = torch.from_numpy(columns).to(device)
-    for column, row, own in late:
-        packed[row, own] = column
-    if forks and not known:
-        packed[2], packed[3] = _shape(packed[1], deepest)
-    named = any(draft.kinds is not None for draft in drafts)
-    bounds = torch.from_numpy(offsets).to(device)
-    return TokenTree(
-        packed[0], packed[1], packed[2], packed[3], bounds, packed[4] if named else None
-    )
-
-
-def _roots_alone(tokens: Tensor) -> TokenTree:
-    """One node a tree: plain decoding."""
-    bounds = torch.arange(tokens.shape[0] + 1, device=tokens.device)
-    depths = torch.zeros_like(tokens)
-    return TokenTree(tokens, depths - 1, depths, bounds[1:], bounds)
-
-
-def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Depths and ends [T] of trees in preorder, of at most `depth` levels below their roots."""
-    node, depths, sizes = parents, torch.zeros_like(parents), torch.ones_like(parents)
-    for _ in range(depth):
-        inside = node >= 0
-        depths += inside
-        sizes.index_add_(0, node.clamp(min=0), inside.to(sizes.dtype))
-        node = torch.where(inside, parents[node.clamp(min=0)], -1)
-    return depths, torch.arange(parents.shape[0], device=parents.device) + sizes
-
-
 def draft_probs(drafts: Seq[TextDraft], logits: Tensor) -> Tensor | None:
     """[T, V] q of every node, zeros at node 0 and in drafts that were chosen; None if all were."""
     if all(draft.probs is None for draft in drafts):
@@ -175,6 +124,14 @@ def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tens
     place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
     sources, targets = slots[nodes.clamp(min=0)], slots[place]
     dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
+
+
+def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
+    """In shapes that depend on the tree's and the accepted nodes' alone."""
+    ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]
+    tokens = tree.tokens[accepted.nodes.clamp(min=0)]
+    found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
+    return StepOutputs(torch.cat(found, 1), logits, hidden, hidden[ends])
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 SHALLOW = 8
 FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancestors
@@ -90,6 +90,7 @@ def plan(batch: TreeBatch, form: Form) -> list[Part]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
+    assert not isinstance(batch.root_slots, RootTable)
     for b, root_slots in enumerate(batch.root_slots):
         nodes = queries[bounds[b] : bounds[b + 1]]
         if nodes.shape[0] == 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 from recserve.kernels import accept_reference, reference, trie_children
 from recserve.kernels.accept_reference import Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import Trie
@@ -41,12 +41,17 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
     query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D]
     of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
     CPU, the Triton kernel on CUDA. For training: `reference.tree_attention`, which has gradients.
+    Where the roots are a table a CPU has the reference alone.
     """
     if in_triton(batch.slots):
         from recserve.kernels.tree_attention import TritonTreeAttention
 
         return TritonTreeAttention(batch, activation)
     if not batch.slots.is_cuda:
+        if isinstance(batch.root_slots, RootTable):
+            return lambda query, key, value, keys, values: reference.padded_tree_attention(
+                query, keys, values, batch
+            )
         return CpuTreeAttention(batch, activation)
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:

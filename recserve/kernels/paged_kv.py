@@ -29,7 +29,11 @@ class KVShape:
 
 
 class KVPool:
-    """All pages of one model. keys, values: [num_layers, P * S, K, D]."""
+    """All pages of one model. keys, values: [num_layers, (P + 1) * S, K, D].
+
+    The page after the last is handed out to nobody: what fills up a batch is written to its
+    first slot, `spare_slot`.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,9 @@ class KVPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        self.spare_slot = num_pages * page_size
+        slots = self.spare_slot + page_size
+        size = (shape.num_layers, slots, shape.num_kv_heads, shape.head_dim)
         self.shape = shape
         self.num_pages = num_pages
         self.page_size = page_size
@@ -65,6 +71,19 @@ def slots_of_pages(pages: Tensor, page_size: int, length: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RootTable:
+    """Roots of B trees as rows of one table, so that no shape depends on how long they are.
+
+    slots [R, W]: pool slots of some sequences' tokens, in order. rows [B], lengths [B]: tree b
+    stands on slots[rows[b], :lengths[b]]; what lies behind is never read.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
 class TreeBatch:
     """Trees of one forward, and the place of every key they read.
 
@@ -72,13 +91,14 @@ class TreeBatch:
     queries [Tq]: the nodes computed now, ascending; None: all of them.
     slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from
     there.
-    root_slots: for each tree the slots of its root, in order.
+    root_slots: for each tree the slots of its root, in order; or all of them in a table, with
+    `queries` None.
     """
 
     tree: TokenTree
     queries: Tensor | None
     slots: Tensor
-    root_slots: tuple[Tensor, ...]
+    root_slots: tuple[Tensor, ...] | RootTable
 
     @property
     def num_queries(self) -> int:
@@ -91,6 +111,8 @@ class TreeBatch:
 
     def root_lengths(self) -> Tensor:
         """[B] root tokens of each tree."""
+        if isinstance(self.root_slots, RootTable):
+            return self.root_slots.lengths
         lengths = [slots.shape[0] for slots in self.root_slots]
         return on_device(lengths, self.slots.device)
 

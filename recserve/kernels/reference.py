@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def tree_attention(
     tree_mask = tree.dense_mask()[queries]
     trees = tree.tree_ids()[queries]
     out = torch.empty_like(query)
+    assert not isinstance(batch.root_slots, RootTable)
     for b, root_slots in enumerate(batch.root_slots):
         rows = (trees == b).nonzero().flatten()
         start, stop = int(tree.offsets[b]), int(tree.offsets[b + 1])
@@ -71,6 +72,29 @@ def tree_attention(
     return out
 
 
+def padded_tree_attention(query: Tensor, keys: Tensor, values: Tensor, batch: TreeBatch) -> Tensor:
+    """The same softmax where the roots are a table: every node gathers the W places of its tree's
+    row and all T nodes, and masks what it does not see. Shapes depend on T, W and B alone.
+
+    query: [T, H, D]; keys, values: [slots, K, D]. What a mask hides may hold anything, even NaN.
+    """
+    tree, roots, groups = batch.tree, batch.root_slots, query.shape[1] // keys.shape[1]
+    assert isinstance(roots, RootTable)
+    trees = tree.tree_ids()
+    width = torch.arange(roots.slots.shape[1], device=query.device)
+    mask = torch.cat([width < roots.lengths[trees, None], tree.dense_mask()], dim=1)
+    own = batch.slots.expand(tree.num_nodes, -1)
+    slots = torch.cat([roots.slots[roots.rows[trees]], own], dim=1)
+    shown = mask[:, :, None, None]
+    # An unseen place may hold no slot at all yet: it is read as the node's own.
+    slots = torch.where(mask, slots, batch.slots[:, None])
+    key = torch.where(shown, keys[slots].float(), 0.0).repeat_interleave(groups, dim=2)
+    value = torch.where(shown, values[slots].float(), 0.0).repeat_interleave(groups, dim=2)
+    scores = torch.einsum("nhd,nmhd->hnm", query.float(), key) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    return torch.einsum("hnm,nmhd->nhd", weights, value).to(query.dtype)
+
+
 def move_paths(
     keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
@@ -80,9 +104,18 @@ def move_paths(
     lengths[b] of path b are moved. A target may be a source of the same or an earlier step of its
     own path (the nodes of a path lie at or behind their targets), never of a later one.
     """
-    inside = torch.arange(sources.shape[1], device=sources.device) < lengths[:, None]
-    source, target = sources[inside], targets[inside]
-    keys[:, target], values[:, target] = keys[:, source], values[:, source]
+    sources, targets = sources.flatten(), targets.flatten()
+    if not sources.shape[0]:
+        return
+    longest = sources.shape[0] // lengths.shape[0]
+    inside = (torch.arange(longest, device=sources.device) < lengths[:, None]).flatten()
+    # What is not moved repeats one move that is, or stays where it is if there is none.
+    some = inside.to(torch.uint8).argmax()
+    idle_source, idle_target = sources[some], torch.where(inside[some], targets, sources)[some]
+    source = torch.where(inside, sources, idle_source)
+    target = torch.where(inside, targets, idle_target)
+    for pool in (keys, values):
+        pool.index_copy_(1, target, pool.index_select(1, source))
 
 
 def rope_write(

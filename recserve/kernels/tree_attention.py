@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
 BLOCK_ROWS = 128  # a block's query rows: every block of a tree reads the root again, from L2
@@ -66,10 +66,10 @@ def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
 def _attend(
     query, keys, values, out, lse,
     block_trees, block_starts, query_offsets, query_nodes,
-    node_offsets, node_slots, ends, root_offsets, root_slots, root_limits, shared,
+    node_offsets, node_slots, ends, root_starts, root_lengths, root_slots, root_limits, shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """One block of nodes of one tree, one KV head, one split of the root."""
@@ -94,14 +94,16 @@ def _attend(
         peak = tl.full([BLOCK_Q * BLOCK_GROUP], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
 
-        root_first = tl.load(root_offsets + tree)
+        root_first = tl.load(root_starts + tree)
         # Places within root and tree are 32 bits: masks of a score tile live in registers.
-        root_length = (tl.load(root_offsets + tree + 1) - root_first).to(tl.int32)
+        root_length = tl.load(root_lengths + tree).to(tl.int32)
         limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + root_length
         if HAS_LIMITS:
             own = tl.load(root_limits + node, mask=row_valid, other=0)
             limit = tl.minimum(own, root_length.to(tl.int64)).to(tl.int32)
-        chunk = tl.cdiv(tl.cdiv(root_length, num_splits), BLOCK_N) * BLOCK_N
+        # The grid may be made for longer roots than this one: then the first splits do all.
+        chunk = tl.maximum(tl.cdiv(root_length, num_splits), tl.minimum(root_length, SPLIT))
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
         begin = split * chunk
         for start in range(begin, tl.minimum(begin + chunk, root_length), BLOCK_N):
             column = start + tl.arange(0, BLOCK_N)
@@ -147,6 +149,8 @@ def _attend(
             tl.store(
                 lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
             )
+            # Nor is it read by the merge, so it need not be written.
+            q_mask = q_mask & ((begin < root_length) | (split == num_splits - 1))
         target = (split.to(tl.int64) * num_rows + q_row)[:, None] * DIM + dims[None, :]
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
 
@@ -162,13 +166,16 @@ def _merge(
     valid = split < num_splits
     place = split.to(tl.int64) * num_rows + row
     mask = valid[:, None] & (dims < DIM)[None, :]
-    part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
-    if SILU:
-        merged = tl.sum(part, 0)
-    else:
+    weight = tl.where(valid, 1.0, 0.0)
+    if not SILU:
         weight = tl.load(lse + place, mask=valid, other=float("-inf"))
         weight = tl.exp(weight - tl.max(weight))
-        merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight)
+        # What weighs nothing was perhaps not written.
+        mask = mask & (weight > 0)[:, None]
+    part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    merged = tl.sum(part * weight[:, None], 0)
+    if not SILU:
+        merged = merged / tl.sum(weight)
     tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
 
 
@@ -202,10 +209,18 @@ class TritonTreeAttention:
         nodes = batch.queries
         self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
-        self.root_slots = torch.cat(batch.root_slots)
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self.root_offsets = torch.cat([zero, batch.root_lengths().cumsum(0)])
-        self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
+        self.root_lengths = batch.root_lengths()
+        if isinstance(batch.root_slots, RootTable):
+            # The grid is that of the longest root there may be: lengths are read on the device.
+            self.root_slots, self.longest_root = (
+                batch.root_slots.slots,
+                batch.root_slots.slots.shape[1],
+            )
+            self.root_starts = batch.root_slots.rows * self.longest_root
+        else:
+            self.root_slots = torch.cat(batch.root_slots)
+            self.root_starts = self.root_lengths.cumsum(0) - self.root_lengths
+            self.longest_root = max(slots.shape[0] for slots in batch.root_slots)
         self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
 
     def __call__(
@@ -235,12 +250,13 @@ class TritonTreeAttention:
         _attend[plan.num_blocks, keys.shape[1], plan.num_splits](
             query, keys, values, parts, lse,
             trees, starts, self.query_offsets, self.query_nodes,
-            tree.offsets, self.batch.slots, tree.ends, self.root_offsets, self.root_slots,
+            tree.offsets, self.batch.slots, tree.ends, self.root_starts, self.root_lengths,
+            self.root_slots,
             nothing if tree.root_limits is None else tree.root_limits,
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
-            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
+            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys, SPLIT=SPLIT_KEYS,
             SILU=silu, HAS_LIMITS=tree.root_limits is not None,
             HAS_SHARED=tree.shared is not None, num_warps=plan.warps, num_stages=STAGES,
         )  # fmt: skip

@@ -12,12 +12,13 @@ from recserve.verify.sample import SampleRule
 from recserve.verify.typical import TypicalRule
 
 GREEDY = "greedy"
+SAMPLE = "sample"
 RULES: dict[str, Verifier] = {
     "block": BlockRule(),
     GREEDY: GreedyRule(),
     "multi_step": MultiStepRule(),
     "rejection": RejectionRule(),
-    "sample": SampleRule(),
+    SAMPLE: SampleRule(),
     "typical": TypicalRule(),
 }
 

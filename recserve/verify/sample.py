@@ -15,7 +15,7 @@ from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.kernels import dispatch
 from recserve.kernels.accept_reference import Keys, largest
 from recserve.kernels.noise import gumbel, gumbel_of_tokens
-from recserve.verify.path import follow, follow_chosen
+from recserve.verify.path import follow
 
 FEW = 8  # share of the vocabulary under which tokens are looked up one by one
 
@@ -42,16 +42,14 @@ class SampleRule:
 
 def _sample_everywhere(scored: ScoredTrees) -> Accepted:
     """A token at every node, then the walk: launches on the device and nothing else."""
-    tree, lengths = scored.tree, scored.lengths
-    if scored.logits is not None:
-        assert scored.temperatures is not None
-        keys = Keys(scored.seeds, lengths - 1)
-        walk = dispatch.accept(scored.logits, tree, keys, scored.temperatures, scored.depth)
-        return Accepted(walk.nodes, walk.lengths, walk.bonus)
-    trees = tree.tree_ids()
-    rows = scored.target(torch.arange(tree.num_nodes, device=trees.device))
-    noise = gumbel(scored.seeds[trees], lengths[trees] + tree.depths, scored.vocab_size)
-    return follow_chosen(scored, largest(rows + noise))
+    tree, logits, temperatures = scored.tree, scored.logits, scored.temperatures
+    if logits is None or temperatures is None:
+        # At temperature 0 the target itself leaves one token.
+        logits = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device))
+        temperatures = torch.ones_like(scored.seeds, dtype=torch.float32)
+    keys = Keys(scored.seeds, scored.lengths - 1)
+    walk = dispatch.accept(logits, tree, keys, temperatures, scored.depth)
+    return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,188 @@
+"""A text step as one function of fixed shapes: forward, logits, parameters, draw, walk, path move.
+
+Everything it reads lies in buffers whose addresses never change and is there before it begins: one
+upload. What it found is read when it has ended: one download. In between nothing is asked of the
+device, and no shape depends on drafts, acceptance or lengths, so that it can be recorded once and
+replayed: a CUDA graph. A batch is filled up with texts of one node and a last one, a chain of what
+is left, which stand on nothing and write to the pool's spare slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.sampling_table import Room, SamplingTable, sampling_table
+from recserve.core.target import Past, Target, last_committed
+from recserve.core.text import ScoredTrees
+from recserve.core.text_request import SamplingParams
+from recserve.engine.runner import Runner
+from recserve.engine.text_rows import NOBODY, TextRows
+from recserve.engine.text_step import StepOutputs, TextGroup, move_accepted, outputs_of
+from recserve.engine.text_trees import DEPTHS, ENDS, KINDS, PARENTS, TOKENS, PackedTrees, pack_trees
+from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.verify.rules import SAMPLE, verify
+
+FILLER = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A bucket. nodes T: of all trees and of what fills up. sequences: texts at most. depth: most
+    levels below a node 0.
+    """
+
+    nodes: int
+    sequences: int
+    depth: int
+
+    def holds(self, group: TextGroup) -> bool:
+        """Whether a group fits, with one node for each text that is missing and one more."""
+        missing = self.sequences - len(group.drafts)
+        used = sum(1 + len(draft) for draft in group.drafts)
+        deepest = max(draft.depth for draft in group.drafts)
+        return missing >= 0 and used + missing < self.nodes and deepest <= self.depth
+
+
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class _Columns(Generic[Array]):
+    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers [B], tails
+    [B, W]; B counts the text that is left over.
+    """
+
+    trees: Array
+    offsets: Array
+    rows: Array
+    lengths: Array
+    numbers: Array
+    tails: Array
+
+
+class FixedStep:
+    """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
+    else how much of the others there is place for.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        rows: TextRows,
+        shape: StepShape,
+        room: Room | None,
+    ) -> None:
+        self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
+        device = rows.slots.device
+        texts = shape.sequences + 1
+        tail = 0 if room is None else room.word_length - 1
+        size = 5 * shape.nodes + 1 + texts * (4 + tail)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(size, dtype=torch.int64, device=device)
+        self._columns = self._split(self._block)
+        self._host_columns = self._split(self._host.numpy())
+        self._table = self._sampling([], device)
+        self._loaded: tuple[int, ...] = ()
+        self._fill(pack_trees([], [], shape.nodes, texts))
+
+    def load(self, group: TextGroup) -> bool:
+        """Put a group that fits where the step reads it; False if there is no row for a text."""
+        rows = [self.rows.row(text) for text in group.sequences]
+        known = [row for row in rows if row is not None]
+        if len(known) < len(rows):
+            return False
+        columns, count = self._host_columns, len(rows)
+        contexts = [text.context for text in group.sequences]
+        columns.rows[:count] = known
+        columns.lengths[:count] = [text.length for text in group.sequences]
+        columns.rows[count:], columns.lengths[count:] = NOBODY, 1
+        if self.room is not None:
+            width = columns.tails.shape[1]
+            columns.numbers[:count] = [c.num_output for c in contexts]
+            columns.tails[:count] = [last_committed(c, width) for c in contexts]
+        texts = self.shape.sequences + 1
+        self._fill(pack_trees(group.last_tokens, group.drafts, self.shape.nodes, texts))
+        names = tuple(context.id for context in contexts)
+        if names != self._loaded:
+            _overwrite(self._table, self._sampling([c.params for c in contexts], "cpu"))
+            self._loaded = names
+        return True
+
+    def __call__(self) -> StepOutputs:
+        """The step on what is loaded; outputs [S, ...] of the texts, [T, ...] of all nodes."""
+        columns, table = self._columns, self._table
+        trees = columns.trees
+        tree = TokenTree(
+            trees[TOKENS], trees[PARENTS], trees[DEPTHS], trees[ENDS], columns.offsets, trees[KINDS]
+        )
+        roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        owners = tree.tree_ids()
+        index = torch.arange(tree.num_nodes, device=owners.device)
+        place = roots.lengths[owners] + index - columns.offsets[owners]
+        slots = self.rows.slots[columns.rows[owners], place]
+        batch = TreeBatch(tree, None, slots, roots)
+        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens))
+        logits = self.model.logits(hidden)
+        past = None
+        if self.room is not None:
+            seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
+            past = Past(columns.numbers, columns.tails, seen, written)
+        scored = ScoredTrees(
+            tree,
+            self.shape.depth,
+            Target(logits, tree, self.shape.depth, table, past, fixed=True),
+            table.seeds,
+            columns.lengths,
+            (),
+            logits.shape[1],
+            logits=logits if past is None else None,
+            temperatures=table.temperature,
+            everywhere=True,
+        )
+        accepted = verify(SAMPLE, scored)
+        if self.shape.depth:
+            move_accepted(self.runner.pool, tree, accepted, slots)
+        outputs = outputs_of(tree, accepted, logits, hidden)
+        texts = self.shape.sequences
+        return replace(outputs, found=outputs.found[:texts], last=outputs.last[:texts])
+
+    def _fill(self, packed: PackedTrees) -> None:
+        """The one upload, and what a draft made on the device adds to it."""
+        self._host_columns.trees[:] = packed.columns
+        self._host_columns.offsets[:] = packed.offsets
+        self._block.copy_(self._host, non_blocking=True)
+        packed.complete(self._columns.trees)
+
+    def _split(self, block: Array) -> _Columns[Array]:
+        nodes, texts = self.shape.nodes, self.shape.sequences + 1
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts]
+        bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
+        parts = [block[start:stop] for start, stop in pairwise(bounds)]
+        trees, tails = parts[0].reshape(5, nodes), parts[5].reshape(texts, -1)
+        return _Columns(trees, parts[1], parts[2], parts[3], parts[4], tails)
+
+    def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
+        """Columns of the same shapes whatever the parameters are."""
+        missing = self.shape.sequences + 1 - len(params)
+        table = sampling_table([*params, *[FILLER] * missing], device, self.room)
+        return table if self.room is not None else replace(table, greedy=False)
+
+
+def _overwrite(target: object, source: object) -> None:
+    """Every tensor of a table, at any depth, with that of the other."""
+    for name, column in vars(target).items():
+        if isinstance(column, Tensor):
+            column.copy_(getattr(source, name), non_blocking=True)
+        elif hasattr(column, "__dict__"):
+            _overwrite(column, getattr(source, name))

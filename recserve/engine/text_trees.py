@@ -1,0 +1,123 @@
+"""The trees of a step: each text's last committed token and its draft below, packed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.text import TextDraft
+from recserve.kernels.tree import CANDIDATE, TokenTree
+
+TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
+
+
+@dataclass(frozen=True)
+class PackedTrees:
+    """Trees of B texts, and what of them is on the device already.
+
+    columns [5, T]: tokens, parents, depths, ends, kinds. offsets [B + 1]. late: columns of drafts
+    made on the device, each with its row and place. depth: most levels below node 0. shaped:
+    whether depths and ends are known; else they follow from the parents that come late.
+    """
+
+    columns: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    late: list[tuple[Tensor, int, slice]]
+    depth: int
+    shaped: bool
+
+    def complete(self, columns: Tensor) -> None:
+        """Add what is late to the columns [5, T] on the device, in place."""
+        for column, row, place in self.late:
+            columns[row, place] = column
+        if not self.shaped:
+            columns[DEPTHS], columns[ENDS] = _shape(columns[PARENTS], self.depth)
+
+
+def under_last_tokens(
+    last: Seq[int], drafts: Seq[TextDraft], device: torch.device | str
+) -> TokenTree:
+    """Trees of node 0, the last committed token, and the draft below it.
+
+    last [B] tokens. Returns B trees of `1 + n` nodes each, packed, on the device.
+    """
+    if not any(len(draft) for draft in drafts):
+        return _roots_alone(torch.tensor(last, device=device))
+    packed = pack_trees(last, drafts)
+    columns = torch.from_numpy(packed.columns).to(device)
+    packed.complete(columns)
+    named = any(draft.kinds is not None for draft in drafts)
+    return TokenTree(
+        columns[TOKENS],
+        columns[PARENTS],
+        columns[DEPTHS],
+        columns[ENDS],
+        torch.from_numpy(packed.offsets).to(device),
+        columns[KINDS] if named else None,
+    )
+
+
+def pack_trees(
+    last: Seq[int], drafts: Seq[TextDraft], num_nodes: int = 0, num_trees: int = 0
+) -> PackedTrees:
+    """num_nodes, num_trees: fill up to so many, with trees of one node and a last one, a chain, of
+    what is left; there must be room for them. 0: as many as there are.
+    """
+    depth = max((draft.depth for draft in drafts), default=0)
+    sizes = np.ones(max(num_trees, len(drafts)), np.int64)
+    sizes[: len(drafts)] += np.array([len(draft) for draft in drafts], np.int64)
+    if num_nodes:
+        sizes[-1] = num_nodes - sizes[:-1].sum()
+    offsets = np.zeros(sizes.shape[0] + 1, np.int64)
+    stops = sizes.cumsum(out=offsets[1:])
+    columns = np.zeros((5, int(stops[-1])), np.int64)
+    index = np.arange(columns.shape[1])
+    # All that a chain is follows from its length; what forks is told below.
+    columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
+    columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
+    columns[ENDS] = stops.repeat(sizes)
+    columns[KINDS] = CANDIDATE
+    columns[TOKENS, offsets[: len(drafts)]] = last
+    late: list[tuple[Tensor, int, slice]] = []
+    forks = False
+    for start, draft in zip(offsets.tolist(), drafts, strict=False):
+        place = slice(start + 1, start + 1 + len(draft))
+        told = [(draft.tokens, TOKENS, 0)] if len(draft) else []
+        if draft.depth < len(draft):
+            told.append((draft.parents, PARENTS, start + 1))
+            forks = True
+        if draft.kinds is not None:
+            told.append((draft.kinds, KINDS, 0))
+        for column, row, shift in told:
+            if column.device.type == "cpu":
+                columns[row, place] = column.numpy() + shift
+            else:
+                late.append((column + shift, row, place))
+    depth = max(depth, int(sizes[-1]) - 1) if num_nodes else depth
+    shaped = not any(row == PARENTS for _, row, _ in late)
+    if forks and shaped:
+        columns[DEPTHS], columns[ENDS] = _shape(torch.from_numpy(columns[PARENTS]), depth)
+    return PackedTrees(columns, offsets, late, depth, shaped)
+
+
+def _roots_alone(tokens: Tensor) -> TokenTree:
+    """One node a tree: plain decoding."""
+    bounds = torch.arange(tokens.shape[0] + 1, device=tokens.device)
+    depths = torch.zeros_like(tokens)
+    return TokenTree(tokens, depths - 1, depths, bounds[1:], bounds)
+
+
+def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Depths and ends [T] of trees in preorder, of at most `depth` levels below their roots."""
+    node, depths, sizes = parents, torch.zeros_like(parents), torch.ones_like(parents)
+    for _ in range(depth):
+        inside = node >= 0
+        depths += inside
+        sizes.index_add_(0, node.clamp(min=0), inside.to(sizes.dtype))
+        node = torch.where(inside, parents[node.clamp(min=0)], -1)
+    return depths, torch.arange(parents.shape[0], device=parents.device) + sizes

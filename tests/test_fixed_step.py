@@ -1,0 +1,245 @@
+"""Text steps in fixed shapes: recorded once, replayed on other drafts, acceptances and lengths.
+
+The answers must be those of plain decoding, token for token. Everything that a record may not read
+holds NaN: pages nobody has written, the spare slot, rows of no text.
+"""
+
+import pytest
+import recorder
+import torch
+from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_plain import TableDrafter, drawn_model, plain
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.fixed_step import StepShape
+from recserve.engine.graphs import GraphLimits, StepGraphs
+from recserve.engine.text_lane import TextLane
+from recserve.models.packing import pack_weights
+from recserve.verify import path
+
+SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 8), StepShape(24, 8, 4), StepShape(64, 8, 12))
+
+
+class Counted:
+    """Records, and counts the replays."""
+
+    def __init__(self, record=recorder.record):
+        self.record, self.replays = record, 0
+
+    def __call__(self, step):
+        replay = self.record(step)
+
+        def counted():
+            self.replays += 1
+            return replay()
+
+        return counted
+
+
+def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
+    """An engine whose text lane replays, over a pool that is NaN all over."""
+    engine = engine_for(model, pages)
+    lane = engine._lanes["text"]
+    with torch.inference_mode():
+        graphs = StepGraphs(lane.runner, model, 64, GraphLimits(shapes, **limits), counted)
+        lane.runner.pool.keys.fill_(float("nan"))
+        lane.runner.pool.values.fill_(float("nan"))
+    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+@pytest.fixture(scope="module")
+def recorded(model):
+    """One set of records for all parameters and drafts; `padded` runs the function anew each
+    time.
+    """
+    made = {"replayed": Counted(), "padded": Counted(lambda step: step)}
+    return {name: (with_graphs(model, counted), counted) for name, counted in made.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    out = {}
+    for name, fields in PARAMETERS.items():
+        for number, prompt in enumerate(prompts(8)):
+            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
+            out[name, number] = (params, plain(model, prompt.tolist(), params)[0])
+    return out
+
+
+@pytest.mark.parametrize(
+    "way,kind",
+    [("replayed", "none"), ("replayed", "right"), ("replayed", "auxiliary"), ("padded", "mixed")],
+)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
+    """Alone, and eight together with neighbours of other parameters."""
+    engine, counted = recorded[way]
+    texts = {tuple(p.tolist()): expected[name, n][1] for n, p in enumerate(prompts(8))}
+    engine.drafters["table"] = TableDrafter(kind, texts)
+    speculation = Speculation("table")
+    before = counted.replays
+    params, tokens = expected[name, 3]
+    answer = engine.run(TextRequest(prompts(8)[3], params, speculation))
+    assert answer.tokens.tolist() == tokens
+    # The first token is drawn in the prompt's own forward.
+    assert counted.replays - before == answer.timing.forwards - 1
+    requests, wanted = [], []
+    others = list(PARAMETERS)
+    for number, prompt in enumerate(prompts(8)):
+        other = others[(others.index(name) + number // 2) % len(others)]
+        params, tokens = expected[name if number % 2 == 0 else other, number]
+        requests.append(TextRequest(prompt, params, speculation))
+        wanted.append(tokens)
+    before = counted.replays
+    answers = engine.run_many(requests)
+    assert [a.tokens.tolist() for a in answers] == wanted
+    assert counted.replays > before
+    if kind == "right":
+        assert sum(a.counts.num_accepted_tokens for a in answers[::2]) > 0
+    assert_no_leak(engine)
+    assert len(engine._lanes["text"].graphs.rows._free) == 64
+
+
+def test_paths_that_fork_are_moved(model, expected):
+    """The right path lies behind wrong siblings, so that every step must move it."""
+    prompt = prompts(8)[2]
+    params, tokens = expected["warm", 2]
+    engine = with_graphs(model, Counted())
+    engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
+    lane = engine._lanes["text"]
+    moved = []
+    keys = lane.runner.pool.keys
+    commit = lane._commit
+
+    def watched(group, outputs):
+        row = outputs.found[0].tolist()
+        depth = len(row) // 2 - 1
+        moved.append(any(node != place for place, node in enumerate(row[: row[depth] + 1])))
+        return commit(group, outputs)
+
+    lane._commit = watched
+    for _ in range(4):
+        request = TextRequest(prompt, params, Speculation("table"))
+        assert engine.run(request).tokens.tolist() == tokens
+    assert sum(moved) > 2 and keys is lane.runner.pool.keys
+
+
+def test_what_fits_no_bucket_steps_as_before(model, expected):
+    """Too many texts, too many nodes, too deep, too many words: all answered, none replayed."""
+    counted = Counted()
+    engine = with_graphs(model, counted, (StepShape(4, 2, 1),))
+    texts = {tuple(p.tolist()): expected["warm", n][1] for n, p in enumerate(prompts(8))}
+    engine.drafters["table"] = TableDrafter("right", texts)
+    requests = [
+        TextRequest(p, expected["warm", n][0], Speculation("table"))
+        for n, p in enumerate(prompts(8))
+    ]
+    answers = engine.run_many(requests)
+    assert [a.tokens.tolist() for a in answers] == list(texts.values())
+    words = tuple((n % 40, n % 7) for n in range(100))
+    params = SamplingParams(temperature=0.9, seed=2, bad_words=words)
+    tokens, *_ = plain(model, prompts(8)[0].tolist(), params)
+    before = counted.replays
+    assert engine.run(TextRequest(prompts(8)[0], params)).tokens.tolist() == tokens
+    assert counted.replays == before
+    # One draft node for one text fits: node 0, the draft, one for the other text, one to fill up.
+    request = TextRequest(prompts(8)[1], expected["warm", 1][0], Speculation("table", num_tokens=1))
+    assert engine.run(request).tokens.tolist() == expected["warm", 1][1]
+    assert counted.replays > before
+
+
+def test_rules_with_a_draft_of_their_own_are_not_replayed(model):
+    counted = Counted()
+    engine = with_graphs(model, counted)
+    prompt = prompts(8)[2]
+    engine.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
+    request = TextRequest(prompt, SamplingParams(max_tokens=9), Speculation("table", "rejection"))
+    assert len(engine.run(request).tokens) == 9 and counted.replays == 0
+
+
+def test_preemption_keeps_rows_and_counts(model):
+    """Texts set aside lose their row and their place among the counts, and get others."""
+    engine = with_graphs(model, Counted(), pages=30)
+    lane = engine._lanes["text"]
+    requests, wanted, texts = [], [], {}
+    for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
+        params = SamplingParams(
+            seed=number, max_tokens=30, temperature=1.1, presence_penalty=0.2, frequency_penalty=0.1
+        )
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        texts[tuple(prompt.tolist())] = tokens
+        requests.append(TextRequest(prompt, params, Speculation("table"), priority=number % 3))
+        wanted.append(tokens)
+    engine.drafters["table"] = TableDrafter("mixed", texts)
+    futures, most = [engine.submit(request) for request in requests], 0
+    while engine.step():
+        most = max(most, len(lane.aside))
+    assert most > 0
+    assert [future.result(0).tokens.tolist() for future in futures] == wanted
+    assert_no_leak(engine)
+
+
+def test_packed_weights_are_replayed(expected):
+    model = drawn_model(1)
+    pack_weights(model)
+    counted = Counted()
+    engine = with_graphs(model, counted)
+    params, tokens = expected["everything", 4]
+    assert engine.run(TextRequest(prompts(8)[4], params)).tokens.tolist() == tokens
+    assert counted.replays == 11
+
+
+def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
+    """The recorder would notice: the lazy walk of the CPU, a number read, a mask as an index."""
+    from recserve.verify import sample
+
+    def lazy(scored):
+        return path.follow(scored, lambda nodes, trees: scored.target(nodes).argmax(-1))
+
+    monkeypatch.setattr(sample, "_sample_everywhere", lazy)
+    with pytest.raises(recorder.AsksTheDevice):
+        with_graphs(model, Counted())
+    x = torch.arange(4)
+    for asks in (
+        lambda: x.sum().item(),
+        lambda: x[x > 2],
+        lambda: x.nonzero(),
+        lambda: torch.repeat_interleave(x, x),
+        lambda: x.tolist(),
+        lambda: torch.tensor([1, 2]),
+        lambda: bool(x.any()),
+    ):
+        with pytest.raises(recorder.AsksTheDevice):
+            recorder.record(asks)
+
+
+def test_no_record_is_begun_without_time_or_memory(model):
+    engine = with_graphs(model, Counted(), seconds=-1.0)
+    assert engine._lanes["text"].graphs.names == []
+    lane = engine_for(model)._lanes["text"]
+    taken = iter([0, 1, 5, 5, 5, 5, 5, 5])
+    graphs = StepGraphs(
+        lane.runner, model, 4, GraphLimits(SHAPES, bytes=2), lambda step: step, lambda: next(taken)
+    )
+    assert graphs.names == ["2x1", "16x1"]
+
+
+def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, caplog):
+    def fails(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = with_graphs(model, Counted(fails))
+    assert engine._lanes["text"].graphs.names == [] and "no graph of" in caplog.text
+    params, tokens = expected["warm", 1]
+    assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
+
+
+def test_graphs_are_refused_without_cuda(model):
+    with pytest.raises(ValueError, match="CUDA device"):
+        engine_for(model, graphs=True)
