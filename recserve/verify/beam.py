@@ -114,7 +114,8 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
 
 def expand_all(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
     """The same without a host sync. hidden [B * W, E], anything finite at beams that need none."""
-    widths = [beam_width(_request(s)) for s in beams.sequences]
+    requests = [_request(s) for s in beams.sequences]
+    widths = [max(r.beam_width, r.k) for r in requests]
     if model.config.normalization == "children":
         return best_children(beams, model.level_logits(hidden, beams.level), widths)
     logits = model.full_logits(hidden).float()
