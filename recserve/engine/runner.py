@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend
 from recserve.models.inputs import NodeInputs
+from recserve.models.paged_attention import PagedAttention
 
 
 class Trunk(Protocol):
@@ -57,15 +57,10 @@ class Runner:
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
         batch = pack(pieces)
-        attention = dispatch.tree_attention(batch, self.trunk.activation)
-        slots, pool = batch.query_slots(), self.pool
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            pool.write(layer, slots, key, value)
-            return attention(query, key, value, pool.keys[layer], pool.values[layer])
-
+        attend = PagedAttention(batch, self.pool, self.trunk.activation)
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
-        hidden = self.trunk.hidden(inputs, batch.positions(), attend, _read(pieces, slots.device))
+        rows = _read(pieces, self.pool.keys.device)
+        hidden = self.trunk.hidden(inputs, batch.positions(), attend, rows)
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
 
