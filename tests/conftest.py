@@ -4,11 +4,14 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 # Triton decides when it is first imported, by whatever library, whether kernels are interpreted.
 os.environ["TRITON_INTERPRET"] = "1"

@@ -82,8 +82,7 @@ def test_rope_is_the_model_s_rope():
     rope = Rope(positions, frequencies, torch.float32)
     keys, values = torch.zeros(2, 20, 2, 32)
     slots = torch.arange(11) + 4
-    cos, sin = rope.cos[:, 0], rope.sin[:, 0]
-    query = reference.rope_write(qkv, cos, sin, slots, keys, values)
+    query = reference.rope_write(qkv, rope.cos, rope.sin, slots, keys, values)
     torch.testing.assert_close(query, rope(qkv[:, :4]))
     torch.testing.assert_close(keys[4:15], rope(qkv[:, 4:6]))
     assert torch.equal(values[4:15], qkv[:, 6:])

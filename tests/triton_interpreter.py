@@ -1,5 +1,7 @@
 """Imported before kernels: skips where Triton is missing, and mends its interpreter."""
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("triton", reason="NO triton on this machine: its kernels were not tested")
@@ -38,3 +40,19 @@ class Far:
 
     def data_ptr(self):
         return self.tensor.data_ptr() - self.elements * self.tensor.element_size()
+
+
+def interpret_pretended(monkeypatch):
+    """Kernels launched on tensors of pretend_cuda.py are interpreted on the CPU tensors in them.
+
+    Returns how often each was launched so far.
+    """
+    launch, launches = interpreter.GridExecutor.__call__, Counter()
+
+    def unwrapped(self, *arguments, **options):
+        launches[self.fn.__name__] += 1
+        plain = [getattr(x, "inner", x) for x in arguments]
+        return launch(self, *plain, **{k: getattr(x, "inner", x) for k, x in options.items()})
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwrapped)
+    return launches

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.language_model import LanguageModel
+from recserve.models.paged_attention import PagedAttention
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,6 @@ class CachedModel:
     def read(self, chains: Chains) -> Tensor:
         """Final hidden states [n, E] of the new tokens; their keys and values are kept."""
         batch = TreeBatch(chains.tree(), None, chains.slots, chains.roots)
-        attention, pool = dispatch.tree_attention(batch), self.pool
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            pool.write(layer, chains.slots, key, value)
-            return attention(query, key, value, pool.keys[layer], pool.values[layer])
-
+        attend = PagedAttention(batch, self.pool)
         hidden: Tensor = self.model(chains.tokens, batch.positions(), attend)
         return hidden

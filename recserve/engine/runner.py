@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import Activation
 from recserve.kernels.tree import TokenTree, merge
 from recserve.models.attention import Attend
 from recserve.models.inputs import NodeInputs
+from recserve.models.paged_attention import PagedAttention
 
 
 class Trunk(Protocol):
@@ -62,13 +62,7 @@ class Runner:
 
     def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
         """Hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
-        attention = dispatch.tree_attention(batch, self.trunk.activation)
-        slots, pool = batch.query_slots(), self.pool
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            pool.write(layer, slots, key, value)
-            return attention(query, key, value, pool.keys[layer], pool.values[layer])
-
+        attend = PagedAttention(batch, self.pool, self.trunk.activation)
         return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
+from recserve.models.paged_attention import PagedAttention
 from recserve.models.rope import Rope, rope_frequencies
 
 
@@ -55,8 +56,12 @@ class DecoderLayer(nn.Module):
         if c.qk_norm:
             query, key = turned.split([c.num_heads, c.num_kv_heads], dim=-2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-        query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
-        mixed = attend(layer, query, key, value).flatten(-2)
+        if isinstance(attend, PagedAttention) and attend.turns:
+            whole = torch.cat([turned, value], dim=-2) if c.qk_norm else qkv
+            mixed = attend.of_projections(layer, whole, rope).flatten(-2)
+        else:
+            query, key = torch.split(rope(turned), [c.num_heads, c.num_kv_heads], dim=-2)
+            mixed = attend(layer, query, key, value).flatten(-2)
         if rows is not None:
             x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
         x = x + self._dropout(self.output(mixed))

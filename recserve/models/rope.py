@@ -13,19 +13,20 @@ from recserve.models.config import DecoderConfig
 class Rope:
     """Cosines and sines of rotary positions, computed once per forward and shared by all layers.
 
-    Pairs are (d, d + D/2), the convention of Hugging Face's Llama. Source: arXiv 2104.09864.
+    cos, sin [..., T, D/2] float32. Pairs are (d, d + D/2), the convention of Hugging Face's Llama.
+    Source: arXiv 2104.09864.
     """
 
     def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
         angles = positions[..., None].float() * frequencies
-        self.cos = angles.cos()[..., None, :].to(dtype)
-        self.sin = angles.sin()[..., None, :].to(dtype)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self._cos, self._sin = (x[..., None, :].to(dtype) for x in (self.cos, self.sin))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., T, H, D] -> the same shape, turned by its position."""
         low, high = x.chunk(2, dim=-1)
         return torch.cat(
-            [low * self.cos - high * self.sin, high * self.cos + low * self.sin], dim=-1
+            [low * self._cos - high * self._sin, high * self._cos + low * self._sin], dim=-1
         )
 
 

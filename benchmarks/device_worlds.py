@@ -1,10 +1,14 @@
-"""Tiny engines on any device, and one request of every kind: what device tests run twice."""
+"""Tiny engines on any device, and requests of every kind: what is asked of a CPU and of a GPU."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from text_plain import VOCABULARY, drawn_model
+from drawn import drawn_language_model
 
 from recserve.core.diversity import Cap
 from recserve.core.request import (
@@ -25,10 +29,10 @@ from recserve.draft.specinfer import specinfer
 from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.features.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -37,6 +41,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 
+VOCABULARY = 40
 SMALL = EngineConfig(kv_bytes=2 * 2**20)
 SIZES = (5, 4, 6)
 
@@ -47,7 +52,7 @@ ITEMS = torch.unique(
     dim=0,
 )
 NEW = 3  # the last items came after the trie was built
-TEXT_PARAMETERS = {
+TEXT_PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "hot": {"temperature": 1.3},
     "truncated": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
@@ -59,7 +64,23 @@ TEXT_PARAMETERS = {
 }  # fmt: skip
 
 
-def sharpened(module, factor=8.0):
+class PlainIndex:
+    """All inner products: the index of the strategy `dense` where faiss is not installed."""
+
+    def __init__(self, vectors: np.ndarray) -> None:
+        self.vectors = vectors
+
+    @property
+    def num_items(self) -> int:
+        return len(self.vectors)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        scores = queries @ self.vectors.T
+        rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return rows, np.take_along_axis(scores, rows, axis=1)
+
+
+def sharpened(module: Any, factor: float = 8.0) -> Any:
     """Weights that make answers differ from each other by more than rounding."""
     for weight in module.parameters():
         if weight.ndim > 1:
@@ -80,9 +101,9 @@ class Recommending:
 
     engine: Engine
     model: Recommender
-    trie: object
-    live: object
-    index: FaissIndex
+    trie: Trie
+    live: TrieOverlay
+    index: PlainIndex
     graph: ItemGraph
     device: str
 
@@ -96,12 +117,12 @@ class Recommending:
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])
         return Root(NodeInputs(tokens.to(self.device)), tokens.numpy())
 
-    def ask(self, strategy: str, how: str = "plain", events=(3, 9)) -> list:
+    def ask(self, strategy: Any, how: str = "plain", events: Iterable[int] = (3, 9)) -> list[Any]:
         """Requests of one kind. how: plain, filters, diversity, weighed or live."""
         roots = [self.root(n) for n in events]
         if strategy == "warm":
             return [WarmRequest(root, "recommender") for root in roots]
-        trie = self.live if how == "live" else self.trie
+        trie: AnyTrie = self.live if how == "live" else self.trie
         if strategy == "likelihood":
             rows = np.arange(7) * 5
             return [LikelihoodRequest(root, trie, rows[b:]) for b, root in enumerate(roots)]
@@ -126,9 +147,9 @@ class Recommending:
         return requests
 
 
-def recommending(device: str, form: str = "items", autoregressive: bool = True) -> Recommending:
+def recommending(device: str, form: Any = "items", autoregressive: bool = True) -> Recommending:
     torch.manual_seed(0)
-    normalization = "children" if form == "items" else "vocabulary"
+    normalization: Any = "children" if form == "items" else "vocabulary"
     config = RecommenderConfig(
         DecoderConfig(32, 2, 4, 2, 8, 48), SIZES, form, normalization, num_items=len(ITEMS),
         dense_head=form == "items", level_heads=True, autoregressive=autoregressive,
@@ -159,7 +180,7 @@ def recommending(device: str, form: str = "items", autoregressive: bool = True) 
     live = overlay_trie(base, codes.to(device), rows.to(device), len(ITEMS), gone)
     near = torch.randint(0, len(ITEMS), (len(ITEMS), 4), dtype=torch.int32)
     graph = ItemGraph(near, torch.arange(5, dtype=torch.int32)).to(device)
-    index = FaissIndex(item_vectors(retriever, model).numpy())
+    index = PlainIndex(item_vectors(retriever, model).numpy())
     engine = Engine(model, config=SMALL, heads=heads)
     return Recommending(engine, model, trie, live, index, graph, device)
 
@@ -186,7 +207,7 @@ class Ranking:
             self.device,
         )
 
-    def ask(self) -> list:
+    def ask(self) -> list[Any]:
         roots = []
         for n in (12, 7):
             inputs = self.inputs(n, n, 1)
@@ -214,16 +235,21 @@ def ranking(device: str) -> Ranking:
     return Ranking(Engine(ranker=ranker, config=SMALL), ranker, device)
 
 
-def text_engine(device: str, names=(), pages: int = 200) -> Engine:
-    """A language model with the named drafters."""
-    model, small = drawn_model(1).to(device), drawn_model(3).to(device)
+def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Engine:
+    """A language model with the named drafters, the draft model half as deep."""
+    model, small = (
+        drawn_language_model(64, layers, VOCABULARY, torch.float32).to(device) for layers in (2, 1)
+    )
 
-    def medusa():
+    def medusa() -> MedusaDrafter:
         torch.manual_seed(0)
-        heads = MedusaHeads(MedusaConfig(32, VOCABULARY, 3))
-        return MedusaDrafter(heads.to(device).eval().requires_grad_(False), 32, VOCABULARY)
+        heads = MedusaHeads(MedusaConfig(64, VOCABULARY, 3))
+        heads.start_from(model)
+        drafter = MedusaDrafter(heads.to(device).eval().requires_grad_(False), 64, VOCABULARY)
+        drafter.pack()
+        return drafter
 
-    makers = {
+    makers: dict[str, Callable[[], Any]] = {
         "ngram": lambda: NgramDrafter(device, min_match=1, branches=2),
         "suffix": lambda: SuffixDrafter(device),
         "lookahead": lambda: LookaheadDrafter(device, window=3, ngram=3),
@@ -241,7 +267,9 @@ def text_engine(device: str, names=(), pages: int = 200) -> Engine:
     return Engine(text=model, drafters=drafters, config=config)
 
 
-def texts(drafter: str, rule: str, parameters: str, count: int = 2, most: int = 8) -> list:
+def texts(
+    drafter: str, rule: str, parameters: str, count: int = 2, most: int = 8
+) -> list[TextRequest]:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, VOCABULARY, 6 + 3 * n) for n in range(count)]
     return [
@@ -260,16 +288,13 @@ def text_scores(device: str) -> TextScoreRequest:
     return TextScoreRequest(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
 
 
-def assert_same(got: list, expected: list) -> None:
-    """Answers of two devices. Scores to 1e-4: the twins add up in another order."""
+def assert_same(got: list[Any], expected: list[Any]) -> None:
+    """Answers of two devices. Raises AssertionError; scores to 1e-4, for sums in another order."""
     assert len(got) == len(expected)
     for one, two in zip(got, expected, strict=True):
-        for name in ("rows", "tokens"):
-            if hasattr(two, name):
-                assert getattr(one, name).tolist() == getattr(two, name).tolist()
+        for name in ("rows", "tokens", "exact", "finish_reason", "rounds"):
+            a, b = getattr(one, name, None), getattr(two, name, None)
+            assert np.array_equal(a, b), f"{name}: {a} and {b}"  # type: ignore[arg-type]
         for name in ("scores", "values"):
             if hasattr(two, name):
-                a, b = getattr(one, name), getattr(two, name)
-                np.testing.assert_allclose(a, b, atol=1e-4)
-        for name in ("exact", "finish_reason", "rounds"):
-            assert getattr(one, name, None) == getattr(two, name, None)
+                np.testing.assert_allclose(getattr(one, name), getattr(two, name), atol=1e-4)

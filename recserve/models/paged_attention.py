@@ -1,0 +1,36 @@
+"""Attention of a packed batch over pages: what serving hands to a trunk."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import KVPool, TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.models.rope import Rope
+
+
+class PagedAttention:
+    """An `Attend` that writes the keys and values of the computed nodes to their slots.
+
+    turns: whether it wants projections as they come, to turn and write them in one pass.
+    """
+
+    def __init__(self, batch: TreeBatch, pool: KVPool, activation: Activation = SOFTMAX) -> None:
+        self.pool = pool
+        self.slots = batch.query_slots()
+        self.turns = dispatch.in_triton(self.slots)
+        self._attention = dispatch.tree_attention(batch, activation)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""
+        pool = self.pool
+        pool.write(layer, self.slots, key, value)
+        return self._attention(query, key, value, pool.keys[layer], pool.values[layer])
+
+    def of_projections(self, layer: int, qkv: Tensor, rope: Rope) -> Tensor:
+        """The same from qkv [Tq, H + 2 K, D], queries first, before RoPE; where `turns`."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        query = dispatch.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values)
+        # Kernels read the computed nodes' own keys and values from the pool.
+        return self._attention(query, query, query, keys, values)
