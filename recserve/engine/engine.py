@@ -32,6 +32,7 @@ from recserve.draft.none import NoDrafter
 from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.destination import destination
 from recserve.engine.heads import Heads
+from recserve.engine.invariance import STRATEGIES, invariant_runner
 from recserve.engine.lane import Lane
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
@@ -57,7 +58,9 @@ class EngineConfig:
 
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
     may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
-    large as the load lets them pay, or none.
+    large as the load lets them pay, or none. invariant: no bit of an answer depends on the other
+    requests, on drafts or on what is cached (engine/invariance.py), at a price; packed models on
+    the CPU, and only the strategies for which it holds.
     """
 
     page_size: int = 16
@@ -65,6 +68,7 @@ class EngineConfig:
     max_queue: int = 1024
     max_running: int = 64
     load_aware: bool = False
+    invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Engine:
     ) -> None:
         """heads: what the strategies other than `beam` need; None: there are no others.
         drafters: of the language model, by name; `none` is always there.
+        Raises NotInvariant where the config asks for what this machine cannot keep.
         """
         self.config = config or EngineConfig()
         self._lanes: dict[str, AnyLane] = {}
@@ -112,6 +117,9 @@ class Engine:
         if recommender is not None:
             self._lanes["recommender"] = Lane(self._runner(DecoderTrunk(recommender.eval())))
             self._strategies = recommend_strategies(recommender, heads or Heads())
+            if self.config.invariant:
+                kept = self._strategies.items()
+                self._strategies = {name: how for name, how in kept if name in STRATEGIES}
             self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = likelihood_strategy(recommender)
         if ranker is not None:
@@ -327,6 +335,8 @@ class Engine:
     def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
         page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
+        if self.config.invariant:
+            return invariant_runner(trunk, num_pages, self.config.page_size)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
         return Runner(trunk, pool)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,16 +48,24 @@ class Piece:
 
 
 class Runner:
-    """A network and its pool."""
+    """A network and its pool. attention: how the nodes of a batch attend."""
 
-    def __init__(self, trunk: Trunk, pool: KVPool) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        pool: KVPool,
+        attention: Callable[
+            [TreeBatch, Activation], dispatch.LayerAttention
+        ] = dispatch.tree_attention,
+    ) -> None:
         self.trunk = trunk
         self.pool = pool
+        self.attention = attention
 
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
         batch = pack(pieces)
-        attention = dispatch.tree_attention(batch, self.trunk.activation)
+        attention = self.attention(batch, self.trunk.activation)
         slots, pool = batch.query_slots(), self.pool
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
