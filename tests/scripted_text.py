@@ -24,7 +24,7 @@ from recserve.core.text_request import (
 )
 from recserve.draft.medusa import MedusaDrafter
 from recserve.draft.none import NoDrafter
-from recserve.engine.engine import EngineStats
+from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service.served import Served
 from recserve.service.text_model import TextModel

@@ -32,6 +32,8 @@ def test_flag_over_environment_over_file(tmp_path, monkeypatch):
     assert (config.host, config.port, config.max_queue) == ("127.0.0.1", 2, 7)
     assert config.bundle == Path("from_file")
     assert type(config) is ServerConfig
+    assert not config.invariant
+    assert ServerConfig.load({"bundle": "b", "invariant": True}).invariant
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,22 @@ def test_a_row_does_not_depend_on_the_number_of_rows(inner, outer, dtype):
         assert torch.equal(layer(x[:rows]), whole[:rows]), rows
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inner", [2048, 2816, 4096])
+def test_over_long_sums_two_rows_are_as_many_and_one_is_not_alone_if_asked(inner, dtype):
+    skip_unless_packable(dtype)
+    g = torch.Generator().manual_seed(1)
+    layer = PackedLinear(torch.randn(256, inner, generator=g).to(dtype))
+    x = torch.randn(300, inner, generator=g).to(dtype)
+    whole = layer(x)
+    for rows in (2, 3, 6, 16, 17, 64, 128):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+    layer.never_alone = True
+    ones = [layer(row) for row in x.split(1)]
+    assert torch.equal(torch.cat(ones), whole)
+    assert torch.equal(layer(x[7]), whole[7])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_says_the_same(tied):
     torch.manual_seed(0)

@@ -41,6 +41,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Default 8080.")] = None,
     store: StoreFlag = None,
     device: Annotated[Device | None, typer.Option(help="Where tensors live.")] = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="No bit of an answer depends on company; CPU only.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="Settings as YAML.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
@@ -52,7 +55,7 @@ def serve(
     flags = {
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},
-        "drafters": drafter or None,
+        **{"drafters": drafter or None, "invariant": invariant or None},
     }
     settings = ServerConfig.load(flags, config)
     from recserve.server.run import serve as run_server

@@ -33,9 +33,11 @@ from recserve.engine.delivery import AnyLane, deliver, expired, fail
 from recserve.engine.destination import destination
 from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
+from recserve.engine.invariance import STRATEGIES, invariant_runner
 from recserve.engine.lane import Lane
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
+from recserve.engine.stats import EngineStats, stats_of
 from recserve.engine.strategies import (
     RankStrategy,
     TextScoreStrategy,
@@ -59,7 +61,9 @@ class EngineConfig:
     page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
     may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
     large as the load lets them pay, or none. graphs: record text steps as CUDA graphs at start,
-    None: where there is CUDA; graph_limits: which, and what that may take.
+    None: where there is CUDA; graph_limits: which, and what that may take. invariant: no bit of an
+    answer depends on the other requests, on drafts or on what is cached (engine/invariance.py), at
+    a price; packed models on the CPU, and only the strategies for which it holds.
     """
 
     page_size: int = 16
@@ -69,19 +73,7 @@ class EngineConfig:
     load_aware: bool = False
     graphs: bool | None = None
     graph_limits: GraphLimits = GraphLimits()
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A look at the engine; pages and prefix tokens are sums over the models."""
-
-    queue_depth: int
-    running: int
-    pages_free: int
-    pages_cached: int
-    pages_total: int
-    prefix_hit_tokens: int
-    prefix_missed_tokens: int
+    invariant: bool = False
 
 
 @dataclass
@@ -107,6 +99,7 @@ class Engine:
     ) -> None:
         """heads: what the strategies other than `beam` need; None: there are no others.
         drafters: of the language model, by name; `none` is always there.
+        Raises NotInvariant where the config asks for what this machine cannot keep.
         """
         self.config = config or EngineConfig()
         self._lanes: dict[str, AnyLane] = {}
@@ -116,6 +109,9 @@ class Engine:
         if recommender is not None:
             self._lanes["recommender"] = Lane(self._runner(DecoderTrunk(recommender.eval())))
             self._strategies = recommend_strategies(recommender, heads or Heads())
+            if self.config.invariant:
+                kept = self._strategies.items()
+                self._strategies = {name: how for name, how in kept if name in STRATEGIES}
             self.strategies = tuple(sorted(self._strategies))
             self._strategies["likelihood"] = likelihood_strategy(recommender)
         if ranker is not None:
@@ -234,17 +230,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
-        lanes = list(self._lanes.values())
-        pools = {id(lane.cache): lane for lane in lanes}.values()
-        return EngineStats(
-            len(self._waiting),
-            sum(lane.num_running for lane in lanes),
-            sum(lane.allocator.num_free for lane in pools),
-            sum(lane.cache.num_pages for lane in pools),
-            sum(lane.allocator.num_pages for lane in pools),
-            sum(lane.cache.num_hit_tokens for lane in pools),
-            sum(lane.cache.num_missed_tokens for lane in pools),
-        )
+        return stats_of(len(self._waiting), list(self._lanes.values()))
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -333,6 +319,8 @@ class Engine:
     def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
         page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
         num_pages = max(self.config.kv_bytes // page_bytes, 1)
+        if self.config.invariant:
+            return invariant_runner(trunk, num_pages, self.config.page_size)
         pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
         return Runner(trunk, pool)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import Activation
@@ -48,11 +49,17 @@ class Piece:
 
 
 class Runner:
-    """A network and its pool."""
+    """A network and its pool. attention: how the nodes of a batch attend."""
 
-    def __init__(self, trunk: Trunk, pool: KVPool) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        pool: KVPool,
+        attention: dispatch.BatchAttention = dispatch.tree_attention,
+    ) -> None:
         self.trunk = trunk
         self.pool = pool
+        self.attention = attention
 
     def forward(self, pieces: Seq[Piece]) -> list[Tensor]:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
@@ -62,7 +69,7 @@ class Runner:
 
     def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:
         """Hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
-        attend = PagedAttention(batch, self.pool, self.trunk.activation)
+        attend = PagedAttention(batch, self.pool, self.trunk.activation, self.attention)
         return self.trunk.hidden(inputs, batch.positions(), attend, rows)
 
 

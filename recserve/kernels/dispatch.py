@@ -23,6 +23,7 @@ from recserve.kernels.trie_children import BestChildren, LeafBits
 from recserve.kernels.trie_overlay import AnyTrie
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
 
 PATHS = ("auto", "torch", "triton")
 KERNELS = os.environ.get("RECSERVE_KERNELS", "auto")

@@ -13,6 +13,7 @@ from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.paged_attention import PagedAttention
 from recserve.models.rope import Rope, rope_frequencies
+from recserve.models.silu import Silu
 
 
 class RMSNorm(nn.Module):
@@ -45,6 +46,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(size, config.norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, size, bias=False)
+        self.silu = Silu()
 
     def forward(
         self, x: Tensor, rope: Rope, layer: int, attend: Attend, rows: Tensor | None = None
@@ -66,7 +68,7 @@ class DecoderLayer(nn.Module):
             x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
         x = x + self._dropout(self.output(mixed))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self._dropout(self.down(F.silu(gate) * up))
+        return x + self._dropout(self.down(self.silu(gate) * up))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x

@@ -2,7 +2,9 @@
 
 A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
 that and not by memory. Packed once, a row costs what reading the weights costs, and a result does
-not depend on the number of rows that are computed together, bit for bit: `tests/test_packing.py`.
+not depend on how many rows are computed with it, bit for bit, as long as they are two or more
+(`tests/test_packing.py`): a single row has an arithmetic of its own over long sums, which
+`keep_rows_alike` forgoes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recserve.models.language_model import LanguageModel
+from recserve.models.silu import Silu
 
 ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
 TYPES = (torch.float32, torch.bfloat16)
@@ -26,9 +29,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed: Tensor = _onednn()._reorder_linear_weight(weight.detach(), ROWS)
         self._bias = None if bias is None else bias.detach()
+        self.never_alone = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., m] -> [..., n]."""
+        """x [..., m] -> [..., n]. never_alone: a single row is computed twice."""
+        if self.never_alone and x.numel() == x.shape[-1]:
+            return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         product: Tensor = _onednn()._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return product
 
@@ -55,6 +64,23 @@ def pack_weights(model: nn.Module) -> None:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
     if isinstance(model, LanguageModel) and model.head is None and packable(model.tokens.weight):
         model.head = PackedLinear(model.tokens.weight)
+
+
+def pack_layers(model: nn.Module, *names: str) -> None:
+    """`pack_weights` of linear layers that are attributes of the model, by name; those it has."""
+    for name in names:
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and packable(layer.weight):
+            setattr(model, name, PackedLinear(layer.weight, layer.bias))
+
+
+def keep_rows_alike(model: nn.Module) -> None:
+    """A row's bits are the same alone and among others from now on, in packed layers and SiLU."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.never_alone = True
+        elif isinstance(module, Silu):
+            module.placeless = True
 
 
 def _onednn() -> Any:

@@ -16,11 +16,18 @@ class PagedAttention:
     turns: whether it wants projections as they come, to turn and write them in one pass.
     """
 
-    def __init__(self, batch: TreeBatch, pool: KVPool, activation: Activation = SOFTMAX) -> None:
+    def __init__(
+        self,
+        batch: TreeBatch,
+        pool: KVPool,
+        activation: Activation = SOFTMAX,
+        attention: dispatch.BatchAttention = dispatch.tree_attention,
+    ) -> None:
+        """attention: how the nodes of a batch attend."""
         self.pool = pool
         self.slots = batch.query_slots()
         self.turns = dispatch.in_triton(self.slots)
-        self._attention = dispatch.tree_attention(batch, activation)
+        self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from recserve.models.attention import Attend
 from recserve.models.inputs import NodeInputs
+from recserve.models.packing import pack_layers, pack_weights
+from recserve.models.silu import Silu
 from recserve.models.spare_rows import with_rows
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
@@ -102,16 +104,17 @@ class RankerLayer(nn.Module):
         self.shape = (4, config.num_heads, config.head_dim)
         self.input_norm = GroupLayerNorm(size, config.norm_eps)
         self.qkvu = nn.Linear(size, 4 * inner)
+        self.silu = Silu()
         self.mixed_norm = GroupLayerNorm(inner, config.norm_eps)
         self.output = nn.Sequential(
-            nn.Linear(inner, size), nn.SiLU(), nn.Dropout(config.dropout), nn.Linear(size, size)
+            nn.Linear(inner, size), Silu(), nn.Dropout(config.dropout), nn.Linear(size, size)
         )
 
     def forward(
         self, x: Tensor, groups: Tensor, layer: int, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
         """x [..., T, E], groups [..., T] -> [..., T, E], or [..., R, E] of the given rows [R]."""
-        projected = F.silu(self.qkvu(self.input_norm(x, groups)))
+        projected = self.silu(self.qkvu(self.input_norm(x, groups)))
         query, key, value, gate = projected.view(*x.shape[:-1], *self.shape).unbind(-3)
         mixed = (attend(layer, query, key, value) * gate).flatten(-2)
         if rows is not None:
@@ -137,13 +140,11 @@ class Ranker(nn.Module):
         self.type_embedding = nn.Embedding(config.num_types + 1, size)
         self.position_embedding = nn.Embedding(config.max_positions, size)
         self.dense_projection = nn.Linear(config.dense_size, size, bias=False)
-        self.mixer = nn.Sequential(nn.Linear(size, 2 * size), nn.SiLU(), nn.Linear(2 * size, size))
+        self.mixer = nn.Sequential(nn.Linear(size, 2 * size), Silu(), nn.Linear(2 * size, size))
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(RankerLayer(config) for _ in range(config.num_layers))
         self.norm = GroupLayerNorm(size, config.norm_eps)
-        self.head = nn.Sequential(
-            nn.Linear(size, size), nn.SiLU(), nn.Linear(size, len(config.tasks))
-        )
+        self.head = nn.Sequential(nn.Linear(size, size), Silu(), nn.Linear(size, len(config.tasks)))
         for table in (self.id_embedding, self.type_embedding, self.position_embedding):
             nn.init.normal_(table.weight, std=0.02)
         self.register_buffer("dense_mean", torch.zeros(config.dense_size))
@@ -197,6 +198,12 @@ class Ranker(nn.Module):
         table = self.vector_projection(self.item_vectors)
         table[: self.config.num_items] += self.id_embedding.weight
         self.item_table = table
+
+    def pack(self) -> None:
+        """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
+        for part in (self.layers, self.mixer, self.head):
+            pack_weights(part)
+        pack_layers(self, "dense_projection")
 
     def train(self, mode: bool = True) -> Ranker:
         """Switch to training or back; training drops the frozen item embeddings, they go stale."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.decoder import Decoder
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
+from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
 from recserve.models.recommender_config import RecommenderConfig as RecommenderConfig
 from recserve.models.spare_rows import with_rows
 
@@ -56,6 +57,9 @@ class Recommender(nn.Module):
         self.num_bound_items = 0
         self._learned: Tensor | None = None
         self._dense_table: Tensor | None = None
+        self._packed_levels: nn.ModuleList | None = None
+        self._packed_head: nn.Module | None = None
+        self.one_by_one = False
         self.apply(_initialise)
         if config.tied:
             self.head.weight = self.tokens.weight
@@ -152,6 +156,9 @@ class Recommender(nn.Module):
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Raw logits of one level's codes. hidden: [n, E] -> [n, C_level]."""
+        if self._packed_levels is not None:
+            packed: Tensor = self._packed_levels[level](hidden)
+            return packed
         return F.linear(hidden, self.level_codes(level))
 
     def level_codes(self, level: int) -> Tensor:
@@ -161,8 +168,18 @@ class Recommender(nn.Module):
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """Raw logits of BOS and all codes. hidden: [n, E] -> [n, V]."""
-        logits: Tensor = self.head(hidden)
+        head = self.head if self._packed_head is None else self._packed_head
+        logits: Tensor = head(hidden)
         return logits
+
+    def pack(self) -> None:
+        """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
+        pack_weights(self.decoder)
+        pack_layers(self, "vector_projection", "dense_query")
+        if packable(self.head.weight):
+            books = [self.level_codes(level) for level in range(self.config.num_levels)]
+            self._packed_levels = nn.ModuleList(map(PackedLinear, books))
+            self._packed_head = PackedLinear(self.head.weight)
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Logits of a level from the root's last hidden state, without the codes before it.
@@ -197,7 +214,8 @@ class Recommender(nn.Module):
     ) -> Tensor:
         """Log-probability of the first `num_items` bound items (None: all of them).
 
-        hidden [n, E] -> [n, I] float32. without: rows that are not there, -inf.
+        hidden [n, E] -> [n, I] float32. without: rows that are not there, -inf. Each query by
+        itself where `one_by_one` is set.
 
         Raises ValueError if the model has no dense head.
         """
@@ -205,7 +223,9 @@ class Recommender(nn.Module):
             raise ValueError("this recommender was trained without a dense head")
         query = self.dense_query_rows(hidden)
         items = self.dense_item_rows()[:num_items].to(query.dtype)
-        logits = F.linear(query, items).float()
+        # A product with one query sums in another order than one with several.
+        rows = torch.split(query, 1) if self.one_by_one else (query,)
+        logits = torch.cat([F.linear(row, items) for row in rows]).float()
         if without is not None:
             logits[:, without] = float("-inf")
         return logits.log_softmax(-1)

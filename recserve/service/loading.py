@@ -17,7 +17,6 @@ from recserve.features.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft
-from recserve.models.packing import pack_weights
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
@@ -72,14 +71,14 @@ def load_models(
         codes = torch.from_numpy(catalog.index.codes.astype("int64"))
         recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
         recommender.to(dtype)
-        pack_weights(recommender.decoder)
+        recommender.pack()
         heads = load_heads(bundle, recommender)
         if recommender.config.dense_head:
             with torch.inference_mode():
                 recommender.dense_item_rows()  # once here, and then grown with the catalogue
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
-        pack_weights(ranker.layers)
+        ranker.pack()
     return Models(recommender, ranker, heads)
 
 

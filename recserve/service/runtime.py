@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from recserve.core.request import Timing
-from recserve.engine.engine import Engine, EngineStats
+from recserve.engine.engine import Engine
+from recserve.engine.stats import EngineStats
 from recserve.messages import UserRef
 from recserve.metrics import Gauges
 from recserve.service.attribution import Signer

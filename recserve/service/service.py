@@ -122,6 +122,7 @@ class Service:
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_bytes: int = EngineConfig.kv_bytes,
         load_aware: bool = False,
+        invariant: bool = False,
         text: LoadedText | None = None,
     ) -> Service:
         """Load everything.
@@ -132,7 +133,7 @@ class Service:
         bundle's own events. signing_key: None draws one, whose tokens end with the process. text: a
         language model that shares the engine.
         Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not
-        here.
+        here, or for `invariant` where this machine cannot keep it.
         """
         opened = open_parts(
             Path(bundle),
@@ -140,7 +141,9 @@ class Service:
             device,
             getattr(torch, dtype),
             secrets.token_bytes(32) if signing_key is None else signing_key,
-            EngineConfig(max_queue=max_queue, kv_bytes=kv_bytes, load_aware=load_aware),
+            EngineConfig(
+                max_queue=max_queue, kv_bytes=kv_bytes, load_aware=load_aware, invariant=invariant
+            ),
             journal,
             text,
         )

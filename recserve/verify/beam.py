@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
@@ -21,6 +22,8 @@ from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
+
+LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow
 
 
 def start(beams: Beams, model: Recommender) -> Beams:
@@ -134,7 +137,8 @@ def level_log_probs(
     """
     if model.config.normalization == "children":
         logits = model.level_logits(hidden, level).float().gather(1, codes)
-        return logits.masked_fill(~valid, DEAD).log_softmax(-1)
+        logits = F.pad(logits.masked_fill(~valid, DEAD), (0, -codes.shape[1] % LANES), value=DEAD)
+        return logits.log_softmax(-1)[:, : codes.shape[1]]
     logits = model.full_logits(hidden).float()
     return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
 

@@ -1,0 +1,209 @@
+"""Tree attention with exact sums: a row's result depends on what the row sees and on nothing else.
+
+A floating-point sum depends on its order, and libraries choose the order by the shapes of a call:
+by how many rows, keys and threads there are. Here every term is rounded to a grid first, coarse
+enough for double precision to hold all partial sums, and exact additions have no order:
+
+  queries, keys, values   multiples of 2^-22 of their vector's size (keys and values as written)
+  scores  q . k           44 bits + log2 D <= 53
+  weights                 multiples of 2^-22 of the row's largest product of weight and value
+  outputs sum of w v      44 bits + log2 keys <= 53; past 512 keys in two halves of 33 bits
+  normaliser sum of w     multiples of 2^-30: 30 bits + log2 keys <= 53
+
+So other rows, siblings, page places, cached or new roots, chunks and threads change no bit. The
+grids are as fine as float32 is; the rest is exp, products and a division, element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.paged_kv import KVPool, RootTable, TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+
+BITS = 22
+HALF = 2.0**11
+NORMALISER_BITS = 30
+ONE_SUM = 512  # keys whose products fit one exact sum
+MOST_KEYS = 2**20
+ELEMENTS = 2**21  # scores that exist at a time
+
+
+def exponents(size: Tensor) -> Tensor:
+    """int64 e with size <= 2^e; size >= 0, any shape."""
+    return ((size.double().view(torch.int64) >> 52) - 1022).clamp_(min=-500)
+
+
+def powers(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exactly. exponent: int64 within +-1000."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def on_grid(x: Tensor) -> Tensor:
+    """The last dimension's vectors [..., D] rounded to BITS below their size; same dtype."""
+    step = powers(exponents(x.abs().amax(-1, keepdim=True)) - BITS)
+    return ((x.double() / step).round_() * step).to(x.dtype)
+
+
+class ExactPool(KVPool):
+    """A pool that holds what exact sums can be made of."""
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """As KVPool.write, rounded."""
+        super().write(layer, slots, on_grid(key), on_grid(value))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One tree's share of a batch.
+
+    rows: its rows among the computed nodes. shared [m]: slots of keys that its rows have in common,
+    with bias [n, m] 0 or -inf, None: all see all. own [n, A]: slots of each row's keys beside them,
+    with own_bias [n, A].
+    """
+
+    rows: slice
+    shared: Tensor
+    bias: Tensor | None
+    own: Tensor | None = None
+    own_bias: Tensor | None = None
+
+
+class ExactTreeAttention:
+    """Attention of one batch, planned once, called once per layer; the pool is an ExactPool."""
+
+    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
+        self.activation = activation
+        self.parts = _plan(batch)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
+        return torch.cat([self._part(part, query[part.rows], keys, values) for part in self.parts])
+
+    def _part(self, part: _Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        n, heads, dim = query.shape
+        kv_heads = keys.shape[1]
+        grouped = on_grid(query).double().view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
+        common = (_heads_first(keys[part.shared]), _heads_first(values[part.shared]))
+        width = part.shared.shape[0] + (0 if part.own is None else part.own.shape[1])
+        size = max(ELEMENTS // (heads * max(width, 1)), 1)
+        out = torch.empty_like(query)
+        for start in range(0, n, size):
+            rows = slice(start, start + size)
+            out[rows] = self._rows(part, rows, grouped[:, rows], common, keys, values)
+        return out
+
+    def _rows(
+        self,
+        part: _Part,
+        rows: slice,
+        grouped: Tensor,
+        common: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """grouped [K, n, G, D], common [K, m, D] each -> [n, H, D]."""
+        kv_heads, n, groups, dim = grouped.shape
+        count = common[0].shape[1]
+        scores = torch.matmul(grouped.flatten(1, 2), common[0].mT).view(kv_heads, n, groups, count)
+        sizes = _sizes(common[1])[:, None, None].expand(-1, n, 1, -1)
+        bias = None if part.bias is None else part.bias[rows]
+        if part.own is not None:
+            assert part.own_bias is not None
+            slots = part.own[rows]
+            if bias is None:
+                bias = scores.new_zeros(n, count)
+            bias = torch.cat([bias, part.own_bias[rows]], dim=1)
+            own = [pool[slots].permute(2, 0, 1, 3).double() for pool in (keys, values)]
+            scores = torch.cat([scores, torch.matmul(grouped, own[0].mT)], dim=-1)
+            sizes = torch.cat([sizes, _sizes(own[1])[:, :, None]], dim=-1)
+        scores *= dim**-0.5
+        if bias is not None:
+            scores += bias[None, :, None]
+        weights, total = self._weights(scores)
+        # Every product of a weight and a value is a multiple of one number per row.
+        scale = powers(sizes)
+        top = exponents((weights.abs() * scale).amax(-1, keepdim=True)) - BITS
+        units = (weights * (scale / powers(top))).round_()
+        unit = powers(top) / scale
+
+        def sums(units: Tensor) -> Tensor:
+            part_weights = units * unit
+            result = torch.matmul(part_weights[..., :count].flatten(1, 2), common[1])
+            result = result.view(kv_heads, n, groups, dim)
+            if part.own is not None:
+                result = result + torch.matmul(part_weights[..., count:], own[1])
+            return result
+
+        if scores.shape[-1] <= ONE_SUM:
+            out = sums(units)
+        else:
+            high = (units / HALF).floor_() * HALF
+            out = sums(high) + sums(units - high)
+        return (out / total).permute(1, 0, 2, 3).flatten(1, 2)
+
+    def _weights(self, scores: Tensor) -> tuple[Tensor, Tensor | float]:
+        """[..., m] of what each key's value is multiplied by, and what the sum is divided by."""
+        if self.activation.normalizer is not None:
+            weights = scores / ((-scores).exp_() + 1.0)
+            return weights.masked_fill_(scores == float("-inf"), 0.0), self.activation.normalizer
+        weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+        grid = 2.0**NORMALISER_BITS
+        return weights, (weights * grid).round_().sum(-1, keepdim=True) / grid
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    """[m, K, D] -> [K, m, D] float64."""
+    return rows.transpose(0, 1).double()
+
+
+def _sizes(values: Tensor) -> Tensor:
+    """[..., D] -> [...] exponents of the vectors' sizes."""
+    return exponents(values.abs().amax(-1))
+
+
+def _plan(batch: TreeBatch) -> list[_Part]:
+    tree, device = batch.tree, batch.slots.device
+    queries = batch.queries
+    if queries is None:
+        queries = torch.arange(tree.num_nodes, device=device)
+    offsets = tree.offsets.tolist()
+    bounds = torch.searchsorted(queries, tree.offsets).tolist()
+    parts = []
+    assert not isinstance(batch.root_slots, RootTable)
+    for b, root_slots in enumerate(batch.root_slots):
+        start, stop = offsets[b], offsets[b + 1]
+        nodes = queries[bounds[b] : bounds[b + 1]]
+        if not nodes.shape[0]:
+            continue
+        assert root_slots.shape[0] + stop - start <= MOST_KEYS
+        rows = slice(bounds[b], bounds[b + 1])
+        bias = None
+        if tree.root_limits is not None:
+            place = torch.arange(root_slots.shape[0], device=device)
+            bias = _added(place < tree.root_limits[nodes][:, None])
+        levels = int(tree.depths[nodes].max()) + 1
+        shared = 0 if tree.shared is None else int(tree.shared[b])
+        if not shared and 2 * levels <= stop - start:
+            path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
+            own = batch.slots[path.clamp(min=0)]
+            parts.append(_Part(rows, root_slots, bias, own, _added(path >= 0)))
+            continue
+        columns = torch.arange(start, stop, device=device)
+        seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
+        seen[:, :shared] = True
+        if bias is None:
+            bias = torch.zeros(nodes.shape[0], root_slots.shape[0], device=device)
+        slots = torch.cat([root_slots, batch.slots[start:stop]])
+        parts.append(_Part(rows, slots, torch.cat([bias, _added(seen)], dim=1)))
+    return parts
+
+
+def _added(mask: Tensor) -> Tensor:
+    """0 where the mask is true, -inf elsewhere."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
