@@ -11,6 +11,7 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,6 +101,18 @@ class Trie:
         """Nodes of each level, the empty prefix first."""
         starts = self.level_starts
         return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
+
+    @cached_property
+    def closing_level(self) -> int:
+        """The level, at least 1, from which on fewer and fewer nodes have several items below them.
+        Reads the device: once per trie.
+        """
+        starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
+        counts = [int(many[a:b].sum()) for a, b in zip(starts[1:-1], starts[2:], strict=True)]
+        level = len(counts)
+        while level > 1 and counts[level - 1] <= counts[level - 2]:
+            level -= 1
+        return level
 
     @property
     def any_leaf(self) -> int:

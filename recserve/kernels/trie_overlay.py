@@ -111,6 +111,11 @@ class TrieOverlay:
         return (1, *(n + own[i + 1] - own[i] for i, n in enumerate(base[1:])))
 
     @property
+    def closing_level(self) -> int:
+        """As in Trie; insertions hardly move it."""
+        return self.base.closing_level
+
+    @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""
         return self.base.any_leaf
