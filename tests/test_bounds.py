@@ -155,3 +155,24 @@ def test_where_nothing_may_be_left_out():
     assert bound_places(free, trie.device) is None
     places = bound_places([request, *free], trie.device)
     assert places.flatten().tolist() == [3, NEVER, NEVER, NEVER]
+
+
+def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
+    """From the level on below which less and less forks, one round goes to the leaves."""
+    rng = np.random.default_rng(0)
+    rows = [[a, b, c, d]
+            for a in range(6) for b in range(8)
+            for c in range(1 + 2 * (b % 3 == 0)) for d in range(1 + (c == 1))]  # fmt: skip
+    codes = torch.tensor(rows)[torch.from_numpy(rng.permutation(len(rows)))]
+    model, trie = make(codes, "items", "children")
+    assert trie.closing_level == 2
+    requests = [RecommendRequest(draw_root(model, 5, i), trie, 12, 12) for i in range(6)]
+    engine = Engine(model, config=SMALL)
+    together = engine.run_many(requests)
+    trie.__dict__["closing_level"] = trie.num_levels
+    apart = engine.run_many(requests)
+    for one, two in zip(together, apart, strict=True):
+        assert one.rows.tolist() == two.rows.tolist()
+        assert one.rounds <= 2 and one.rounds <= two.rounds
+        assert one.timing.nodes <= two.timing.nodes + 12
+    assert sum(a.rounds for a in apart) > sum(a.rounds for a in together)

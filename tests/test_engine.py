@@ -259,7 +259,7 @@ def test_too_large_full_late_and_cancelled():
     engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
     root = draw_root(model, 5, 0)
     with pytest.raises(RequestTooLarge, match="pages"):
-        engine.submit(RecommendRequest(root, trie, 50, 50))
+        engine.submit(RecommendRequest(root, trie, 120, 120))
     late = engine.submit(RecommendRequest(root, trie, 3, 3, deadline_s=time.monotonic() - 1))
     gone = engine.submit(RecommendRequest(root, trie, 3, 3))
     with pytest.raises(QueueFull) as refused:

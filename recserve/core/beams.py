@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.filtering import LeafFilter
+from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie_overlay import AnyTrie
 
@@ -123,6 +124,21 @@ class Beams:
     def forked(self) -> Tensor:
         """[B, W] bool: alive and with more than one child."""
         return self.alive() & (self.trie.num_children(self.nodes) > 1)
+
+    def open(self) -> Tensor:
+        """[B, W] bool: alive and with more than one item below."""
+        below = self.trie.leaves(self.nodes)
+        return self.alive() & (below.last - below.first > 1)
+
+    @property
+    def requests(self) -> list[RecommendRequest]:
+        """What each sequence was asked."""
+        return [r for r in (s.request for s in self.sequences) if isinstance(r, RecommendRequest)]
+
+    @property
+    def widths(self) -> list[int]:
+        """Beams that each request keeps."""
+        return [request.width for request in self.requests]
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,9 @@
 """Full beam search as a draft: the tree of the prefixes whose continuations the target must score.
 
 A prefix with one child needs no score where a level is normalised over valid children (its child
-has log-probability 0); such a node is computed later, and only if something below it forks.
+has log-probability 0); such a node is computed later, and only if something below it forks. Below
+the level from which the trie closes (`closing_level`) little forks, and a round costs more than a
+few nodes: what forks below the beams there is scored with them, and few answers need another round.
 """
 
 from __future__ import annotations
@@ -26,8 +28,38 @@ def propose(
     level_offsets [L]: first token of each level. extra [n]: keys of further nodes to score, each
     with all nodes above it.
     """
-    missing = wanted(beams, skip_single) & (beams.scored.find(beams.keys(beams.nodes)) < 0)
-    keys = beams.keys(beams.paths)[missing].flatten()
+    closing = skip_single and beams.level >= beams.trie.closing_level
+    needed = beams.open() if closing else wanted(beams, skip_single)
+    missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
+    keys = [beams.keys(beams.paths)[missing].flatten()]
+    if closing:
+        keys.append(_below(beams, missing))
     if extra is not None:
-        keys = torch.cat([keys, extra])
-    return draft_of_keys(beams.trie, keys, len(beams.sequences), level_offsets, beams.scored)
+        keys.append(extra)
+    return draft_of_keys(
+        beams.trie, torch.cat(keys), len(beams.sequences), level_offsets, beams.scored
+    )
+
+
+def _below(beams: Beams, chosen: Tensor) -> Tensor:
+    """Keys of the prefixes with several items below the chosen beams [B, W], those of the better
+    beams first; of each request no more than it keeps beams.
+    """
+    trie, size = beams.trie, beams.trie.num_nodes
+    above = chosen.flatten().nonzero().flatten()
+    keys = beams.keys(beams.nodes).flatten()[above]
+    found, beam = [keys[:0]], [above[:0]]
+    for _ in range(beams.level + 1, trie.num_levels):
+        if not keys.shape[0]:
+            break
+        children = trie.children(keys % size)
+        below = trie.leaves(children.nodes)
+        row, column = (children.valid & (below.last - below.first > 1)).nonzero(as_tuple=True)
+        keys = keys[row] // size * size + children.nodes[row, column]
+        above = above[row]
+        found.append(keys)
+        beam.append(above)
+    order = torch.sort(torch.cat(beam), stable=True)
+    keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
+    place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
+    return keys[place < torch.tensor(beams.widths, device=keys.device)[owners]]

@@ -111,6 +111,18 @@ class Trie:
         parts = [counts[start:stop].max() for start, stop in pairwise(starts[:-1])]
         return tuple(torch.stack(parts).tolist())
 
+    @cached_property
+    def closing_level(self) -> int:
+        """The level, at least 1, from which on fewer and fewer nodes have several items below them.
+        Reads the device: once per trie.
+        """
+        starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
+        counts = [int(many[a:b].sum()) for a, b in pairwise(starts[1:])]
+        level = len(counts)
+        while level > 1 and counts[level - 1] <= counts[level - 2]:
+            level -= 1
+        return level
+
     @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""

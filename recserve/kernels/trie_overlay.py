@@ -121,6 +121,11 @@ class TrieOverlay:
         return tuple(min(n + more, c) for n, c in zip(self.base.widths, sizes, strict=True))
 
     @property
+    def closing_level(self) -> int:
+        """As in Trie; insertions hardly move it."""
+        return self.base.closing_level
+
+    @property
     def any_leaf(self) -> int:
         """A node of level L, whichever."""
         return self.base.any_leaf

@@ -38,7 +38,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
     by_children: levels will be normalised over the valid children, so that prefixes can be left out
     that cannot enter an answer.
     """
-    requests = [_request(s) for s in sequences]
+    requests = [s.request for s in sequences if isinstance(s.request, RecommendRequest)]
     trie = requests[0].trie
     tails = torch.stack([s.tail for s in sequences if s.tail is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
@@ -111,9 +111,8 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
     if rows.shape[0]:
         codes, valid = children.codes[rows].long(), children.valid[rows]
         gain[rows] = level_log_probs(model, hidden, beams.level, codes, valid)
-    widths = [_request(s).width for s in beams.sequences]
     total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
-    return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
+    return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), beams.widths)
 
 
 def expand_all(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
@@ -141,8 +140,3 @@ def level_log_probs(
         return logits.log_softmax(-1)[:, : codes.shape[1]]
     logits = model.full_logits(hidden).float()
     return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
-
-
-def _request(sequence: Sequence) -> RecommendRequest:
-    assert isinstance(sequence.request, RecommendRequest)
-    return sequence.request

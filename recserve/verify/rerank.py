@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
 from recserve.core.diversity import first_k
-from recserve.core.request import RecommendRequest, Slate
+from recserve.core.request import Slate
 from recserve.core.selection import descending
 from recserve.draft.candidates import needed_prefixes
 from recserve.kernels.trie_children import DEAD
@@ -24,7 +24,7 @@ from recserve.verify.scores import path_scores, root_scores
 
 def with_rivals(beams: Beams, model: Recommender) -> Beams:
     """Beams that carry the dense head's best allowed items, where a request weighs the head."""
-    requests = _requests(beams)
+    requests = beams.requests
     if not any(r.dense_weight for r in requests):
         return beams
     dense = model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
@@ -93,7 +93,7 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
     """
     rows = beams.trie.items_of_leaves(beams.nodes).long()
     scores, alive = beams.log_probs, beams.alive()
-    requests = _requests(beams)
+    requests = beams.requests
     if (rivals := beams.rivals) is not None:
         scores = scores + rivals.weights * rivals.dense.gather(1, rows)
         again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
@@ -118,8 +118,3 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
             )
         )
     return answers
-
-
-def _requests(beams: Beams) -> list[RecommendRequest]:
-    requests = [s.request for s in beams.sequences]
-    return [r for r in requests if isinstance(r, RecommendRequest)]

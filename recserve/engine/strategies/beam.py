@@ -27,9 +27,14 @@ class BeamStrategy:
         self.skip_single = model.config.normalization == "children"
 
     def tree_room(self, request: RecommendRequest) -> int:
-        """W nodes at each level but the last, twice that where the dense head has its say."""
-        nodes = request.width * (request.trie.num_levels - 1)
-        return 2 * nodes if request.dense_weight else nodes
+        """W nodes at each level but the last; as many below them in the rounds that go deeper at
+        once; and once more as many as levels where the dense head has its say.
+        """
+        width, trie = request.width, request.trie
+        nodes = sum(min(width, size) for size in trie.level_sizes[1 : trie.num_levels])
+        if self.skip_single:
+            nodes += width * max(trie.num_levels - 1 - trie.closing_level, 0)
+        return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """Level 1 comes with the root's last hidden state."""

@@ -13,7 +13,6 @@ from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
 from recserve.engine.strategies.at_once import AtOnce
-from recserve.engine.strategies.beam import request_of
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
@@ -44,8 +43,7 @@ class NezhaStrategy(AtOnce):
         """The whole search: all that it reads of the target came with the root."""
         beams = beam_verify.begin(tuple(sequences), by_children=True)
         beams = rerank.with_rivals(beams, self.model)
-        widths = [request_of(s).width for s in sequences]
-        beams = search(beams, self.head, self._contexts(beams), widths)
+        beams = search(beams, self.head, self._contexts(beams), beams.widths)
         return replace(beams, rounds=torch.ones_like(beams.rounds))
 
     def finish(self, state: Beams) -> list[Result]:

@@ -14,7 +14,7 @@ from recserve.draft import beam as beam_draft
 from recserve.draft.nezha import likely_prefixes
 from recserve.engine.costs import ROOT, Cost, forward_cost, head_cost, measured, scratch_runner
 from recserve.engine.runner import Piece
-from recserve.engine.strategies.beam import BeamStrategy, request_of
+from recserve.engine.strategies.beam import BeamStrategy
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -81,7 +81,7 @@ class SpeculativeStrategy(BeamStrategy):
         rivals = rerank.rival_keys(state)
         if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
-        widths = [request_of(s).width for s in state.sequences]
+        widths = state.widths
         plans = [self._chosen(state, width) for width in widths]
         if not any(plan.spreads for plan in plans):
             return self._draft(state, rivals)
