@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels.tree import from_parents
-from recserve.kernels.trie import build_trie, tree_of_nodes
+from recserve.kernels.trie import build_trie
+from recserve.kernels.trie_tree import tree_of_nodes
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -8,8 +8,9 @@ from recserve.core.filtering import leaf_filter
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.kernels.trie import build_trie, tree_of_nodes
+from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie_tree import tree_of_nodes
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from recserve.core.beams import Scored
 from recserve.core.drafting import Draft
-from recserve.kernels.trie import tree_of_nodes
 from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
 
 

@@ -117,13 +117,12 @@ def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Be
 
 def expand_all(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
     """The same without a host sync. hidden [B * W, E], anything finite at beams that need none."""
-    widths = [_request(s).width for s in beams.sequences]
     if model.config.normalization == "children":
-        return best_children(beams, model.level_logits(hidden, beams.level), widths)
+        return best_children(beams, model.level_logits(hidden, beams.level), beams.widths)
     logits = model.full_logits(hidden).float()
     start = model.config.level_offsets[beams.level]
     own = logits[:, start : start + model.config.codebook_sizes[beams.level]]
-    return best_children(beams, own, widths, logits.logsumexp(-1))
+    return best_children(beams, own, beams.widths, logits.logsumexp(-1))
 
 
 def level_log_probs(
