@@ -9,6 +9,9 @@ the whole width, an item that set the bound can be displaced further down; but t
 was kept is under the bound, nothing was left out, and the next level sets a bound of its own.
 Prefixes that tie with the bound stay.
 
+The same holds of any number below which prefixes are left out, a guess too (`floor`): what is kept
+is what full beam search has above it, and where that is k items in the end, they are the k best.
+
 With a dense head a prefix gains at most what the dense head gives its best item, and items that the
 dense head proposes itself (`Rivals`) compete anyway: the bound is taken with their scores, and a
 prefix is given what the last rival has, since no other item has more.
@@ -46,21 +49,23 @@ def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
     nodes, log_probs [B, n]: prefixes kept at one level.
     """
     places, rivals = beams.places, beams.rivals
+    if beams.floor is not None:
+        log_probs = log_probs.masked_fill(log_probs < beams.floor, DEAD)
     if places is None or (rivals is not None and rivals.log_probs is None):
         return log_probs
     below = beams.trie.leaves(nodes)
     single = below.last - below.first == 1
     if rivals is None:
         known = torch.where(single, log_probs, DEAD)
-        return log_probs.masked_fill(log_probs < _at(known, places), DEAD)
+        return log_probs.masked_fill(log_probs < value_at(known, places), DEAD)
     rows = beams.trie.leaf_rows[below.first].long()
     scores = log_probs + rivals.weights * rivals.dense.gather(1, rows)
     known = torch.where(single & ~rivals.among(rows), scores, DEAD)
-    bound = _at(torch.cat([known, rivals.scores], dim=1), places)
+    bound = value_at(torch.cat([known, rivals.scores], dim=1), places)
     return log_probs.masked_fill(log_probs + rivals.share < bound - ROUNDING, DEAD)
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
+def value_at(values: Tensor, places: Tensor) -> Tensor:
     """[B, 1] the value at each row's place from the largest down, -inf past the last."""
     ranked = values.sort(dim=1, descending=True).values
     size = values.shape[1]

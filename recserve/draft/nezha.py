@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
+from recserve.core.bounds import value_at
 from recserve.core.expansion import best_children
 from recserve.core.selection import keep_best
 from recserve.draft.beam import wanted
@@ -43,34 +43,39 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     return beams
 
 
+@dataclass(frozen=True)
+class Likely:
+    """Prefixes that may need a score. keys [n]: as in Scored, with each all prefixes above it.
+    floor [B, 1]: score that the answer's items are thought to reach; -inf: nothing is known.
+    """
+
+    keys: Tensor
+    floor: Tensor
+
+
 def likely_prefixes(
-    beams: Beams, head: SelfDraftHead, widths: list[list[int]], skip_single: bool
-) -> Tensor:
-    """Keys (as in Scored) of the prefixes below the given beams that may need a score.
+    beams: Beams, head: SelfDraftHead, widths: list[int], places: Tensor, skip_single: bool
+) -> Likely:
+    """The prefixes below the given beams, and those beams, that the head's own search passes, but
+    for those below the floor that it ends with.
 
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
-    of each length 0 to L - 1 that are kept for each request. With a prefix come all above it.
+    that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
+    whose score is the floor, as in core/bounds.py.
     """
-    keys, needed = [], []
-    for found in likely_beams(beams, head, widths):
-        keys.append(found.keys(found.paths).flatten())
-        needed.append(wanted(found, skip_single)[..., None].expand_as(found.paths).flatten())
-    return torch.cat(keys)[torch.cat(needed)]
-
-
-def likely_beams(beams: Beams, head: SelfDraftHead, widths: list[list[int]]) -> Iterator[Beams]:
-    """The given beams, then the head's own at each level but the last, likeliest first. widths: as
-    in `likely_prefixes`.
-    """
-    states = _states_of_paths(beams, head)
-    beams = replace(beams, places=None)  # the head's bound is not the target's
-    while True:
-        yield beams
-        if beams.level == beams.trie.num_levels - 1:
-            return
-        deeper = _expand(beams, states, beams.tails, head, widths[beams.level + 1])
-        states = _step(beams, deeper, states, head)
-        beams = deeper
+    found, states = [replace(beams, places=places)], _states_of_paths(beams, head)
+    while not (last := found[-1]).finished:
+        deeper = _expand(last, states, last.tails, head, widths)
+        if deeper.level < beams.trie.num_levels:
+            states = _step(last, deeper, states, head)
+        found.append(deeper)
+    floor = value_at(found[-1].log_probs, places)
+    keys, needed = [beams.nodes[:0, 0]], [beams.nodes[:0, 0].bool()]
+    for each in found[:-1]:
+        may = wanted(each, skip_single) & (each.log_probs >= floor)
+        keys.append(each.keys(each.paths).flatten())
+        needed.append(may[..., None].expand_as(each.paths).flatten())
+    return Likely(torch.cat(keys)[torch.cat(needed)], floor)
 
 
 def item_log_probs(

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from recserve.core.beams import Beams
+from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest
 from recserve.draft import beam as beam_draft
-from recserve.draft.nezha import likely_prefixes
+from recserve.draft.nezha import Likely, likely_prefixes
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.costs import ROOT, Cost, forward_cost, head_cost, measured, scratch_runner
 from recserve.engine.runner import Piece
 from recserve.engine.strategies.beam import BeamStrategy
+from recserve.kernels.trie_children import DEAD
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
+from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
-SPREAD = 4.0  # of a head that was not calibrated
+NOT_CALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
 CLEARLY = 0.9  # costs are estimates: drafting must be expected to save a tenth
 
 
@@ -37,7 +42,7 @@ class StepCosts:
 
     def expected_ms(self, plan: DraftPlan, batch: int) -> float:
         """Of a plan for each of `batch` requests that step together."""
-        if not plan.spreads:
+        if not plan.margin:
             rounds = 1 + plan.repairs
             return rounds * (self.forward(batch * plan.nodes / rounds) + self.round_ms)
         missed = 1 - plan.proved
@@ -54,61 +59,88 @@ class SpeculativeStrategy(BeamStrategy):
     """Full beam search, its prefixes drafted ahead by the self-draft head.
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
-    and only the number of rounds differs. What the draft missed is scored in further rounds. How
-    much is drafted follows from the head's calibration and the costs of this machine, measured at
-    the first requests; where drafting does not pay nothing is drafted.
+    and only the number of rounds differs. The draft ends with a floor, a score that the k-th item
+    is thought to reach; nothing below it is drafted or looked for until it proves too high. What
+    the draft missed is scored in further rounds. How much is drafted follows from the head's
+    calibration and the costs of this machine, measured at the first requests; where drafting does
+    not pay nothing is drafted.
     """
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         super().__init__(model)
         self.head = head
         self.costs: dict[tuple[int, int], StepCosts] = {}
+        self.only: DraftPlan | None = None  # the plan of every request, while it is calibrated
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, and all of beam search's own."""
-        sizes = request.trie.level_sizes[: request.trie.num_levels]
-        width = request.width
-        drafted = [
-            sum(min(n, size) for n, size in zip(kept_prefixes(plan, width), sizes, strict=True))
-            for plan in self._plans(width)
-            if plan.spreads
-        ]
-        first = min(width, sizes[1]) if len(sizes) > 1 else 0
-        return first + max(drafted, default=0) + super().tree_room(request)
+        sizes = request.trie.level_sizes[1 : request.trie.num_levels]
+        margin = max(plan.margin for plan in self._plans(request.width, request.k))
+        drafted = sum(min(math.ceil(margin * request.width), size) for size in sizes)
+        return drafted + super().tree_room(request)
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
         rivals = rerank.rival_keys(state)
         if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
-        widths = state.widths
-        plans = [self._chosen(state, width) for width in widths]
-        if not any(plan.spreads for plan in plans):
+        margins = [self._chosen(state, request).margin for request in state.requests]
+        if not any(margins):
             return self._draft(state, rivals)
-        levels = self.model.config.num_levels
-        kept = [
-            kept_prefixes(plan, width) if plan.spreads else [0] * levels
-            for plan, width in zip(plans, widths, strict=True)
+        likely = self._likely(state, margins)
+        keys = likely.keys if rivals is None else torch.cat([likely.keys, rivals])
+        trees = draft_of_keys(state.trie, keys, len(state.sequences), self.level_offsets)
+        return replace(trees, floor=likely.floor)
+
+    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+        """As many levels deeper as the scored prefixes prove, back to where the floor was set for
+        requests that end with fewer items above it than they want.
+        """
+        if draft.floor is not None:
+            state = replace(state, floor=draft.floor, before=state)
+        beams = super().verify(state, draft, slots, hidden)
+        while beams.finished and beams.floor is not None and beams.before is not None:
+            wanted = torch.tensor([r.k for r in beams.requests], device=beams.nodes.device)
+            short = (beams.alive().sum(1) < wanted)[:, None] & (beams.floor > DEAD)
+            if not bool(short.any()):
+                break
+            back = replace(
+                beams.before,
+                scored=beams.scored,
+                rounds=beams.rounds,
+                rivals=beams.rivals,
+                floor=beams.floor.masked_fill(short, DEAD),
+                before=beams.before,
+            )
+            beams = beam_verify.advance(back, self.model)
+        return beams
+
+    def _likely(self, state: Beams, margins: list[float]) -> Likely:
+        requests = state.requests
+        widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
+        places = [
+            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
+            for m, r in zip(margins, requests, strict=True)
         ]
-        by_level = [list(level) for level in zip(*kept, strict=True)]
-        likely = likely_prefixes(state, self.head, by_level, self.skip_single)
-        return self._draft(state, likely if rivals is None else torch.cat([likely, rivals]))
+        at = torch.tensor(places, device=state.nodes.device).clamp(min=0)[:, None]
+        return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
-    def _plans(self, width: int) -> list[DraftPlan]:
+    def _plans(self, width: int, k: int) -> list[DraftPlan]:
+        if self.only is not None:
+            return [self.only]
         if self.head.calibration is None:
-            spreads = (0.0, 0.0, *[SPREAD] * (self.model.config.num_levels - 2))
-            return [DraftPlan(spreads[: self.model.config.num_levels], 0.0, 0.0, 1.0)]
-        return self.head.calibration.scaled(width)
+            return [NOT_CALIBRATED]
+        return self.head.calibration.scaled(width, k)
 
-    def _chosen(self, state: Beams, width: int) -> DraftPlan:
+    def _chosen(self, state: Beams, request: RecommendRequest) -> DraftPlan:
         """The plan that is expected to end soonest; to draft at all must be clearly worth it."""
-        plans = self._plans(width)
+        plans = self._plans(request.width, request.k)
         if len(plans) == 1:
             return plans[0]
-        costs, batch = self._costs(state, width), len(state.sequences)
+        costs, batch = self._costs(state, request.width), len(state.sequences)
         return min(
             plans,
-            key=lambda plan: costs.expected_ms(plan, batch) * (1 if plan.spreads else CLEARLY),
+            key=lambda plan: costs.expected_ms(plan, batch) * (1 if plan.margin else CLEARLY),
         )
 
     def _costs(self, state: Beams, width: int) -> StepCosts:
@@ -120,10 +152,9 @@ class SpeculativeStrategy(BeamStrategy):
 
     def _measure(self, state: Beams, width: int) -> StepCosts:
         device = state.tails.device
-        by_level = [[2 * width] * len(state.sequences)] * self.model.config.num_levels
 
         def draft(_: int) -> None:
-            likely_prefixes(state, self.head, by_level, self.skip_single)
+            self._likely(state, [2.0] * len(state.sequences))
 
         tree = beam_draft.propose(state, self.level_offsets, self.skip_single)
         nodes = tree.tree.num_nodes
@@ -146,8 +177,3 @@ class SpeculativeStrategy(BeamStrategy):
             measured(draft, (1,), device)(1),
             max(whole - forward(len(tree.inputs)), 0.0),
         )
-
-
-def kept_prefixes(plan: DraftPlan, width: int) -> list[int]:
-    """Prefixes of each length 0 to L - 1 that a draft keeps for a beam width."""
-    return [math.ceil(spread * width) for spread in plan.spreads]

@@ -14,12 +14,13 @@ from typing import Any
 class DraftPlan:
     """How wide to draft, and what came of it, on average over the validation users.
 
-    spreads: prefixes kept at each length 0 to L - 1, relative to the beam width (0 where the target
-    has the say); empty: nothing is drafted. nodes: scored by the first forward, or by all of them
-    where nothing is drafted. repairs: further rounds. proved: share of answers without one.
+    margin: beams that the head's own search keeps at each length, relative to the beam width, and
+    place of the item that sets its floor, relative to k; 0: nothing is drafted. nodes: scored by
+    the first forward, or by all of them where nothing is drafted. repairs: further rounds. proved:
+    share of answers without one.
     """
 
-    spreads: tuple[float, ...]
+    margin: float
     nodes: float
     repairs: float
     proved: float
@@ -27,30 +28,38 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Plans by beam width, the one that drafts nothing among them."""
+    """Plans by beam width and k, the one that drafts nothing among them."""
 
-    plans: dict[int, tuple[DraftPlan, ...]]
+    plans: dict[tuple[int, int], tuple[DraftPlan, ...]]
 
-    def scaled(self, width: int) -> list[DraftPlan]:
-        """Plans for a beam width, taken from the nearest calibrated one."""
-        nearest = min(self.plans, key=lambda known: abs(math.log(known / width)))
-        ratio = width / nearest
+    def scaled(self, width: int, k: int) -> list[DraftPlan]:
+        """Plans for a beam width and k, taken from the nearest calibrated ones."""
+
+        def distance(known: tuple[int, int]) -> float:
+            return abs(math.log(known[0] / width)) + abs(math.log(known[1] / k))
+
+        nearest = min(self.plans, key=distance)
+        ratio = width / nearest[0]
         return [
-            DraftPlan(p.spreads, p.nodes * ratio, p.repairs, p.proved) for p in self.plans[nearest]
+            DraftPlan(p.margin, p.nodes * ratio, p.repairs, p.proved) for p in self.plans[nearest]
         ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, read back by `from_dict`."""
-        return {str(width): [asdict(plan) for plan in plans] for width, plans in self.plans.items()}
+        return {
+            f"{width}/{k}": [asdict(plan) for plan in plans]
+            for (width, k), plans in self.plans.items()
+        }
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> Calibration:
-        """Raises TypeError or ValueError where it was not written by `to_dict`."""
-        plans = {
-            int(width): tuple(
-                DraftPlan(**{**plan, "spreads": tuple(map(float, plan["spreads"]))})
-                for plan in listed
-            )
-            for width, listed in values.items()
-        }
+    def from_dict(values: dict[str, Any]) -> Calibration | None:
+        """Raises TypeError or ValueError where it was not written by `to_dict`. None for the form
+        of before, whose plans meant something else: such a head counts as not calibrated.
+        """
+        if values and all("/" not in name for name in values):
+            return None
+        plans = {}
+        for name, listed in values.items():
+            width, k = map(int, name.split("/"))
+            plans[width, k] = tuple(DraftPlan(**plan) for plan in listed)
         return Calibration(plans)
