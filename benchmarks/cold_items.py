@@ -145,7 +145,7 @@ def main() -> None:
         }
         said: dict[str, Any] = {"epochs": options.epochs, "cold_items": len(cold)}
         weight = float(bundle.manifest.recommender["dense_weight"])
-        ways = [Way(s, w) for s in ("beam", "specgr") for w in (0.0, weight)] + [Way("dense", 0.0)]
+        ways = [Way("beam", 0.0), Way("beam", weight), Way("specgr", 0.0), Way("dense", 0.0)]
         journal = Path(name) / "journal"
         with Service.open(bundle.root, f"lmdb:{name}/store", "cpu", journal=journal) as service:
             first = service.versions()["catalog_version"]

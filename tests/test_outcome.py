@@ -79,6 +79,18 @@ def test_filters_hold(client, user):
     assert items(answer) == kept and answer["degraded"] == ["fewer_than_k"]
 
 
+def test_specgr_scores_are_the_likelihoods(client, user):
+    answer = ask(client, {**user, "strategy": "specgr", "explain": True})
+    assert (answer["strategy"], answer["exact"]) == ("specgr", False) and answer["rounds"] >= 1
+    by_id = {item["item_id"]: item["score"] for item in answer["items"] if item["score"]}
+    assert len(by_id) == 12 and answer["degraded"] == []
+    body = {"user": user["user"], "scorer": "likelihood"}
+    body["candidates"] = [{"item_id": item_id} for item_id in by_id]
+    ranked = client.post("/v1/rank", json=body).json()["items"]
+    for item in ranked:
+        assert item["scores"]["likelihood"] == pytest.approx(by_id[item["item_id"]], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -89,6 +101,8 @@ def test_filters_hold(client, user):
         ({"outcome": {}}, "outcome", "length >= 1"),
         ({"outcome": "click"}, "outcome", "expected object | null, got str"),
         ({"outcome": {"click": 1}, "strategy": "beam"}, "outcome", "only 'dense' reads it"),
+        ({"outcome": {"click": 1}, "strategy": "specgr"}, "outcome", "only 'dense' reads it"),
+        ({"dense_weight": 1, "strategy": "specgr"}, "dense_weight", "has no use for it"),
     ],
 )
 def test_what_is_refused(client, user, fields, param, message):

@@ -90,23 +90,22 @@ def test_slates_equal_a_plain_loop_over_what_was_proposed(world, lift, drafts, m
         slate = world.engine.run(request)
         scores = likelihoods(world, request)
         legal = set(open_rows(request))
-        accepted = []
+        order = []
         for place, (_, nodes, items) in enumerate(drafts):
             rows = items.rows.tolist()
             assert set(rows) <= legal and len(set(rows)) == len(rows)
             if nodes is None:
                 plain = ask(world, seed, 12, 12, "dense", **drawn_fields(seed) | {"caps": ()})
-                assert set(rows) == set(world.engine.run(plain).rows.tolist())
+                assert rows == world.engine.run(plain).rows.tolist()
             else:
                 guided_drafts += 1
                 above = world.trie.nodes_of_items(torch.arange(ITEMS)).tolist()
                 proposed = {r for _, _, before in drafts[:place] for r in before.rows.tolist()}
                 below = {r for r in legal - proposed if set(above[r]) & set(nodes[0])}
                 assert set(rows) <= below and len(rows) == min(len(below), 12)
-                enough = plain_first_k([r for _, r in sorted(accepted)], request.caps, request.k)
-                assert len(enough) < request.k
-            accepted += [(-scores[r], r) for r in rows if scores[r] >= math.log(lift / ITEMS)]
-        order = [row for _, row in sorted(accepted)]
+                assert len(plain_first_k(order, request.caps, request.k)) < request.k
+                rows.sort(key=lambda row: (-scores[row], row))
+            order += [row for row in rows if scores[row] >= math.log(lift / ITEMS)]
         if len(plain_first_k(order, request.caps, request.k)) < request.k:
             beam = ask(world, seed, 12, 12, "beam", **drawn_fields(seed) | {"caps": ()})
             order += [r for r in world.engine.run(beam).rows.tolist() if r not in order]

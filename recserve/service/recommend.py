@@ -134,9 +134,9 @@ class Recommendations:
         return np.array([asked.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, asked: float | None, strategy: str) -> float:
-        if asked and strategy == "parallel":
+        if asked and strategy in ("parallel", "specgr"):
             raise InvalidRequest(
-                "dense_weight", f"strategy 'parallel' has no use for it; expected 0, got {asked}"
+                "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
             )
         if asked and not self.roots.config.dense_head:
             raise InvalidRequest(

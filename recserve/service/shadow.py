@@ -40,7 +40,7 @@ class Shadow:
         if self.engine.stats().queue_depth:
             return
         again = replace(request, strategy=self.strategy, deadline_s=None)  # type: ignore[arg-type]
-        if again.strategy in ("dense", "parallel"):
+        if again.strategy in ("dense", "parallel", "specgr"):
             again = replace(again, dense_weight=0.0)
         try:
             future = self.engine.submit(again)

@@ -68,8 +68,8 @@ class BundleSlates:
     ) -> SlateOptions:
         """How a strategy makes slates; `exhaustive` is `parallel` on all items.
 
-        dense_weight: of `beam`, `speculative`, `nezha` and `specgr`; None: the bundle's. Raises
-        BundleError where nothing was trained for the strategy.
+        dense_weight: of `beam`, `speculative` and `nezha`; None: the bundle's. Raises BundleError
+        where nothing was trained for the strategy.
         """
         asked = "parallel" if strategy == EXHAUSTIVE else strategy
         if asked not in self.slates.engine.strategies:
@@ -78,7 +78,7 @@ class BundleSlates:
         return SlateOptions(
             width,
             filtered,
-            0.0 if asked in ("parallel", "dense") else weight,
+            0.0 if asked in ("parallel", "dense", "specgr") else weight,
             asked,  # type: ignore[arg-type]
             self.graph if strategy == "parallel" else None,
         )

@@ -1,8 +1,9 @@
 """Proposed items accepted where the target itself thinks them likely enough.
 
 An item is accepted from a likelihood on, whatever else there is to choose from: so items that
-training never saw, which no beam would keep, reach the slate. What is lacking is filled up with the
-best beams. Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), target-aware verification. Its
+training never saw, which no beam would keep, reach the slate. They keep the retriever's order,
+because a likelihood ranks items it never saw behind all others. What is lacking is filled up with
+the best beams. Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), target-aware verification. Its
 bound is a constant per dataset; ours is relative to an item drawn blindly, so that it means the
 same in a catalogue of any size.
 """
@@ -33,13 +34,23 @@ class Judged:
     """Verified items of B requests, in the order they were proposed.
 
     owners [n] request numbers, rows [n] item rows, log_probs [n] of their semantic ids, accepted
-    [n].
+    [n] bool.
     """
 
     owners: np.ndarray
     rows: np.ndarray
     log_probs: np.ndarray
     accepted: np.ndarray
+
+    def at(self, places: np.ndarray) -> Judged:
+        """Those at the given places."""
+        return Judged(
+            self.owners[places], self.rows[places], self.log_probs[places], self.accepted[places]
+        )
+
+    def likeliest_first(self) -> Judged:
+        """The same, by log-probability; equal ones in the order of item rows."""
+        return self.at(np.lexsort((self.rows, -self.log_probs)))
 
     def and_then(self, later: Judged) -> Judged:
         """These and those."""
@@ -59,11 +70,10 @@ NONE_JUDGED = Judged(
 def judge(beams: Beams, owners: Tensor, rows: Tensor, model: Recommender) -> Judged:
     """Items all of whose prefixes are scored. owners, rows [n] as in DraftedItems."""
     nodes = beams.trie.nodes_of_items(rows)
-    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
-    scores = (scores + path_scores(beams.trie, nodes, owners, beams.scored, model)).float()
-    accepted = scores >= math.log(LIFT / beams.trie.num_items)
-    host = [part.cpu().numpy() for part in (owners, rows, scores, accepted)]
-    return Judged(*host)
+    log_probs = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    log_probs = log_probs + path_scores(beams.trie, nodes, owners, beams.scored, model)
+    accepted = log_probs >= math.log(LIFT / beams.trie.num_items)
+    return _on_host(owners, rows, log_probs, accepted)
 
 
 def lacking(judged: Judged, beams: Beams) -> list[int]:
@@ -85,35 +95,27 @@ def only(beams: Beams, numbers: Seq[int]) -> Beams:
     return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
 
 
-def slates(beams: Beams, judged: Judged, dense: Tensor | None) -> list[Slate]:
-    """The accepted items of each request, then the finished beams, both best first; k under its
-    caps.
-
-    dense [B, rows]: log-probability of every item under the dense head, which a request's
-    `dense_weight` adds; None: none does. Equal scores in the order of item rows.
+def slates(beams: Beams, judged: Judged) -> list[Slate]:
+    """The accepted items of each request as they came, then the finished beams, likeliest first; k
+    under its caps.
     """
     alive = beams.alive()
-    leaves = torch.where(alive, beams.nodes, beams.trie.any_leaf)
-    owners, rows = alive.nonzero()[:, 0], beams.trie.items_of_leaves(leaves).long()[alive]
-    ended = Judged(*(x.cpu().numpy() for x in (owners, rows, beams.log_probs[alive], rows < 0)))
-    every = judged.and_then(ended)
-    scores = every.log_probs
-    if dense is not None:
-        at = (torch.from_numpy(x).to(dense.device) for x in (every.owners, every.rows))
-        weights = np.array([_request(s).dense_weight for s in beams.sequences], np.float32)
-        scores = scores + weights[every.owners] * dense[tuple(at)].float().cpu().numpy()
-    standing = np.arange(scores.size) >= judged.rows.size
-    standing |= every.accepted
-    order = np.lexsort((every.rows, -scores, ~every.accepted))
-    order = order[standing[order]]
+    rows = beams.trie.items_of_leaves(torch.where(alive, beams.nodes, beams.trie.any_leaf))
+    owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
+    found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
+    every = judged.at(judged.accepted).and_then(found.likeliest_first())
     answers, rounds = [], beams.rounds.tolist()
     for b, sequence in enumerate(beams.sequences):
-        mine = order[every.owners[order] == b]
-        mine = mine[np.sort(np.unique(every.rows[mine], return_index=True)[1])]
-        mine = mine[first_k(every.rows[mine], _request(sequence).caps, _request(sequence).k)]
-        slate = Slate(every.rows[mine], scores[mine], False, rounds[b], sequence.timing)
-        answers.append(slate)
+        mine = every.at(every.owners == b)
+        mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
+        mine = mine.at(first_k(mine.rows, _request(sequence).caps, _request(sequence).k))
+        answers.append(Slate(mine.rows, mine.log_probs, False, rounds[b], sequence.timing))
     return answers
+
+
+def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) -> Judged:
+    columns = (owners, rows, log_probs.float(), accepted)
+    return Judged(*(column.cpu().numpy() for column in columns))
 
 
 def _request(sequence: Sequence) -> RecommendRequest:

@@ -29,14 +29,13 @@ class Inspection:
     """Requests whose proposed items are being verified.
 
     pending: proposed and not yet judged; None: nothing is. guided: the beams' level at the newest
-    guided draft, 0: there was none. dense [B, rows]: as in `threshold.slates`.
+    guided draft, 0: there was none.
     """
 
     beams: Beams
     pending: DraftedItems | None
     judged: Judged
     guided: int
-    dense: Tensor | None
 
 
 class SpecGRStrategy:
@@ -45,7 +44,9 @@ class SpecGRStrategy:
     The retriever, which knows an item by its vector, proposes W items; one forward gives their
     likelihoods. Where fewer than k are accepted beam search begins, and at each of its levels the
     retriever proposes again, below the beams. It ends as soon as k are accepted; else the finished
-    beams fill the slate up. Source: Ding et al. 2024, arXiv 2410.02939.
+    beams fill the slate up. Scores are log-probabilities of semantic ids; the accepted items stand
+    in the order of the drafts: of the first by nearness, of later ones by score.
+    Source: Ding et al. 2024, arXiv 2410.02939.
     """
 
     def __init__(self, model: Recommender, retriever: DenseRetriever) -> None:
@@ -63,12 +64,9 @@ class SpecGRStrategy:
         began = time.perf_counter()
         level_0 = beam_verify.begin(tuple(sequences), by_children=False)
         beams = beam_verify.start(level_0, self.model)
-        dense = None
-        if any(request_of(s).dense_weight for s in sequences):
-            dense = self.model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
         sizes = [request_of(s).width for s in sequences]
         items = guided.draft_freely(beams, self.retriever, sizes, self.skip_single)
-        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, dense))
+        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0))
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
@@ -96,7 +94,7 @@ class SpecGRStrategy:
 
     def finish(self, state: Inspection) -> list[Result]:
         """Slates."""
-        return list(threshold.slates(state.beams, state.judged, state.dense))
+        return list(threshold.slates(state.beams, state.judged))
 
     def _settled(self, state: Inspection) -> Inspection:
         """Judge, go a level deeper and draft below, until a forward is needed or nothing is left.
@@ -122,7 +120,7 @@ class SpecGRStrategy:
     def _judged(self, state: Inspection, items: DraftedItems) -> Inspection:
         """Beams end for the requests that have enough."""
         found = threshold.judge(state.beams, items.owners, items.rows, self.model)
-        judged = state.judged.and_then(found)
+        judged = state.judged.and_then(found.likeliest_first() if state.guided else found)
         beams = threshold.only(state.beams, threshold.lacking(judged, state.beams))
         return replace(state, beams=beams, judged=judged, pending=None)
 
