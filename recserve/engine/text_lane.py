@@ -180,7 +180,7 @@ class TextLane:
         for group, tree, own in zip(groups, trees, states, strict=True):
             done += self._commit(group, tree, own)
         ended = time.perf_counter()
-        self._drafting.stepped((ended - drafted) * 1e3)
+        self._drafting.stepped()
         for sequence, _ in chunks:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
         for group in groups:
