@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import drafters
 import lossless
 import text
+from drawn import drawn_language_model
+
+from recserve.models.attention import DenseAttention
 
 TINY = ["text", "--model", "64x2", "--vocabulary", "300", "--prompt", "40", "--tokens", "12"]
 TINY += ["--repeats", "2", "--threads", "1"]
@@ -37,6 +41,23 @@ def test_text_beside_transformers(monkeypatch, tmp_path):
     for ours, theirs in (("oracle-100", "assisted-100"), ("oracle-70", "assisted-70")):
         texts = [cell["runs"][name][0]["texts"] for name in (ours, theirs)]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(bool(text.missing()), reason=f"not installed: {text.missing()}: did not run")
+@torch.inference_mode()
+def test_llama_cpp_writes_what_the_model_says(tmp_path):
+    """Weights without a walk, so that every token hangs on attention and its rotary pairs."""
+    model = drawn_language_model(256, 2, 300, torch.float32, spread=0.0)
+    text.write_gguf(model, tmp_path / "model.gguf")
+    theirs = text.LlamaCpp(tmp_path / "model.gguf", 64, 1, torch.float32)
+    tokens = prompt = [7, 290, 31, 112, 5, 5, 64]
+    for _ in range(24):
+        hidden = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], DenseAttention())
+        tokens = [*tokens, int(model.logits(hidden[0, -1]).argmax())]
+    assert len(set(tokens)) > 12
+    for _ in range(2):  # the second finds nothing of the first
+        assert theirs.write(prompt, 24, time.perf_counter)[0] == tokens[len(prompt) :]
+    theirs.close()
 
 
 def test_it_fails_where_texts_differ(monkeypatch):

@@ -127,11 +127,12 @@ class LlamaCpp:
         times: list[float] = []
         feed = list(prompt)
         while len(written) < tokens:
-            batch = self.api.llama_batch_get_one((ctypes.c_int32 * len(feed))(*feed), len(feed))
+            row = (ctypes.c_int32 * len(feed))(*feed)  # the batch only points to it
+            batch = self.api.llama_batch_get_one(row, len(feed))
             if code := self.api.llama_decode(self.context, batch):
                 raise RuntimeError(f"llama_decode returned {code}")
-            row = self.api.llama_get_logits_ith(self.context, -1)
-            logits = np.ctypeslib.as_array(row, shape=(self.vocab_size,))
+            last = self.api.llama_get_logits_ith(self.context, -1)
+            logits = np.ctypeslib.as_array(last, shape=(self.vocab_size,))
             feed = [int(logits.argmax())]
             written += feed
             times.append(now())

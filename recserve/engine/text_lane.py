@@ -181,7 +181,7 @@ class TextLane:
         else:
             done = self._commit(groups[0], replayed)
         ended = time.perf_counter()
-        self._drafting.stepped((ended - drafted) * 1e3)
+        self._drafting.stepped()
         first = {part.sequence.context.id for part in parts}
         for part in parts:
             part.sequence.timing.prefill_ms += (ended - drafted) * 1e3
