@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check format install redis clean
+.PHONY: demo test check format install redis newest-triton clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -35,6 +35,14 @@ install: $(DEV)
 # The Redis store is tested against a real server; without one its tests skip loudly, and fail where CI is set.
 redis:
 	@command -v redis-server >/dev/null 2>&1 || sh deploy/install-redis.sh
+
+# Every kernel to machine code with the newest Triton, in a folder of its own: what the next upgrade will meet.
+newest-triton: $(DEV)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --upgrade --no-deps --target build/newest-triton triton
+	@PYTHONPATH=build/newest-triton $(BIN)/python -c 'import triton; print("triton", triton.__version__)'
+	@for capability in 80 90; do \
+		PYTHONPATH=build/newest-triton:. $(BIN)/python tests/compile_kernels.py $$capability || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

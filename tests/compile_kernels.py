@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 from recserve.kernels import (
     accept,
@@ -90,11 +90,11 @@ def small_kernels(dtype):
         "row_stride": "i32", "group_stride": "i32",
     }  # fmt: skip
     yield head_topk.head_kernel, {
-        "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.BLOCK_ROWS,
+        "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
         "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
     }, {
-        "hidden": "*" + dtype, "weight": "*" + dtype, "best": "*fp32", "tokens": "*i32",
-        "lse": "*fp32", "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
+        "hidden": "*" + dtype, "weight": "*" + dtype, "lse": "*fp32",
+        "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
     }  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def forms(capability):
         yield attention("fp16", 80, 3, shared=True)
         yield attention("fp32", 32, 1)
         yield attention("bf16", 128, 4, nodes=1)
+        yield attention("bf16", 64, 7, nodes=2000)
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
         yield trie("fp32", trie_topk.ALLOWED, True)
@@ -129,7 +130,7 @@ def forms(capability):
 
 def spilled_bytes(code, capability):
     """What the assembler says it writes to local memory because registers run out."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = get_ptxas(capability).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(code)
         file.flush()

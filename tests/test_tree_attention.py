@@ -199,6 +199,11 @@ def test_shared_rows_are_seen_by_all():
     same(batch, query, keys, values, SOFTMAX)
 
 
+def test_8192_nodes_of_one_tree():
+    batch, query, keys, values = draw_batch([("branches", 8192)], [5], 1, 1, 8)
+    same(batch, query, keys, values, SOFTMAX)
+
+
 def test_neighbours_do_not_change_a_tree():
     """A tree alone and the same tree packed with others give the same rows."""
     batch, query, keys, values = draw_batch(

@@ -54,25 +54,29 @@ def test_shared_rows_are_seen_by_all():
     same(batch, query, keys, values, Activation(normalizer=9.0))
 
 
-def test_every_element_is_written_and_no_foreign_one_is_read(monkeypatch):
-    """Outputs start as NaN, and every slot that no tree owns holds NaN."""
+@pytest.mark.parametrize("activation", [SOFTMAX, Activation(9.0)], ids=["softmax", "silu"])
+def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation, monkeypatch):
+    """Outputs and partial results start as NaN, and every slot that no tree owns holds NaN."""
     batch, query, keys, values = draw_batch([("tree", 70), ("branches", 33)], [130, 7], 4, 2, 24)
     owned = torch.cat([batch.slots, *batch.root_slots])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     assert foreign.any()
     keys[foreign] = values[foreign] = float("nan")
-    empty_like = torch.empty_like
+    empty, empty_like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(float("nan")))
-    kernel = tree_attention.TritonTreeAttention(batch)
+    monkeypatch.setattr(torch, "empty", lambda *n, **o: empty(*n, **o).fill_(float("nan")))
+    kernel = tree_attention.TritonTreeAttention(batch, activation)
     got = kernel(query, query, query, keys, values)
     assert torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("dim", [32, 80, 96, 256])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (7, 1), (8, 1), (3, 3)])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_head_dims_and_halves(dim, dtype):
-    batch, query, keys, values = draw_batch([("tree", 13), ("branches", 5)], [37, 2], 4, 2, dim)
+def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype):
+    kinds = [("tree", 13), ("branches", 5)]
+    batch, query, keys, values = draw_batch(kinds, [37, 0], heads, kv_heads, dim)
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
     expected = reference.tree_attention(query.double().float(), keys.float(), values.float(), batch)
     got = tree_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
@@ -109,5 +113,5 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     assert tree_attention.TritonTreeAttention(small).plan(32, 8, 256).num_splits == 1
     long = TreeBatch(small.tree, None, slots[:4], (torch.arange(2**17),))
     plan = tree_attention.TritonTreeAttention(long).plan(32, 8, 256)
-    assert plan.num_splits == 64 and plan.num_blocks == 1
+    assert plan.num_splits == 32 and plan.num_blocks == 1
     assert tree_attention.TritonTreeAttention(long).plan(32, 8, 1024).block_keys == 16

@@ -3,8 +3,10 @@
     logits[n, p] = weight[p] hidden[n, p];   of every tile of the vocabulary its k best and its
     log-sum-exp;   the k best of those, and the log-sum-exp of all
 
-Bytes moved: the weights once per BLOCK_ROWS rows (P V E elements), and per row k of every
-BLOCK_TOKENS logits instead of all of them, there and back. Twin: `reference.head_topk`.
+Bytes moved: the weights once (P V E elements; heads that share one matrix are rows of one head, and
+blocks of rows that need the same tile run beside each other and find it in L2), and per row k of
+every BLOCK_TOKENS logits instead of all of them, there and back, as keys that order by logit and
+then by the lower token. Twin: `reference.head_topk`.
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ from torch import Tensor
 
 from recserve.kernels.reference import HeadTopK
 
-BLOCK_ROWS = 16
+MAX_ROWS = 64  # of a block; more would halve the tiles that are in flight
 BLOCK_TOKENS = 128
 BLOCK_SIZE = 64
 
 
 @triton.jit
 def head_kernel(
-    hidden, weight, best, tokens, lse, rows, heads, vocabulary, weight_stride,
+    hidden, weight, best, lse, rows, heads, vocabulary, weight_stride,
     K: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's vocabulary for one block of rows."""
-    tile, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     in_rows, in_tokens = row < rows, token < vocabulary
@@ -50,7 +52,7 @@ def head_kernel(
     logits = tl.where(in_tokens[None, :], logits, float("-inf"))
     peak = tl.max(logits, 1)
     total = tl.sum(tl.exp(logits - peak[:, None]), 1)
-    tiles = tl.num_programs(0)
+    tiles = tl.num_programs(1)
     tl.store(lse + place * tiles + tile, peak + tl.log(total), mask=in_rows)
     out = (place * tiles + tile) * K
     for rank in tl.static_range(K):
@@ -58,25 +60,28 @@ def head_kernel(
         # The lowest of equals; a tile with fewer than K tokens ends in -inf at no token.
         at = tl.where(logits == peak[:, None], token[None, :], 2147483647)
         winner = tl.min(at, 1)
-        tl.store(best + out + rank, peak, mask=in_rows)
-        tl.store(tokens + out + rank, winner, mask=in_rows)
+        bits = (peak + 0.0).to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = (ordered.to(tl.int64) << 32) | (4294967295 - winner.to(tl.int64))
+        tl.store(best + out + rank, key, mask=in_rows)
         logits = tl.where(token[None, :] == winner[:, None], float("-inf"), logits)
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
-    """As `reference.head_topk`; two launches and a sort of k V / BLOCK_TOKENS numbers a row."""
-    rows, heads, size = hidden.shape
+    """As `reference.head_topk`; one launch, and a top-k of k V / BLOCK_TOKENS keys a row."""
+    shape, size = hidden.shape[:2], hidden.shape[2]
+    hidden = hidden.contiguous().view(-1, weight.shape[0], size)
+    rows, heads = hidden.shape[:2]
     vocabulary, device = weight.shape[1], hidden.device
     tiles = triton.cdiv(vocabulary, BLOCK_TOKENS)
-    best = torch.empty(rows, heads, tiles * k, device=device)
-    tokens = torch.empty(rows, heads, tiles * k, dtype=torch.int32, device=device)
-    lse = torch.empty(rows, heads, tiles, device=device)
-    head_kernel[tiles, triton.cdiv(rows, BLOCK_ROWS), heads](
-        hidden.contiguous(), weight.contiguous(), best, tokens, lse, rows, heads, vocabulary,
-        vocabulary * size if weight.shape[0] > 1 else 0,
-        K=k, SIZE=size, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_SIZE=BLOCK_SIZE,
+    block_rows = max(min(triton.next_power_of_2(rows), MAX_ROWS), 16)
+    best = torch.empty(*shape, tiles * k, dtype=torch.int64, device=device)
+    lse = torch.empty(*shape, tiles, device=device)
+    head_kernel[triton.cdiv(rows, block_rows), tiles, heads](
+        hidden, weight.contiguous(), best, lse, rows, heads, vocabulary, vocabulary * size,
+        K=k, SIZE=size, BLOCK_ROWS=block_rows, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_SIZE=BLOCK_SIZE,
     )  # fmt: skip
-    # Tiles ascend and so do the equals of a tile: a stable sort keeps the lowest token first.
-    values, order = torch.sort(best, dim=-1, descending=True, stable=True)
-    chosen = tokens.gather(-1, order[..., :k]).long()
-    return HeadTopK(values[..., :k], chosen, torch.logsumexp(lse, -1))
+    keys = best.topk(k, dim=-1).values
+    ordered = (keys >> 32).int()
+    values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return HeadTopK(values, 4294967295 - (keys & 4294967295), torch.logsumexp(lse, -1))

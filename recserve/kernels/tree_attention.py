@@ -29,9 +29,10 @@ QUERY_BLOCK_BYTES = 2**15
 WARP_BYTES = 2**12  # of a block's queries, for each warp: their accumulators stay in registers
 KEY_BLOCK_BYTES = 2**14  # of keys in shared memory, and of values; several are in flight
 SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
-PROGRAMS = 512  # roots are split until there are about as many: a few for each multiprocessor
+PROGRAMS = 256  # of split roots: two for each of 132 multiprocessors; each more writes its part
 MAX_SPLITS = 64
 STAGES = 3
+LOG2E = tl.constexpr(1.4426950408889634)  # exp is exp2 and a product: one product fewer per score
 
 
 @triton.jit
@@ -45,7 +46,9 @@ def _load_rows(base, slots, valid, head, kv_heads, dims, dim_valid, DIM: tl.cons
 
 @triton.jit
 def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
-    """One key block into the running result. scores, seen [rows, keys]; v [keys, dim]."""
+    """One key block into the running result. scores, seen [rows, keys], in powers of two for
+    softmax; v [keys, dim].
+    """
     if SILU:
         weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
         acc += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
@@ -54,8 +57,8 @@ def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that has seen nothing yet keeps a finite peak, so that no inf - inf appears.
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(peak - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(peak - safe)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         peak = new_peak
@@ -86,6 +89,8 @@ def _attend(
         node = tl.load(query_nodes + place, mask=place < last, other=-1)
         dims = tl.arange(0, BLOCK_DIM)
         dim_valid = dims < DIM
+        if not SILU:
+            scale = scale * LOG2E
         heads = kv_heads * GROUP
         q_row = place.to(tl.int64) * heads + head * GROUP + member
         q_mask = row_valid[:, None] & dim_valid[None, :]
@@ -145,6 +150,7 @@ def _attend(
             acc = acc * inverse_normalizer
         else:
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            peak = peak / LOG2E
             # A row that sees no key of this split weighs nothing: log(0) is -inf.
             tl.store(
                 lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
