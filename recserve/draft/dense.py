@@ -18,6 +18,7 @@ from torch import Tensor
 from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
+from recserve.kernels.trie_overlay import TrieOverlay
 
 ALIKE = 0.98  # cosine from which two vectors are one
 OVERFETCH = 3  # items found per place, excluded ones not counted
@@ -133,9 +134,9 @@ def _allowed(
     if excluded:
         keys = owners[:, None] * num_items + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    gone = requests[0].trie.gone_on_host
-    if gone is not None:
-        allowed &= ~np.isin(rows, gone.numpy())
+    trie = requests[0].trie
+    if isinstance(trie, TrieOverlay) and trie.gone_on_host is not None:
+        allowed &= ~np.isin(rows, trie.gone_on_host.numpy())
     for b in np.unique(owners).tolist():
         bitmap = requests[b].allowed
         if bitmap is not None:
