@@ -2,10 +2,12 @@
 
     python benchmarks/gpu.py --json gpu.json                        # within 9 minutes
     python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
+    python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
 Needs torch, numpy, safetensors and triton, nothing else. Exits 2 without a CUDA device, 1 if a
-check failed. The JSON is written after every stage, so that a run cut short leaves what it had.
-Outputs start as NaN (torch fills what it allocates) while the checks run.
+check failed. Every part runs in a process of its own and for its own time at most, so that none
+loses the others; the JSON is written after every row. Outputs start as NaN (torch fills what it
+allocates) while the checks run.
 """
 
 from __future__ import annotations
@@ -14,22 +16,79 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_rows import attention_rows, cuda_shapes, line, with_share
-from gpu_checks import kernel_checks
+from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
+from parts import GRACE_S, begun, found, rows_of, this_file
 from small_kernels import small_kernels
 from timing import ceilings, machine
 from tuning import tuning_rows
 
-# Seconds from the start at which a stage begins no new measurement.
-STAGES = {"attention": 300.0, "kernels": 340.0, "tuning": 430.0, "engine": 510.0}
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does. rows: of (device, smoke, deadline). stage: where they belong in the
+    report. seconds: it may take, its start included; where it dies, checks go on behind the death.
+    """
+
+    stage: str
+    seconds: float
+    rows: Callable[[str, bool, float], Rows]
+
+
+def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[[str, bool, float], Rows]:
+    """The rows of checks, begun one by one."""
+
+    def rows(device: str, smoke: bool, deadline: float) -> Rows:
+        with poisoned():
+            for task in tasks(device, smoke):
+                if time.monotonic() > deadline:
+                    note = "not reached in the time of its part"
+                    yield {"name": task.name, "ok": False, "note": note}
+                    return
+                yield {"task": task}
+
+    return rows
+
+
+def measured_attention(device: str, smoke: bool, deadline: float) -> Rows:
+    """Tree attention and its rivals, the most telling shapes first."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return attention_rows(cuda_shapes(smoke), dtype, device, deadline)
+
+
+def measured_kernels(device: str, smoke: bool, deadline: float) -> Rows:
+    """The other kernels."""
+    for row in small_kernels(device, smoke):
+        yield row
+        if time.monotonic() > deadline:
+            return
+
+
+TOTAL_S = 535.0
+PARTS = {
+    "machine": Part("machine", 25, lambda device, smoke, _: iter([facts(device, smoke)])),
+    "kernel checks": Part("checks", 90, checked(kernel_checks)),
+    "engine checks": Part("checks", 150, checked(engine_checks)),
+    "attention": Part("attention", 80, measured_attention),
+    "kernels": Part("kernels", 40, measured_kernels),
+    "engine": Part("engine", 90, lambda *how: engine_rows(*how)),
+    "tuning": Part("tuning", 40, lambda *how: tuning_rows(*how)),
+}
+
+
+def facts(device: str, smoke: bool) -> dict[str, Any]:
+    """What the figures depend on, and what the device can do at most."""
+    return {"machine": machine(device), "ceilings": ceilings(device, smoke)}
 
 
 @contextmanager
@@ -43,17 +102,46 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def run_part(name: str, device: str, smoke: bool, skip: int, seconds: float) -> int:
+    """The rows of a part but for the first `skip`, as lines for the process above; 3 where the
+    device answers nothing any more.
+    """
+    for number, row in enumerate(PARTS[name].rows(device, smoke, time.monotonic() + seconds)):
+        task = row.get("task")
+        if number < skip:
+            continue
+        if isinstance(task, Task):
+            begun(task.name)
+            row = asdict(task.checked())
+        found(row)
+        if device == "cuda" and not row.get("ok", True):
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(error, file=sys.stderr)
+                return 3
+    return 0
+
+
 class Report:
-    """What has been found so far, on disk after every stage."""
+    """What has been found so far, on disk after every row."""
 
-    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.content: dict[str, Any] = dict(facts)
+        self.content: dict[str, Any] = {"checks": []}
 
-    def add(self, stage: str, row: dict[str, Any], shown: str) -> None:
-        """One line on the terminal, one entry in the file."""
-        self.content.setdefault(stage, []).append(row)
-        print(shown, flush=True)
+    def add(self, stage: str, row: dict[str, Any]) -> None:
+        """One line on the terminal, one entry in the file. A row that is not `ok` is a check."""
+        if stage == "machine" and "ok" not in row:
+            self.content |= row
+            print(json.dumps(row), flush=True)
+        else:
+            stage = "checks" if "ok" in row else stage
+            if stage in ("attention", "kernels") and "ceilings" in self.content:
+                row = with_share(row, self.content["ceilings"])
+            self.content.setdefault(stage, []).append(row)
+            print(shown(row), flush=True)
+        self.save()
 
     def save(self) -> None:
         """Infinite and missing numbers as null."""
@@ -64,46 +152,30 @@ class Report:
             self.path.write_text(text + "\n", encoding="utf-8")
 
 
+def shown(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    if "ok" not in row:
+        return line(row) if "share" in row else json.dumps(row)
+    word = "ok    " if row["ok"] else "FAILED"
+    figures = f"{row['error']:.2g} ({row['seconds']:.1f} s) " if "error" in row else ""
+    return f"{word} {row['name']}: {figures}{row.get('note', '')}"
+
+
 def run(device: str, smoke: bool, path: Path | None) -> bool:
-    """All stages; true if every check passed."""
-    start = time.monotonic()
-    ceiling = ceilings(device, smoke)
-    report = Report(path, {"machine": machine(device), "ceilings": ceiling})
-    print(json.dumps(report.content))
-    with poisoned():
-        for stage in (kernel_checks(device, smoke), engine_checks(device)):
-            for check in stage:
-                word = "ok    " if check.ok else "FAILED"
-                shown = (
-                    f"{word} {check.name}: {check.error:.2g} ({check.seconds:.1f} s) {check.note}"
-                )
-                report.add("checks", asdict(check), shown)
-    report.save()
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    until = {stage: start + seconds for stage, seconds in STAGES.items()}
-    measured = {
-        "attention": attention_rows(cuda_shapes(smoke), dtype, device, until["attention"]),
-        "kernels": small_kernels(device, smoke),
-        "tuning": tuning_rows(device, smoke, until["tuning"]),
-        "engine": engine_rows(device, smoke, until["engine"]),
-    }
-    for stage, rows in measured.items():
-        try:
-            for row in rows:
-                if stage in ("attention", "kernels"):
-                    row = with_share(row, ceiling)
-                report.add(stage, row, line(row) if "share" in row else json.dumps(row))
-                if stage == "kernels" and time.monotonic() > until[stage]:
-                    break
-        except Exception as error:  # the other stages are worth having
-            row = {"name": stage, "ok": False, "note": f"{type(error).__name__}: {error}"[:500]}
-            report.add("checks", row, f"FAILED stage {stage}: {row['note']}")
-        report.save()
-    failed = [check["name"] for check in report.content["checks"] if not check["ok"]]
+    """All parts; true if every check passed."""
+    start, report = time.monotonic(), Report(path)
+    for name, part in PARTS.items():
+        how = ["--part", name, "--device", device, *(["--smoke"] if smoke else [])]
+        again = part.stage == "checks"
+        seconds = min(part.seconds, start + TOTAL_S - GRACE_S - time.monotonic())
+        for row in rows_of(this_file(__file__, *how), name, seconds, again):
+            report.add(part.stage, row)
+    checks = report.content["checks"]
+    failed = [check["name"] for check in checks if not check["ok"]]
     report.content["seconds"] = time.monotonic() - start
     report.save()
-    total = len(report.content["checks"])
-    print(f"{total - len(failed)} of {total} checks passed in {report.content['seconds']:.0f} s")
+    passed, seconds = len(checks) - len(failed), report.content["seconds"]
+    print(f"{passed} of {len(checks)} checks passed in {seconds:.0f} s")
     for name in failed:
         print(f"FAILED {name}")
     return not failed
@@ -114,10 +186,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=PARTS, help="this one alone, its rows as lines")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the part to leave out")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu --smoke tries the logic", file=sys.stderr)
         return 2
+    if chosen.part:
+        how = chosen.device, chosen.smoke, chosen.skip, chosen.seconds
+        return run_part(chosen.part, *how)
     return 0 if run(chosen.device, chosen.smoke, chosen.json) else 1
 
 

@@ -36,7 +36,7 @@ class Case:
 def cases(device: str, smoke: bool = False) -> Iterator[Case]:
     """Every kernel; smoke: tiny."""
     g = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" and not smoke else torch.float32
 
     def normal(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, generator=g, device=device).to(dtype)

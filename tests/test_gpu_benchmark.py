@@ -6,44 +6,151 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attention_rows
+import gpu
+import parts
 import pytest
+import small_kernels
 import torch
+import triton_interpreter
+import tuning
+from gpu_checks import kernel_checks
+from pretend_cuda import PretendCuda
+
+from recserve.kernels import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# As on a machine that has torch, numpy, safetensors and triton, and nothing else.
+# As on a machine that has torch, numpy, safetensors and triton, and nothing else: python runs this
+# at its start, in the parts' processes too.
 BARE = """
-import runpy, sys
+import sys
 for name in ("pyarrow", "faiss", "fastapi", "lmdb", "redis", "msgspec", "sklearn", "transformers",
              "scipy", "pydantic", "pytest", "prometheus_client", "tokenizers", "matplotlib"):
     sys.modules[name] = None
-sys.path.insert(0, "benchmarks")
-sys.argv[0] = "benchmarks/gpu.py"
-runpy.run_path("benchmarks/gpu.py", run_name="__main__")
 """
 
 
-def run(*arguments):
+def run(folder, *arguments):
+    (folder / "sitecustomize.py").write_text(BARE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
     return subprocess.run(
-        [sys.executable, "-c", BARE, *arguments],
+        [sys.executable, "benchmarks/gpu.py", *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
 def test_checks_and_measures_everything_it_can_reach(tmp_path):
-    done = run("--device", "cpu", "--smoke", "--json", str(tmp_path / "out.json"))
+    path = tmp_path / "out.json"
+    done = run(tmp_path, "--device", "cpu", "--smoke", "--json", str(path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    content = json.loads((tmp_path / "out.json").read_text())
+    content = json.loads(path.read_text())
     names = " ".join(check["name"] for check in content["checks"])
     for kernel in ("tree_attention", "accept_drawn", "path_move", "rope_write", "noise"):
         assert kernel in names
-    for strategy in ("beam", "speculative", "likelihood", "rank"):
+    for strategy in ("beam", "speculative", "nezha", "dense", "likelihood", "rank", "text_scores"):
         assert f"strategy {strategy}" in names
+    for drafter in ("lookahead", "medusa", "specinfer", "merged"):
+        assert f"text {drafter}" in names
     assert all(check["ok"] for check in content["checks"])
     assert all(row["ours_us"] > 0 for row in content["attention"] + content["kernels"])
     assert all(row["warm_ms"] > 0 for row in content["engine"])
+
+
+class EventlessTiming:
+    """What benchmarks/timing.py offers, for a device without events: one call, no time."""
+
+    @staticmethod
+    def milliseconds(call, *_, **__):
+        call()
+        return 1.0
+
+    graph_milliseconds = host_microseconds = milliseconds
+
+
+class HostGenerator(torch.Generator):
+    """Whatever device it is asked for."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU whose kernels are interpreted and whose clock stands still."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    monkeypatch.setattr(torch, "Generator", HostGenerator)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    for module in (attention_rows, small_kernels, tuning):
+        for name in ("milliseconds", "graph_milliseconds", "host_microseconds"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(EventlessTiming, name))
+    launches = triton_interpreter.interpret_pretended(monkeypatch)
+    with PretendCuda():
+        yield launches
+
+
+def test_kernel_checks_pass_on_a_pretended_gpu(pretended):
+    checks = [task.checked() for task in kernel_checks("cuda", smoke=True)]
+    assert not [check for check in checks if not check.ok]
+    assert {"_attend", "move_kernel", "rope_kernel", "norm_kernel", "head_kernel"} <= set(pretended)
+
+
+@pytest.mark.parametrize("part", ["attention", "kernels", "tuning"])
+def test_kernels_are_measured_on_a_pretended_gpu(part, pretended, monkeypatch):
+    monkeypatch.setattr(attention_rows, "FLEX_SHAPES", 0)  # compiled for minutes
+    monkeypatch.setattr(tuning, "SHAPES", attention_rows.cuda_shapes(smoke=True) * 2)
+    monkeypatch.setattr(tuning, "VARIANTS", tuning.VARIANTS[:2])
+    rows = list(gpu.PARTS[part].rows("cuda", True, float("inf")))
+    assert rows and pretended
+    figures = [v for row in rows for k, v in row.items() if k.endswith("ours_us") or " B" in k]
+    assert figures and all(isinstance(figure, float) for figure in figures)
+
+
+def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, monkeypatch):
+    """With plain kernels: interpreted ones are in test_device_kernels.py."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    tasks = {task.name: task for task in gpu.engine_checks("cuda", smoke=True)}
+    for name in ("strategy beam of items", "strategy rank", "text medusa, sample, everything"):
+        check = tasks[f"{name}: as on the CPU"].checked()
+        assert check.ok, check
+    rows = list(gpu.engine_rows("cuda", True, float("inf")))
+    assert {"beam", "nezha"} <= {row["engine"].split()[2] for row in rows}
+
+
+CHILD = """
+import os, sys, time
+skip = int(sys.argv[sys.argv.index("--skip") + 1])
+for n in range(skip, 5):
+    print(f"BEGUN row {n}", flush=True)
+    if n == 1:
+        os._exit(9)
+    if n == 3:
+        FATE
+    print('FOUND {"name": "row %d", "ok": true}' % n, flush=True)
+"""
+
+
+def outcome(fate, again, seconds=30.0):
+    command = [sys.executable, "-c", CHILD.replace("FATE", fate)]
+    rows = parts.rows_of(command, "part", seconds, again)
+    return [(row["name"], row["ok"]) for row in rows]
+
+
+def test_a_part_goes_on_behind_what_killed_it():
+    rows = outcome("os.abort()", again=True)
+    assert rows == [(f"row {n}", n not in (1, 3)) for n in range(5)]
+
+
+def test_measurements_end_where_they_die():
+    assert outcome("pass", again=False) == [("row 0", True), ("row 1", False)]
+
+
+def test_what_never_ends_is_ended(monkeypatch):
+    monkeypatch.setattr(parts, "GRACE_S", 1.0)
+    rows = outcome("time.sleep(60)", again=True, seconds=2.0)
+    assert rows[2:] == [("row 2", True), ("row 3", False), ("part, what was left of it", False)]
 
 
 def test_a_wrong_kernel_is_a_failed_check(tmp_path):
@@ -59,7 +166,8 @@ def test_a_wrong_kernel_is_a_failed_check(tmp_path):
         "    return lambda query, *others: attention(query * 1.1, *others)\n"
         "dispatch.tree_attention = broken\n"
         "from gpu_checks import kernel_checks\n"
-        "failed = [c.name for c in kernel_checks('cpu', smoke=True) if not c.ok]\n"
+        "checks = [task.checked() for task in kernel_checks('cpu', smoke=True)]\n"
+        "failed = [check.name for check in checks if not check.ok]\n"
         "assert failed and all('tree_attention' in name for name in failed), failed\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -67,6 +175,6 @@ def test_a_wrong_kernel_is_a_failed_check(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_says_so_where_there_is_no_gpu():
-    done = run()
+def test_says_so_where_there_is_no_gpu(tmp_path):
+    done = run(tmp_path)
     assert done.returncode == 2 and "no CUDA device" in done.stderr

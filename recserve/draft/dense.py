@@ -19,6 +19,7 @@ from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.host import on_device
+from recserve.kernels.trie_overlay import TrieOverlay
 from recserve.models.dense_retriever import DenseRetriever
 
 ALIKE = 0.98  # cosine from which two vectors are one
@@ -168,9 +169,9 @@ def _allowed(
     if excluded:
         keys = owners[:, None] * num_items + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    gone = requests[0].trie.gone_on_host
-    if gone is not None:
-        allowed &= ~np.isin(rows, gone.numpy())
+    trie = requests[0].trie
+    if isinstance(trie, TrieOverlay) and trie.gone_on_host is not None:
+        allowed &= ~np.isin(rows, trie.gone_on_host.numpy())
     for b in np.unique(owners).tolist():
         bitmap = requests[b].allowed
         if bitmap is not None:

@@ -10,7 +10,7 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -134,11 +134,6 @@ class Trie:
         return None
 
     @property
-    def gone_on_host(self) -> Tensor | None:
-        """The same rows on the CPU."""
-        return None
-
-    @property
     def replaced(self) -> Tensor | None:
         """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
         return None
@@ -224,17 +219,9 @@ class Trie:
 
     def to(self, device: torch.device | str) -> Trie:
         """The same trie on another device."""
-        return Trie(
-            self.first_child.to(device),
-            self.parents.to(device),
-            self.node_codes.to(device),
-            self.first_leaf.to(device),
-            self.last_leaf.to(device),
-            self.leaf_items.to(device),
-            self.item_leaves.to(device),
-            self.level_starts,
-            self.codebook_sizes,
-        )
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def build_trie(
