@@ -89,12 +89,14 @@ class Written:
 class Ours:
     """The engine with its drafters, and a stopwatch around the network."""
 
-    def __init__(self, model: LanguageModel, oracles: dict[str, Oracle], clock: str) -> None:
+    def __init__(
+        self, model: LanguageModel, oracles: dict[str, Oracle], clock: str, invariant: bool = False
+    ) -> None:
         drafters = {name: OracleDrafter(oracle) for name, oracle in oracles.items()}
         slot = 2 * model.config.decoder.num_layers * model.config.decoder.num_kv_heads
         slot *= model.config.decoder.head_dim * model.tokens.weight.dtype.itemsize
         self.engine = Engine(
-            config=EngineConfig(kv_bytes=slot * 8192),
+            config=EngineConfig(kv_bytes=slot * 8192, invariant=invariant),
             text=model,
             drafters={**drafters, "ngram": NgramDrafter()},
         )
@@ -223,7 +225,7 @@ def run_type(
         theirs = Theirs(language_llama(model), oracles, options.clock)
     llama_cpp = None if options.only == "ours" or missing() else open_llama_cpp(model, options)
     pack_weights(model)
-    ours = Ours(model, oracles, options.clock)
+    ours = Ours(model, oracles, options.clock, options.invariant)
     runs: dict[str, list[Written]] = {}
     same = True
     for number in range(options.repeats + 1):
@@ -323,6 +325,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens written per request")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=["ours"], help="leave the others out")
+    parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)

@@ -23,16 +23,20 @@ def attend(batch, query, keys, values, activation=SOFTMAX):
 
 def test_powers_and_exponents():
     assert powers(torch.tensor([-40, 0, 3])).tolist() == [2.0**-40, 1.0, 8.0]
-    sizes = torch.tensor([0.0, 1e-30, 0.75, 1.0, 1.5, 3e38])
-    bounds = powers(exponents(sizes))
-    assert (sizes.double() <= bounds).all() and (sizes[1:].double() * 2 >= bounds[1:]).all()
+    sizes = torch.tensor([0.0, -1e-30, 0.75, -1.0, 1.5, 3e38])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = sizes[: 5 if dtype == torch.float16 else 6].to(dtype)[:, None] * torch.tensor([1, 0.25])
+        bounds, largest = powers(exponents(x.to(dtype))), x.to(dtype).double().abs().amax(-1)
+        assert (largest < bounds).all()
+        known = largest > 1e-6
+        assert (largest[known] * 2 >= bounds[known]).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_grid(dtype):
     x = (torch.randn(500, 16) * torch.rand(500, 16) ** 20).to(dtype)
     got = on_grid(x)
-    step = powers(exponents(x.abs().amax(-1, keepdim=True)) - BITS)
+    step = powers(exponents(x) - BITS)[:, None]
     assert got.dtype == dtype and torch.equal(on_grid(got), got)
     assert torch.equal((got.double() / step).round() * step, got.double())
     assert ((got.double() - x.double()).abs() <= step / 2).all()

@@ -122,6 +122,24 @@ def test_rerank(server, network, path):
     assert best["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_equal_scores_stand_in_the_order_of_the_documents(server, monkeypatch, path):
+    """Equal documents far apart, among forty others and in groups of their own, tie exactly; and
+    all tie where every score is the same.
+    """
+    documents = ["a cat", *[f"text {n}" for n in range(40)], "a cat", "green", "a cat"]
+    monkeypatch.setattr(text_scores, "GROUP_TOKENS", 60)
+    results = server.post(path, json={"query": "q", "documents": documents}).json()["results"]
+    assert sorted(r["index"] for r in results) == list(range(len(documents)))
+    keys = [(-r["relevance_score"], r["index"]) for r in results]
+    assert keys == sorted(keys)
+    cats = [r["relevance_score"] for r in results if r["index"] in (0, 41, 43)]
+    assert len(set(cats)) == 1 and len(cats) == 3
+    monkeypatch.setattr(text_scores, "_softmax", lambda values: np.full_like(values, 0.5))
+    tied = server.post(path, json={"query": "q", "documents": documents, "top_n": 9}).json()
+    assert [r["index"] for r in tied["results"]] == list(range(9))
+
+
 def test_an_instruction_and_a_cut_change_the_scores(server):
     body = {"query": "toys?", "documents": ["red balls and green"]}
     plain = server.post("/v1/rerank", json=body).json()["results"][0]["relevance_score"]

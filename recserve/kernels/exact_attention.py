@@ -30,11 +30,20 @@ NORMALISER_BITS = 30
 ONE_SUM = 512  # keys whose products fit one exact sum
 MOST_KEYS = 2**20
 ELEMENTS = 2**21  # scores that exist at a time
+# Floats as integers of their size: bits below the exponent, and what it is too large by.
+LAYOUTS = {
+    torch.float64: (torch.int64, 52, 1022),
+    torch.float32: (torch.int32, 23, 126),
+    torch.bfloat16: (torch.int16, 7, 126),
+    torch.float16: (torch.int16, 10, 14),
+}
 
 
-def exponents(size: Tensor) -> Tensor:
-    """int64 e with size <= 2^e; size >= 0, any shape."""
-    return ((size.double().view(torch.int64) >> 52) - 1022).clamp_(min=-500)
+def exponents(x: Tensor) -> Tensor:
+    """int64 [...] e with |x| < 2^e for all of the last dimension's vectors [..., D]."""
+    kind, bits, bias = LAYOUTS[x.dtype]
+    largest = (x.view(kind) & (torch.iinfo(kind).max >> bits << bits)).amax(-1)
+    return ((largest.long() >> bits) - bias).clamp_(min=-500)
 
 
 def powers(exponent: Tensor) -> Tensor:
@@ -44,7 +53,7 @@ def powers(exponent: Tensor) -> Tensor:
 
 def on_grid(x: Tensor) -> Tensor:
     """The last dimension's vectors [..., D] rounded to BITS below their size; same dtype."""
-    step = powers(exponents(x.abs().amax(-1, keepdim=True)) - BITS)
+    step = powers(exponents(x) - BITS)[..., None]
     return ((x.double() / step).round_() * step).to(x.dtype)
 
 
@@ -60,16 +69,33 @@ class ExactPool(KVPool):
 class _Part:
     """One tree's share of a batch.
 
-    rows: its rows among the computed nodes. shared [m]: slots of keys that its rows have in common,
-    with bias [n, m] 0 or -inf, None: all see all. own [n, A]: slots of each row's keys beside them,
-    with own_bias [n, A].
+    rows: its rows among the computed nodes. shared: slots of the m keys that its rows have in
+    common, a slice where they follow each other, with bias [n, m] 0 or -inf, None: all see all.
+    own [n, A]: slots of each row's keys beside them, with own_bias [n, A].
     """
 
     rows: slice
-    shared: Tensor
+    shared: slice | Tensor
     bias: Tensor | None
     own: Tensor | None = None
     own_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys of a part's rows in float64, and their values: [..., m, D] each. sizes [..., m]: of the
+    values.
+    """
+
+    keys: Tensor
+    values: Tensor
+    sizes: Tensor
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor, slots: slice | Tensor) -> _Keys:
+        """Those at the slots: a slice or [m] give [K, m, D], [n, A] gives [K, n, A, D]."""
+        key, value = keys[slots].movedim(-2, 0), values[slots].movedim(-2, 0)
+        return _Keys(key.double(), value.double(), exponents(value))
 
 
 class ExactTreeAttention:
@@ -89,55 +115,50 @@ class ExactTreeAttention:
         n, heads, dim = query.shape
         kv_heads = keys.shape[1]
         grouped = on_grid(query).double().view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
-        common = (_heads_first(keys[part.shared]), _heads_first(values[part.shared]))
-        width = part.shared.shape[0] + (0 if part.own is None else part.own.shape[1])
+        common = _Keys.of(keys, values, part.shared)
+        width = common.sizes.shape[1] + (0 if part.own is None else part.own.shape[1])
         size = max(ELEMENTS // (heads * max(width, 1)), 1)
         out = torch.empty_like(query)
         for start in range(0, n, size):
             rows = slice(start, start + size)
-            out[rows] = self._rows(part, rows, grouped[:, rows], common, keys, values)
+            own = None if part.own is None else _Keys.of(keys, values, part.own[rows])
+            out[rows] = self._rows(part, rows, grouped[:, rows], common, own)
         return out
 
     def _rows(
-        self,
-        part: _Part,
-        rows: slice,
-        grouped: Tensor,
-        common: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
+        self, part: _Part, rows: slice, grouped: Tensor, common: _Keys, own: _Keys | None
     ) -> Tensor:
-        """grouped [K, n, G, D], common [K, m, D] each -> [n, H, D]."""
+        """grouped [K, n, G, D] -> [n, H, D]."""
         kv_heads, n, groups, dim = grouped.shape
-        count = common[0].shape[1]
-        scores = torch.matmul(grouped.flatten(1, 2), common[0].mT).view(kv_heads, n, groups, count)
-        sizes = _sizes(common[1])[:, None, None].expand(-1, n, 1, -1)
+        count = common.sizes.shape[1]
+        scores = torch.matmul(grouped.flatten(1, 2), common.keys.mT).view(
+            kv_heads, n, groups, count
+        )
+        sizes = common.sizes[:, None, None].expand(-1, n, 1, -1)
         bias = None if part.bias is None else part.bias[rows]
-        if part.own is not None:
+        if own is not None:
             assert part.own_bias is not None
-            slots = part.own[rows]
             if bias is None:
                 bias = scores.new_zeros(n, count)
             bias = torch.cat([bias, part.own_bias[rows]], dim=1)
-            own = [pool[slots].permute(2, 0, 1, 3).double() for pool in (keys, values)]
-            scores = torch.cat([scores, torch.matmul(grouped, own[0].mT)], dim=-1)
-            sizes = torch.cat([sizes, _sizes(own[1])[:, :, None]], dim=-1)
+            scores = torch.cat([scores, torch.matmul(grouped, own.keys.mT)], dim=-1)
+            sizes = torch.cat([sizes, own.sizes[:, :, None]], dim=-1)
         scores *= dim**-0.5
         if bias is not None:
             scores += bias[None, :, None]
         weights, total = self._weights(scores)
         # Every product of a weight and a value is a multiple of one number per row.
         scale = powers(sizes)
-        top = exponents((weights.abs() * scale).amax(-1, keepdim=True)) - BITS
+        top = exponents(weights * scale)[..., None] - BITS
         units = (weights * (scale / powers(top))).round_()
         unit = powers(top) / scale
 
         def sums(units: Tensor) -> Tensor:
             part_weights = units * unit
-            result = torch.matmul(part_weights[..., :count].flatten(1, 2), common[1])
+            result = torch.matmul(part_weights[..., :count].flatten(1, 2), common.values)
             result = result.view(kv_heads, n, groups, dim)
-            if part.own is not None:
-                result = result + torch.matmul(part_weights[..., count:], own[1])
+            if own is not None:
+                result = result + torch.matmul(part_weights[..., count:], own.values)
             return result
 
         if scores.shape[-1] <= ONE_SUM:
@@ -155,16 +176,6 @@ class ExactTreeAttention:
         weights = (scores - scores.amax(-1, keepdim=True)).exp_()
         grid = 2.0**NORMALISER_BITS
         return weights, (weights * grid).round_().sum(-1, keepdim=True) / grid
-
-
-def _heads_first(rows: Tensor) -> Tensor:
-    """[m, K, D] -> [K, m, D] float64."""
-    return rows.transpose(0, 1).double()
-
-
-def _sizes(values: Tensor) -> Tensor:
-    """[..., D] -> [...] exponents of the vectors' sizes."""
-    return exponents(values.abs().amax(-1))
 
 
 def _plan(batch: TreeBatch) -> list[_Part]:
@@ -192,7 +203,7 @@ def _plan(batch: TreeBatch) -> list[_Part]:
         if not shared and 2 * levels <= stop - start:
             path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
             own = batch.slots[path.clamp(min=0)]
-            parts.append(_Part(rows, root_slots, bias, own, _added(path >= 0)))
+            parts.append(_Part(rows, _place(root_slots), bias, own, _added(path >= 0)))
             continue
         columns = torch.arange(start, stop, device=device)
         seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
@@ -200,8 +211,15 @@ def _plan(batch: TreeBatch) -> list[_Part]:
         if bias is None:
             bias = torch.zeros(nodes.shape[0], root_slots.shape[0], device=device)
         slots = torch.cat([root_slots, batch.slots[start:stop]])
-        parts.append(_Part(rows, slots, torch.cat([bias, _added(seen)], dim=1)))
+        parts.append(_Part(rows, _place(slots), torch.cat([bias, _added(seen)], dim=1)))
     return parts
+
+
+def _place(slots: Tensor) -> slice | Tensor:
+    """Slots that follow each other as a slice: a view instead of a copy."""
+    if not slots.shape[0] or bool((slots.diff() != 1).any()):
+        return slots
+    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 def _added(mask: Tensor) -> Tensor:

@@ -159,7 +159,10 @@ class TextScores:
         deadline_s: float | None,
         finish: Callable[[np.ndarray, Usage], Any],
     ) -> ScoreWork:
-        """One engine request per group of branches; one group where they are not many."""
+        """One engine request per group of branches; one group where they are not many. Equal
+        branches are scored once: two calls of a kernel need not agree in the last bit, and equal
+        texts must tie.
+        """
         longest = max(range(len(branches)), key=lambda n: len(branches[n]))
         if len(root) + len(branches[longest]) > self.model.context:
             raise ContextExceeded(
@@ -167,11 +170,13 @@ class TextScores:
                 f"this model reads at most {self.model.context} tokens; the query has {len(root)} "
                 f"and this {len(branches[longest])}",
             )
+        places: dict[tuple[int, ...], int] = {}
+        which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
         keys = np.array(root, np.int64)
         shared = Root(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
         futures: list[Future[Scores]] = []
         try:
-            for group in _groups(branches):
+            for group in _groups(list(places)):
                 tokens = np.array([token for branch in group for token in branch], np.int64)
                 offsets = np.cumsum([0, *map(len, group)])
                 request = TextScoreRequest(shared, tokens, offsets, labels, deadline_s)
@@ -180,7 +185,8 @@ class TextScores:
             for future in futures:
                 future.cancel()
             raise
-        return ScoreWork(tuple(futures), len(root) + sum(map(len, branches)), finish)
+        num_tokens = len(root) + sum(map(len, branches))
+        return ScoreWork(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
 
     def _question(self, instruction: str, query: str) -> Question:
         """The words around a document, and where a "yes" and a "no" after them differ."""
@@ -212,9 +218,9 @@ class TextScores:
         return tokens
 
 
-def _groups(branches: Sequence[list[int]]) -> list[list[list[int]]]:
+def _groups(branches: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """Branches in order, at most GROUP_TOKENS together unless one alone has more."""
-    groups: list[list[list[int]]] = []
+    groups: list[list[tuple[int, ...]]] = []
     size = GROUP_TOKENS
     for branch in branches:
         if size + len(branch) > GROUP_TOKENS:
