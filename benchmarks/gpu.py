@@ -24,12 +24,13 @@ import torch
 from attention_rows import attention_rows, cuda_shapes, line, with_share
 from gpu_checks import kernel_checks
 from gpu_engine import engine_checks, engine_rows
+from gpu_text import text_checks, text_rows
 from small_kernels import small_kernels
 from timing import ceilings, machine
 from tuning import tuning_rows
 
 # Seconds from the start at which a stage begins no new measurement.
-STAGES = {"attention": 300.0, "kernels": 340.0, "tuning": 430.0, "engine": 510.0}
+STAGES = {"attention": 300.0, "kernels": 340.0, "tuning": 410.0, "text": 460.0, "engine": 510.0}
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def run(device: str, smoke: bool, path: Path | None) -> bool:
     report = Report(path, {"machine": machine(device), "ceilings": ceiling})
     print(json.dumps(report.content))
     with poisoned():
-        for stage in (kernel_checks(device, smoke), engine_checks(device)):
+        for stage in (kernel_checks(device, smoke), engine_checks(device), text_checks(device)):
             for check in stage:
                 word = "ok    " if check.ok else "FAILED"
                 shown = (
@@ -85,6 +86,7 @@ def run(device: str, smoke: bool, path: Path | None) -> bool:
         "attention": attention_rows(cuda_shapes(smoke), dtype, device, until["attention"]),
         "kernels": small_kernels(device, smoke),
         "tuning": tuning_rows(device, smoke, until["tuning"]),
+        "text": text_rows(device, smoke, until["text"]),
         "engine": engine_rows(device, smoke, until["engine"]),
     }
     for stage, rows in measured.items():
