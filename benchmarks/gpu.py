@@ -26,6 +26,7 @@ import torch
 from attention_rows import attention_rows, cuda_shapes, line, with_share
 from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
+from gpu_text import text_checks, text_rows
 from parts import GRACE_S, begun, found, rows_of, this_file
 from small_kernels import small_kernels
 from timing import ceilings, machine
@@ -77,12 +78,14 @@ def measured_kernels(device: str, smoke: bool, deadline: float) -> Rows:
 TOTAL_S = 535.0
 PARTS = {
     "machine": Part("machine", 25, lambda device, smoke, _: iter([facts(device, smoke)])),
-    "kernel checks": Part("checks", 90, checked(kernel_checks)),
-    "engine checks": Part("checks", 150, checked(engine_checks)),
-    "attention": Part("attention", 80, measured_attention),
-    "kernels": Part("kernels", 40, measured_kernels),
-    "engine": Part("engine", 90, lambda *how: engine_rows(*how)),
-    "tuning": Part("tuning", 40, lambda *how: tuning_rows(*how)),
+    "kernel checks": Part("checks", 80, checked(kernel_checks)),
+    "engine checks": Part("checks", 110, checked(engine_checks)),
+    "text checks": Part("checks", 50, checked(text_checks)),
+    "attention": Part("attention", 75, measured_attention),
+    "kernels": Part("kernels", 35, measured_kernels),
+    "text": Part("text", 55, lambda *how: text_rows(*how)),
+    "engine": Part("engine", 75, lambda *how: engine_rows(*how)),
+    "tuning": Part("tuning", 30, lambda *how: tuning_rows(*how)),
 }
 
 

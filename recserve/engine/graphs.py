@@ -95,12 +95,16 @@ class StepGraphs:
         record: Callable[[Step], Step],
         taken: Callable[[], int] = lambda: 0,
     ) -> None:
-        """max_texts: that run at once. taken: bytes that records have taken so far."""
+        """max_texts: that run at once. taken: bytes that records have taken so far.
+
+        latest: the replay of the last step that was one.
+        """
         size = runner.pool.page_size
         largest = max(shape.nodes for shape in limits.shapes)
         pages = -(-(model.config.decoder.max_positions + largest) // size)
         self.rows = TextRows(runner.pool, max_texts + 1, pages * size, model.config.vocab_size)
         self.room = limits.room
+        self.latest: Step | None = None
         self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
         began = time.monotonic()
         for everything in (False, True):
@@ -140,7 +144,10 @@ class StepGraphs:
         if not fitting:
             return None
         best = min(fitting, key=lambda r: (r.step.shape.nodes, r.step.shape.sequences))
-        return best.replay() if best.step.load(group) else None
+        if not best.step.load(group):
+            return None
+        self.latest = best.replay
+        return best.replay()
 
     def forget(self, text: TextSequence) -> None:
         """The text ended, or was set aside."""

@@ -21,13 +21,15 @@ class PackedTrees:
     """Trees of B texts, and what of them is on the device already.
 
     columns [5, T]: tokens, parents, depths, ends, kinds. offsets [B + 1]. late: columns of drafts
-    made on the device, each with its row and place. depth: most levels below node 0. shaped:
-    whether depths and ends are known; else they follow from the parents that come late.
+    made on the device, each with its row and place. drafted: nodes but those that fill up, and
+    depth: most levels below a node 0 among them. shaped: whether depths and ends are known; else
+    they follow from the parents that come late.
     """
 
     columns: NDArray[np.int64]
     offsets: NDArray[np.int64]
     late: list[tuple[Tensor, int, slice]]
+    drafted: int
     depth: int
     shaped: bool
 
@@ -36,7 +38,8 @@ class PackedTrees:
         for column, row, place in self.late:
             columns[row, place] = column
         if not self.shaped:
-            columns[DEPTHS], columns[ENDS] = _shape(columns[PARENTS], self.depth)
+            own = columns[:, : self.drafted]
+            own[DEPTHS], own[ENDS] = _shape(own[PARENTS], self.depth)
 
 
 def under_last_tokens(
@@ -98,11 +101,12 @@ def pack_trees(
                 columns[row, place] = column.numpy() + shift
             else:
                 late.append((column + shift, row, place))
-    depth = max(depth, int(sizes[-1]) - 1) if num_nodes else depth
+    drafted = int(offsets[len(drafts)])
     shaped = not any(row == PARENTS for _, row, _ in late)
     if forks and shaped:
-        columns[DEPTHS], columns[ENDS] = _shape(torch.from_numpy(columns[PARENTS]), depth)
-    return PackedTrees(columns, offsets, late, depth, shaped)
+        own = columns[:, :drafted]
+        own[DEPTHS], own[ENDS] = _shape(torch.from_numpy(own[PARENTS]), depth)
+    return PackedTrees(columns, offsets, late, drafted, depth, shaped)
 
 
 def _roots_alone(tokens: Tensor) -> TokenTree:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,9 +220,9 @@ class Trie:
 
     def to(self, device: torch.device | str) -> Trie:
         """The same trie on another device."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
 
 def build_trie(

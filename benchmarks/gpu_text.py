@@ -1,0 +1,192 @@
+"""Text steps on a device: recorded and launched one by one give the same text, and what each costs.
+
+On CUDA the record is a CUDA graph; on a CPU the same function runs anew each time, padded as there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from drawn import drawn_language_model, walk
+from gpu_checks import Task
+from timing import milliseconds
+
+from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.graphs import StepGraphs
+from recserve.engine.text_lane import TextLane
+from recserve.models.language_model import LanguageModel
+
+VOCABULARY = 1500
+PARAMETERS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=1.5),
+    "every parameter": SamplingParams(
+        temperature=1.2,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.001,
+        repetition_penalty=1.2,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={0: 1.5},
+        bad_words=((3, 3), (8,)),
+        stop_token_ids=(30,),
+        min_tokens=6,
+    ),
+}
+
+
+class WalkDrafter:
+    """Drafts that fork: the drawn model's next tokens, below and beside a wrong one."""
+
+    def __init__(self, vocabulary: int, depth: int) -> None:
+        self.vocabulary, self.depth = vocabulary, depth
+
+    def propose(
+        self, contexts: Sequence[TextContext], budgets: Sequence[Budget]
+    ) -> list[TextDraft]:
+        """Per level a wrong leaf first, so that the right path has to be moved."""
+        drafts = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            levels = min(self.depth, budget.depth, budget.num_nodes // 2)
+            tokens, parents, parent, token = list[int](), list[int](), -1, context.tokens[-1]
+            for _ in range(levels):
+                token = int(walk(token, self.vocabulary))
+                tokens += [(token + 1) % self.vocabulary, token]
+                parents += [parent, parent]
+                parent = len(tokens) - 1
+            draft = TextDraft(torch.tensor(tokens), torch.tensor(parents), levels)
+            drafts.append(draft if levels else empty_draft())
+        return drafts
+
+    def commit(self, outcomes: Sequence[TextOutcome]) -> None:
+        """Nothing is learned."""
+
+    def forget(self, context_id: int) -> None:
+        """Nothing is kept."""
+
+
+def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int) -> Engine:
+    """With every step recorded, or none."""
+    cuda = model.tokens.weight.is_cuda
+    config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda)
+    drafters = {"walk": WalkDrafter(model.config.vocab_size, 3)}
+    engine = Engine(text=model, drafters=drafters, config=config)
+    lane: Any = engine._lanes["text"]
+    if recorded and cuda:
+        missing = 2 * len(config.graph_limits.shapes) - len(lane.graphs.names)
+        if missing:
+            raise RuntimeError(f"{missing} steps were not recorded: {lane.graphs.names}")
+    elif recorded:
+        shapes = tuple(s for s in config.graph_limits.shapes if s.nodes <= 72)
+        limits = replace(config.graph_limits, shapes=shapes)
+        graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
+        engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    return engine
+
+
+def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
+    """Texts of recorded steps against those of launched ones, here and on the CPU."""
+    engines: dict[str, Engine] = {}
+
+    def write(which: str, name: str, drafter: str, texts: int) -> list[list[int]]:
+        if which not in engines:
+            model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
+            model = model.to("cpu" if which == "cpu" else device)
+            engines[which] = text_engine(model, which == "recorded", 2**24)
+        requests = [
+            TextRequest(
+                np.random.default_rng(n).integers(0, VOCABULARY, 5 + 30 * n),
+                replace(PARAMETERS[name], seed=n, max_tokens=24),
+                Speculation(drafter),
+            )
+            for n in range(texts)
+        ]
+        return [answer.tokens.tolist() for answer in engines[which].run_many(requests)]
+
+    def different(name: str, drafter: str, texts: int, against: str) -> float:
+        found, wanted = (
+            write("recorded", name, drafter, texts),
+            write(against, name, drafter, texts),
+        )
+        return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
+
+    for name in PARAMETERS:
+        for drafter, texts in (("walk", 1),) if smoke else (("none", 1), ("walk", 1), ("walk", 8)):
+            for against in ("launched", "cpu"):
+                yield Task(
+                    f"recorded steps, {name}, drafter {drafter}, {texts} texts: as {against}",
+                    lambda n=name, d=drafter, t=texts, a=against: different(n, d, t, a),
+                    0.0,
+                )
+
+
+def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a decode step, launched and recorded; what of a recorded one is not the
+    device's: the host's share.
+    """
+    hidden, layers, vocabulary = (64, 1, VOCABULARY) if smoke else (1024, 16, 32_000)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = drawn_language_model(hidden, layers, vocabulary, dtype).to(device)
+    for recorded in (False, True):
+        began = time.perf_counter()
+        engine = text_engine(model, recorded, 2**24 if smoke else 2**33)
+        start_s = time.perf_counter() - began
+        for name in PARAMETERS:
+            for drafter in ("none", "walk"):
+                for texts in (1,) if smoke else (1, 8, 32):
+                    if time.monotonic() > deadline:
+                        return
+                    step_ms, share = _decode(engine, name, drafter, texts, vocabulary)
+                    row = {
+                        "text": f"{hidden}x{layers} {name}, drafter {drafter}, {texts} texts",
+                        "dtype": str(dtype)[6:],
+                        "recorded": recorded,
+                        "step_ms": step_ms,
+                        "start_s": start_s,
+                    }
+                    yield row | ({"host_us": share} if recorded else {})
+
+
+def _decode(
+    engine: Engine, name: str, drafter: str, texts: int, vocabulary: int
+) -> tuple[float, float]:
+    """Median milliseconds of a step, and microseconds of it that are not the replay's own."""
+    lane: Any = engine._lanes["text"]
+    rng = np.random.default_rng(0)
+    for n in range(texts):
+        params = replace(PARAMETERS[name], seed=n, max_tokens=40, stop_token_ids=(), min_tokens=0)
+        engine.submit(TextRequest(rng.integers(0, vocabulary, 200), params, Speculation(drafter)))
+    replays: list[Any] = []
+    graphs = lane.graphs
+    if graphs is not None:
+        find = graphs.step
+
+        def noted(groups: Any) -> Any:
+            outputs = find(groups)
+            replays.append(graphs.latest)
+            return outputs
+
+        graphs.step = noted
+    times = []
+    running = True
+    while running:
+        began = time.perf_counter()
+        running = engine.step()
+        times.append((time.perf_counter() - began) * 1e3)
+    if graphs is not None:
+        graphs.step = find
+    step_ms = float(np.median(times[2:-1]))
+    if not replays or replays[len(replays) // 2] is None:
+        return step_ms, float("nan")
+    with torch.inference_mode():
+        device = str(lane.runner.pool.keys.device.type)
+        own_ms = milliseconds(replays[len(replays) // 2], device)
+    return step_ms, (step_ms - own_ms) * 1e3
