@@ -119,7 +119,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
 
     for name in PARAMETERS:
-        for drafter, texts in (("walk", 1),) if smoke else (("none", 1), ("walk", 1), ("walk", 8)):
+        for drafter, texts in (("none", 1), ("walk", 1), ("walk", 8)):
             for against in ("launched", "cpu"):
                 yield Task(
                     f"recorded steps, {name}, drafter {drafter}, {texts} texts: as {against}",

@@ -221,8 +221,10 @@ class Trie:
     def to(self, device: torch.device | str) -> Trie:
         """The same trie on another device."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: x for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
+        for name, column in columns.items():
+            if isinstance(column, Tensor):
+                columns[name] = column.to(device)
+        return replace(self, **columns)
 
 
 def build_trie(
