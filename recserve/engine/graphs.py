@@ -166,7 +166,7 @@ def cuda_graphs(
     Raises ValueError where they are wanted and it is not.
     """
     device = runner.pool.keys.device
-    if device.type == "cuda" and wanted is not False:
+    if device.type == "cuda" and torch.cuda.is_available() and wanted is not False:
         recorder = CudaRecorder()
         return StepGraphs(runner, model, max_texts, limits, recorder, lambda: recorder.bytes)
     if wanted:
