@@ -5,13 +5,13 @@ Ties go to the lower trie node, which is the lexicographically smaller semantic 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
-from recserve.core.bounds import DEAD, bound_places
+from recserve.core.bounds import DEAD, NEVER, bound_places, value_at
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
 from recserve.core.selection import keep_best
@@ -79,6 +79,45 @@ def advance(beams: Beams, model: Recommender) -> Beams:
             break
         beams = expand(beams, rows, beams.scored.hidden[found], model)
     return beams
+
+
+@dataclass(frozen=True)
+class Found:
+    """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
+    [n]: keys of the prefixes that could still change it, each with all above it.
+    """
+
+    beams: Beams
+    proven: bool
+    missing: Tensor
+
+
+def search_scored(beams: Beams, model: Recommender) -> Found:
+    """Beam search in which what is not scored leads nowhere.
+
+    What it finds above the best prefix that it had to leave out is what full beam search has there
+    (core/bounds.py), so k items above it are the answer.
+    """
+    wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
+    places = torch.tensor(wants, device=beams.nodes.device)[:, None]
+    lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
+    left_out: list[tuple[Tensor, Tensor, Tensor]] = []
+    skip_single = model.config.normalization == "children"
+    while not beams.finished:
+        needed = wanted(beams, skip_single)
+        row = beams.scored.find(beams.keys(beams.nodes))
+        gone = needed & (row < 0)
+        if bool(gone.any()):
+            held = beams.log_probs.masked_fill(~gone, DEAD)
+            lost = torch.maximum(lost, held.amax(1, keepdim=True))
+            left_out.append((gone.nonzero()[:, 0], held[gone], beams.keys(beams.paths)[gone]))
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
+        rows = (needed & ~gone).flatten().nonzero().flatten()
+        beams = expand(beams, rows, beams.scored.hidden[row.flatten()[rows]], model)
+    kth = value_at(beams.log_probs, places)
+    proven = bool(((kth > lost) | (lost == DEAD)).all())
+    keys = [paths[scores >= kth[owner, 0]].flatten() for owner, scores, paths in left_out]
+    return Found(beams, proven, torch.cat(keys) if keys else beams.nodes[:0, 0])
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:
