@@ -94,8 +94,8 @@ class Beams:
     paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
     last root token. parents [B, W]: each beam's parent, as a column of the level above. rounds [B]:
     forwards that scored a node of the request. places [B, 1]: as in core/bounds.py; None: nothing
-    is left out. floor [B, 1]: guess of a score that the answer's items reach, -inf where there is
-    none; before: the beams that it was made for, to return to where it proves too high.
+    is left out. missing [n]: keys of prefixes that a draft should have held, each with all above
+    it; None: whatever the beams lack.
     """
 
     sequences: tuple[Sequence, ...]
@@ -111,8 +111,7 @@ class Beams:
     rounds: Tensor
     rivals: Rivals | None = None
     places: Tensor | None = None
-    floor: Tensor | None = None
-    before: Beams | None = None
+    missing: Tensor | None = None
 
     def alive(self) -> Tensor:
         """[B, W] bool."""

@@ -9,8 +9,8 @@ the whole width, an item that set the bound can be displaced further down; but t
 was kept is under the bound, nothing was left out, and the next level sets a bound of its own.
 Prefixes that tie with the bound stay.
 
-The same holds of any number below which prefixes are left out, a guess too (`floor`): what is kept
-is what full beam search has above it, and where that is k items in the end, they are the k best.
+The same holds of any number below which prefixes are left out: what is kept is what full beam
+search has above it, and where that is k items in the end, they are the k best.
 
 With a dense head a prefix gains at most what the dense head gives its best item, and items that the
 dense head proposes itself (`Rivals`) compete anyway: the bound is taken with their scores, and a
@@ -49,8 +49,6 @@ def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
     nodes, log_probs [B, n]: prefixes kept at one level.
     """
     places, rivals = beams.places, beams.rivals
-    if beams.floor is not None:
-        log_probs = log_probs.masked_fill(log_probs < beams.floor, DEAD)
     if places is None or (rivals is not None and rivals.log_probs is None):
         return log_probs
     below = beams.trie.leaves(nodes)

@@ -43,21 +43,11 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     return beams
 
 
-@dataclass(frozen=True)
-class Likely:
-    """Prefixes that may need a score. keys [n]: as in Scored, with each all prefixes above it.
-    floor [B, 1]: score that the answer's items are thought to reach; -inf: nothing is known.
-    """
-
-    keys: Tensor
-    floor: Tensor
-
-
 def likely_prefixes(
     beams: Beams, head: SelfDraftHead, widths: list[int], places: Tensor, skip_single: bool
-) -> Likely:
-    """The prefixes below the given beams, and those beams, that the head's own search passes, but
-    for those below the floor that it ends with.
+) -> Tensor:
+    """Keys (as in Scored) of the given beams and of the prefixes below them that the head's own
+    search passes, but for those below the floor that it ends with. With a prefix come all above it.
 
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
     that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
@@ -75,7 +65,7 @@ def likely_prefixes(
         may = wanted(each, skip_single) & (each.log_probs >= floor)
         keys.append(each.keys(each.paths).flatten())
         needed.append(may[..., None].expand_as(each.paths).flatten())
-    return Likely(torch.cat(keys)[torch.cat(needed)], floor)
+    return torch.cat(keys)[torch.cat(needed)]
 
 
 def item_log_probs(

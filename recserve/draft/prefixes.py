@@ -16,12 +16,12 @@ from recserve.models.inputs import NodeInputs
 
 @dataclass(frozen=True)
 class PrefixDraft(Draft):
-    """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. floor [B, 1]:
-    as in Beams, where the drafter has a guess.
+    """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. guessed: it
+    may lack what beam search needs, and hold what it does not.
     """
 
     query_keys: Tensor | None = None
-    floor: Tensor | None = None
+    guessed: bool = False
 
 
 def draft_of_keys(

@@ -5,14 +5,14 @@ Ties go to the lower trie node, which is the lexicographically smaller semantic 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
-from recserve.core.bounds import bound_places
+from recserve.core.bounds import NEVER, bound_places, value_at
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
@@ -20,6 +20,7 @@ from recserve.core.selection import keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
+from recserve.kernels.host import on_device
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
@@ -83,18 +84,58 @@ def advance(beams: Beams, model: Recommender) -> Beams:
 
 def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
     """None where a beam that must be scored is not. One look at the device."""
-    skip_single = model.config.normalization == "children"
-    if beams.nodes.is_cuda:
-        found = beams.scored.find(beams.keys(beams.nodes))
-        if bool((wanted(beams, skip_single) & (found < 0)).any()):
-            return None
-        table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
-        return expand_all(beams, table[found.flatten().clamp(min=0)], model)
-    rows = wanted(beams, skip_single).flatten().nonzero().flatten()
-    found = beams.scored.find(beams.keys(beams.nodes).flatten()[rows])
-    if bool((found < 0).any()):
+    needed = wanted(beams, model.config.normalization == "children")
+    row = beams.scored.find(beams.keys(beams.nodes))
+    if bool((needed & (row < 0)).any()):
         return None
-    return expand(beams, rows, beams.scored.hidden[found], model)
+    return _expand_scored(beams, needed, row, model)
+
+
+def _expand_scored(beams: Beams, needed: Tensor, row: Tensor, model: Recommender) -> Beams:
+    """needed [B, W]: beams that the model scored, in the given row [B, W] of `scored`."""
+    if beams.nodes.is_cuda:
+        table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+        return expand_all(beams, table[row.flatten().clamp(min=0)], model)
+    rows = needed.flatten().nonzero().flatten()
+    return expand(beams, rows, beams.scored.hidden[row.flatten()[rows]], model)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
+    [n]: keys of the prefixes that could still change it, each with all above it.
+    """
+
+    beams: Beams
+    proven: bool
+    missing: Tensor
+
+
+def search_scored(beams: Beams, model: Recommender) -> Found:
+    """Beam search in which what is not scored leads nowhere.
+
+    What it finds above the best prefix that it had to leave out is what full beam search has there
+    (core/bounds.py), so k items above it are the answer.
+    """
+    wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
+    places = on_device(wants, beams.nodes.device)[:, None]
+    lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
+    left_out: list[tuple[Tensor, Tensor, Tensor]] = []
+    skip_single = model.config.normalization == "children"
+    while not beams.finished:
+        needed = wanted(beams, skip_single)
+        row = beams.scored.find(beams.keys(beams.nodes))
+        gone = needed & (row < 0)
+        if bool(gone.any()):
+            held = beams.log_probs.masked_fill(~gone, DEAD)
+            lost = torch.maximum(lost, held.amax(1, keepdim=True))
+            left_out.append((gone.nonzero()[:, 0], held[gone], beams.keys(beams.paths)[gone]))
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
+        beams = _expand_scored(beams, needed & ~gone, row, model)
+    kth = value_at(beams.log_probs, places)
+    proven = bool(((kth > lost) | (lost == DEAD)).all())
+    keys = [paths[scores >= kth[owner, 0]].flatten() for owner, scores, paths in left_out]
+    return Found(beams, proven, torch.cat(keys) if keys else beams.nodes[:0, 0])
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:

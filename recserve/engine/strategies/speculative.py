@@ -13,12 +13,11 @@ from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest
 from recserve.draft import beam as beam_draft
-from recserve.draft.nezha import Likely, likely_prefixes
+from recserve.draft.nezha import likely_prefixes
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.costs import ROOT, Cost, forward_cost, head_cost, measured, scratch_runner
 from recserve.engine.runner import Piece
 from recserve.engine.strategies.beam import BeamStrategy
-from recserve.kernels.trie_children import DEAD
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -59,9 +58,9 @@ class SpeculativeStrategy(BeamStrategy):
     """Full beam search, its prefixes drafted ahead by the self-draft head.
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
-    and only the number of rounds differs. The draft ends with a floor, a score that the k-th item
-    is thought to reach; nothing below it is drafted or looked for until it proves too high. What
-    the draft missed is scored in further rounds. How much is drafted follows from the head's
+    and only the number of rounds differs. The draft leaves out what lies below the score that the
+    k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
+    still change the answer. How much is drafted follows from the head's
     calibration and the costs of this machine, measured at the first requests; where drafting does
     not pay nothing is drafted.
     """
@@ -73,49 +72,52 @@ class SpeculativeStrategy(BeamStrategy):
         self.only: DraftPlan | None = None  # the plan of every request, while it is calibrated
 
     def tree_room(self, request: RecommendRequest) -> int:
-        """The widest plan's nodes at each level but the last, and all of beam search's own."""
+        """The widest plan's nodes at each level but the last, those of a first repair, and all of
+        beam search's own.
+        """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         margin = max(plan.margin for plan in self._plans(request.width, request.k))
         drafted = sum(min(math.ceil(margin * request.width), size) for size in sizes)
-        return drafted + super().tree_room(request)
+        repair = sum(min(request.width, size) for size in sizes)
+        return drafted + repair + super().tree_room(request)
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
         rivals = rerank.rival_keys(state)
+        if state.missing is not None:
+            keys = state.missing if rivals is None else torch.cat([state.missing, rivals])
+            return self._guess(state, keys)
         if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
         margins = [self._chosen(state, request).margin for request in state.requests]
         if not any(margins):
             return self._draft(state, rivals)
         likely = self._likely(state, margins)
-        keys = likely.keys if rivals is None else torch.cat([likely.keys, rivals])
-        trees = draft_of_keys(state.trie, keys, len(state.sequences), self.level_offsets)
-        return replace(trees, floor=likely.floor)
+        keys = likely if rivals is None else torch.cat([likely, rivals])
+        return self._guess(state, keys)
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """As many levels deeper as the scored prefixes prove, back to where the floor was set for
-        requests that end with fewer items above it than they want.
+        """At first, and after one repair, whatever the scored prefixes prove together; after that
+        level by level, as beam search.
         """
-        if draft.floor is not None:
-            state = replace(state, floor=draft.floor, before=state)
-        beams = super().verify(state, draft, slots, hidden)
-        while beams.finished and beams.floor is not None and beams.before is not None:
-            wanted = torch.tensor([r.k for r in beams.requests], device=beams.nodes.device)
-            short = (beams.alive().sum(1) < wanted)[:, None] & (beams.floor > DEAD)
-            if not bool(short.any()):
-                break
-            back = replace(
-                beams.before,
-                scored=beams.scored,
-                rounds=beams.rounds,
-                rivals=beams.rivals,
-                floor=beams.floor.masked_fill(short, DEAD),
-                before=beams.before,
-            )
-            beams = beam_verify.advance(back, self.model)
-        return beams
+        if not draft.guessed:
+            return super().verify(state, draft, slots, hidden)
+        missing = state.missing
+        scored = beam_verify.record(state, draft, slots, hidden)
+        scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
+        found = beam_verify.search_scored(scored, self.model)
+        if found.proven:
+            return found.beams
+        if missing is None:
+            return replace(scored, missing=found.missing)
+        return beam_verify.advance(scored, self.model)
 
-    def _likely(self, state: Beams, margins: list[float]) -> Likely:
+    def _guess(self, state: Beams, keys: Tensor) -> Draft:
+        count = len(state.sequences)
+        trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
+        return replace(trees, guessed=True)
+
+    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         places = [

@@ -52,12 +52,13 @@ class Calibration:
         }
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> Calibration | None:
-        """Raises TypeError or ValueError where it was not written by `to_dict`. None for the form
-        of before, whose plans meant something else: such a head counts as not calibrated.
+    def from_dict(values: dict[str, Any]) -> Calibration:
+        """Raises TypeError or ValueError where it was not written by `to_dict`. The form of before
+        named the width alone, and its plans meant something else: such a head drafts nothing until
+        it is trained again.
         """
         if values and all("/" not in name for name in values):
-            return None
+            return Calibration({(50, 10): (DraftPlan(0.0, 0.0, 0.0, 1.0),)})
         plans = {}
         for name, listed in values.items():
             width, k = map(int, name.split("/"))
