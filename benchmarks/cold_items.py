@@ -6,8 +6,8 @@ A share of the items is taken out of the items and the events, a bundle is built
 rest, and the items are put into the running service with their words alone. Then the users whose
 last event is one of them ask for slates, as many whose last event is not, and as many of all: with
 beam search, which hardly keeps a prefix that it never saw, and with `specgr`, where a retriever
-proposes items and the recommender verifies them. Two ways to fill the collaborative part of a new item's vector are
-compared: zero, and what similar items have.
+proposes items and the recommender verifies them. Two ways to fill the collaborative part of a new
+item's vector are compared: zero, and what similar items have.
 """
 
 from __future__ import annotations
