@@ -56,11 +56,14 @@ def verify(
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
-    return advance(scored_by(beams, draft, slots, hidden), model)
+    return advance(record(beams, draft, slots, hidden), model)
 
 
-def scored_by(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-    """The same beams, with what a forward has scored. slots, hidden: as in `verify`."""
+def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+    """Beams that know the scored prefixes of a draft.
+
+    slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
+    """
     assert draft.queries is not None and draft.query_keys is not None
     scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
     owners = draft.query_keys // beams.trie.num_nodes
