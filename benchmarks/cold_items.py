@@ -4,10 +4,10 @@
 
 A share of the items is taken out of the items and the events, a bundle is built and trained on the
 rest, and the items are put into the running service with their words alone. Then the users whose
-last event is one of them ask for slates, and as many drawn from all users: with beam search, which
-hardly keeps a prefix that it never saw, and with `specgr`, where a retriever proposes items and the
-recommender verifies them. Two ways to fill the collaborative part of a new item's vector are
-compared: zero, and what similar items have.
+last event is one of them ask for slates, as many whose last event is not, and as many of all: with
+beam search, which hardly keeps a prefix that it never saw, and with `specgr`, where a retriever
+proposes items and the recommender verifies them. Two ways to fill the collaborative part of a new
+item's vector are compared: zero, and what similar items have.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def main() -> None:
         histories = [histories[place] for place in order]
         asked = {
             "cold": [h for h in histories if h[-1] in cold][: options.users],
+            "warm": [h for h in histories if h[-1] not in cold][: options.users],
             "all": histories[: options.users],
         }
         said: dict[str, Any] = {"epochs": options.epochs, "cold_items": len(cold)}
@@ -159,7 +160,7 @@ def main() -> None:
                 row["embedding"] = vector.tolist()
             service.rollback_items(RollbackBody(catalog_version=first))
             put(service, rows)
-            said["zero"] = figures(service, asked, cold, ways[:1])
+            said["zero"] = figures(service, asked, cold, ways[:2])
         said["asked"] = {kind: len(cases) for kind, cases in asked.items()}
         said["chance_recall@10"] = 10 / len(table)
         print(json.dumps(said, indent=1))

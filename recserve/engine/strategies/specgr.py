@@ -29,13 +29,19 @@ class Inspection:
     """Requests whose proposed items are being verified.
 
     pending: proposed and not yet judged; None: nothing is. guided: the beams' level at the newest
-    guided draft, 0: there was none.
+    guided draft, 0: there was none. lacking: numbers of the requests without k accepted items.
     """
 
     beams: Beams
     pending: DraftedItems | None
     judged: Judged
     guided: int
+    lacking: tuple[int, ...]
+
+    @property
+    def ended(self) -> bool:
+        """Whether beam search, and drafting with it, is over."""
+        return not self.lacking or self.beams.finished
 
 
 class SpecGRStrategy:
@@ -66,14 +72,14 @@ class SpecGRStrategy:
         beams = beam_verify.start(level_0, self.model)
         sizes = [request_of(s).width for s in sequences]
         items = guided.draft_freely(beams, self.retriever, sizes, self.skip_single)
-        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0))
+        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, tuple(range(len(sizes)))))
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
     def finished(self, state: Inspection) -> bool:
         """True when every request has k accepted items, or its beams are leaves."""
-        return state.pending is None and state.beams.finished
+        return state.pending is None and state.ended
 
     def propose(self, state: Inspection) -> Draft:
         """The drafted items' prefixes, and from the second round on those of the beams."""
@@ -107,29 +113,29 @@ class SpecGRStrategy:
                 if bool((state.beams.scored.find(state.pending.keys) < 0).any()):
                     return state
                 state = self._judged(state, state.pending)
-            if state.beams.finished:
+            if state.ended:
                 return state
             if state.guided == state.beams.level:
                 deeper = beam_verify.one_level_deeper(state.beams, self.model)
                 if deeper is None:
                     return state
                 state = replace(state, beams=deeper)
-            if not state.beams.finished:
+            if not state.ended:
                 state = self._drafted_again(state)
 
     def _judged(self, state: Inspection, items: DraftedItems) -> Inspection:
         """Beams end for the requests that have enough."""
         found = threshold.judge(state.beams, items.owners, items.rows, self.model)
         judged = state.judged.and_then(found.likeliest_first() if state.guided else found)
-        beams = threshold.only(state.beams, threshold.lacking(judged, state.beams))
-        return replace(state, beams=beams, judged=judged, pending=None)
+        lacking = threshold.lacking(judged, state.beams)
+        beams = threshold.only(state.beams, lacking)
+        return replace(state, beams=beams, judged=judged, pending=None, lacking=tuple(lacking))
 
     def _drafted_again(self, state: Inspection) -> Inspection:
         beams, judged = state.beams, state.judged
         sizes = [request_of(s).width for s in beams.sequences]
         before = tuple(judged.rows[judged.owners == b] for b in range(len(sizes)))
-        lacking = threshold.lacking(judged, beams)
         items = guided.draft_under_beams(
-            beams, self.retriever, lacking, before, sizes, self.skip_single
+            beams, self.retriever, state.lacking, before, sizes, self.skip_single
         )
         return replace(state, pending=items, guided=beams.level)
