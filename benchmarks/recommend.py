@@ -49,7 +49,6 @@ from rich.table import Table
 
 from recserve.core.request import RecommendRequest, Request, Root, Slate, Timing
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.models.packing import pack_weights
 
 HISTORY_TOKENS = 200
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -106,17 +105,18 @@ class Work:
 class Model:
     """One set of weights on one catalogue, and everything that answers with it."""
 
-    def __init__(self, catalogue: Catalogue, shape: str, dtype: str) -> None:
+    def __init__(self, catalogue: Catalogue, shape: str, dtype: str, invariant: bool) -> None:
         hidden, layers = (int(part) for part in shape.split("x"))
         self.catalogue = catalogue
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.ours = drawn_recommender(catalogue, hidden, layers, "children", self.dtype)
         self.theirs = to_llama(self.ours)
         self.bare = copy.deepcopy(self.ours)
-        pack_weights(self.ours.decoder)  # as the server does when it loads a bundle
+        self.ours.pack()  # as the server does when it loads a bundle
         self.t5 = tiger_t5(self.ours.config.num_code_tokens).to(self.dtype)
         slot = 2 * layers * hidden * self.dtype.itemsize
-        self.engine = Engine(self.ours, config=EngineConfig(kv_bytes=slot * 16_384))
+        sizes = EngineConfig(kv_bytes=slot * 16_384, invariant=invariant)
+        self.engine = Engine(self.ours, config=sizes)
 
     def roots(self, count: int, seed: int) -> list[Root]:
         """Histories of 200 tokens, as many items as fit."""
@@ -286,6 +286,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--budget-s", type=float, default=8.0, help="seconds per method and cell")
     parser.add_argument("--memory-gb", type=float, default=6.0)
+    parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)
@@ -311,7 +312,7 @@ def main() -> int:
         trie = catalogue(items)
         for shape in options.models:
             for dtype in options.dtypes:
-                model = Model(trie, shape, dtype)
+                model = Model(trie, shape, dtype, options.invariant)
                 hidden = model.ours.config.decoder.hidden_size
                 gflops = matmul_gflops(
                     HISTORY_TOKENS + 1, hidden, 8 * hidden, model.dtype, options.clock
