@@ -165,6 +165,29 @@ def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) ->
     console.print(table)
 
 
+def save_plot(path: Path, workloads: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """A panel for each workload: by drafter, tokens per step and the tokens/s beside plain."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(workloads), figsize=(10, 3.6), sharey=True)
+    for panel, (title, rows) in zip(np.atleast_1d(panels), workloads.items(), strict=True):
+        places = np.arange(len(rows))
+        for shift, name, label in (
+            (0.2, "tokens_per_step", "tokens per step"),
+            (-0.2, "ratio", "tokens/s, plain decoding = 1"),
+        ):
+            panel.barh(places + shift, [row[name] for row in rows.values()], 0.38, label=label)
+        panel.axvline(1.0, color="black", linewidth=0.8)
+        panel.set(title=title, yticks=places, yticklabels=list(rows))
+    panel.invert_yaxis()
+    panel.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", type=Path, default=DATA / "stories260k")
@@ -180,6 +203,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture of the tables")
     return parser.parse_args()
 
 
@@ -241,6 +265,8 @@ def main() -> int:
         }
     if options.json:
         write_json(options.json, content)
+    if options.plot:
+        save_plot(options.plot, {t: found["rows"] for t, found in content["workloads"].items()})
     if differ:
         console.print(f"[red]{differ} texts differ from plain decoding[/red]")
     return int(bool(differ))

@@ -80,8 +80,10 @@ def test_it_fails_where_texts_differ(monkeypatch):
 def test_drafters_on_the_reference_checkpoint(options, kinds, monkeypatch, tmp_path):
     written = tmp_path / "drafters.json"
     arguments = ["drafters", "--prompts", "2", "--tokens", "8", "--threads", "1", *options]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(written)])
+    arguments += ["--json", str(written), "--plot", str(tmp_path / "drafters.png")]
+    monkeypatch.setattr(sys, "argv", arguments)
     assert drafters.main() == 0
+    assert (tmp_path / "drafters.png").read_bytes()[:4] == b"\x89PNG"
     content = json.loads(written.read_text())
     assert set(content["workloads"]) == {"books", "Spec-Bench"}
     for workload in content["workloads"].values():

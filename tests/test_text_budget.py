@@ -1,6 +1,7 @@
 """The verification budget: on stated costs and chances, against every other way to spend it."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,6 +158,86 @@ def test_a_silent_drafter_is_probed():
     given = [budget.spend(texts(["d"] * 3), 0) for _ in range(3 * PROBE_AFTER)]
     depths = np.array([[b.depth for b in step] for step in given])
     assert (depths > 0).sum() == 3 and depths[:, 1:].sum() == 0
+
+
+def probes(budget: DraftBudget, steps: int, kept: int) -> list[int]:
+    """In which steps a silent drafter was probed; what was kept of each probe."""
+    found = []
+    text = Asking(0, "d", FULL)
+    for step in range(steps):
+        (given,) = budget.spend([text], 0)
+        if given.depth:
+            found.append(step)
+            budget.judged(text, given.depth, given.depth, kept)
+            budget.forget(0)
+    return found
+
+
+def test_probes_grow_rarer_until_one_is_kept():
+    budget = taught(Cost((1, 1000), (10.0, 10000.0)), {"d": (0.1, 4)})
+    steps = probes(budget, 20 * PROBE_AFTER, 0)
+    assert np.diff(steps).tolist() == [2 * PROBE_AFTER, 4 * PROBE_AFTER, 8 * PROBE_AFTER]
+    again = probes(budget, 20 * PROBE_AFTER, 1)
+    assert np.diff(again[:4]).tolist() == [1, 1, 1]
+
+
+def test_what_a_step_takes_beside_the_network_counts():
+    """Nodes are dear to a network alone, cheap beside 50 ms that a step takes anyhow, and nothing
+    is drafted where any draft makes a step twice as long."""
+    cost = Cost((1, 101), (1.0, 81.0))
+    budget = taught(cost, {"d": (0.6, 4)})
+    asked = texts(["d"])
+
+    def depth() -> int:
+        budget._purchase = replace(budget._purchase, holds=0)
+        budget._silences.clear()
+        return min(budget.spend(asked, 0)[0].depth, 4)
+
+    assert depth() == 0
+    for _ in range(400):
+        budget.stepped(1, False, 51.0)
+    assert budget._overhead == pytest.approx(50.0, abs=0.5) and depth() == 4
+    for _ in range(4000):
+        budget.stepped(1, False, 51.0)
+        budget.stepped(5, True, cost(5) + 150.0)
+    assert budget._overhead == pytest.approx(50.0, abs=2.0)
+    assert budget._surcharge == pytest.approx(100.0, abs=2.0) and depth() == 0
+
+
+def test_one_step_that_was_interrupted_changes_little():
+    budget = taught(ROOFLINE, {"d": (0.7, 6)})
+    budget.stepped(1, False, 2000.0)
+    assert budget._overhead <= 20.0 / 16
+
+
+class Counting(TableDrafter):
+    """How often it was asked, and for how many texts."""
+
+    asked: list[int]
+
+    def propose(self, contexts, budgets):
+        self.asked.append(len(contexts))
+        return super().propose(contexts, budgets)
+
+
+def test_a_drafter_that_may_not_draft_is_not_asked():
+    """It hears of every text once, and after that only where it may draft."""
+    model = drawn_model(1)
+    drafter = Counting("wrong", {tuple(range(1, 9)): [0] * 60})
+    drafter.asked = []
+    engine = Engine(
+        text=model,
+        drafters={"wrong": drafter},
+        config=EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
+    )
+    request = TextRequest(
+        np.arange(1, 9), SamplingParams(temperature=0.0, max_tokens=60), Speculation("wrong")
+    )
+    lane = engine._lanes["text"]
+    lane._drafting._budget = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
+    answer = engine.run(request)
+    assert len(answer.tokens) > 50
+    assert 1 <= len(drafter.asked) <= 3
 
 
 def test_requests_that_want_no_draft_get_none():
