@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import attention
@@ -26,6 +27,17 @@ CPU_SHAPES = [
     Shape("tree", 1, 0, 64, *ITEMS),
     Shape("tree", 1, 8000, 64, *ITEMS),
 ]
+
+
+def cpu_grid() -> list[Shape]:
+    """Every cell the CPU path is to be no slower in, batches and heads inmost."""
+    sizes = product((32, 64, 128), (200, 1000, 2000, 8000), (1, 16, 64, 256))
+    heads = ((8, 8), (8, 2), (16, 4))
+    return [
+        Shape("tree", batch, root, nodes, *pair, dim)
+        for dim, root, nodes in sizes
+        for pair, batch in product(heads, (1, 8))
+    ]
 
 
 def cuda_shapes(smoke: bool = False) -> list[Shape]:
@@ -53,17 +65,25 @@ def rivals(device: str, number: int) -> dict[str, Callable[..., Any]]:
 
 
 def attention_rows(
-    shapes: list[Shape], dtype: torch.dtype, device: str, deadline: float = float("inf")
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    device: str,
+    deadline: float = float("inf"),
+    cpu_s: float = 4.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per shape; shapes behind the deadline (time.monotonic) are left out."""
+    """One row per shape; shapes behind the deadline (time.monotonic) are left out. cpu_s: seconds
+    for one shape on a CPU.
+    """
     for number, shape in enumerate(shapes):
         if time.monotonic() > deadline:
             return
         problem = attention.draw(shape, dtype, device)
         row: dict[str, Any] = {"shape": shape.name(), "dtype": str(dtype).removeprefix("torch.")}
         if device == "cpu":
-            calls = {name: build(problem) for name, build in rivals(device, number).items()}
-            row |= {f"{name}_us": 1e3 * ms for name, ms in alternating(calls).items()}
+            with torch.inference_mode():  # as the engine runs
+                calls = {name: build(problem) for name, build in rivals(device, number).items()}
+                row |= {f"{name}_us": 1e3 * ms for name, ms in alternating(calls, cpu_s).items()}
+            row["sdpa_to_ours"] = row["sdpa_us"] / row["ours_us"]
         for name, build in rivals(device, number).items() if device == "cuda" else ():
             try:
                 row[f"{name}_us"] = 1e3 * milliseconds(build(problem), device)

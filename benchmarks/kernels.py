@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py                 # on CUDA: all kernels, all shapes
     python benchmarks/kernels.py --cpu           # the CPU path of tree attention against SDPA
+    python benchmarks/kernels.py --cpu --grid    # the same over 288 shapes, five minutes
 
 Rivals of tree attention: torch SDPA under a dense mask, FlexAttention (compiled), flash-attn where
 it imports (another mask, the same bytes). `share` is of the ceiling that is nearer: a large copy's
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from pathlib import Path
 
 import torch
-from attention_rows import CPU_SHAPES, attention_rows, cuda_shapes, line, with_share
+from attention_rows import CPU_SHAPES, attention_rows, cpu_grid, cuda_shapes, line, with_share
 from small_kernels import small_kernels
 from timing import ceilings, machine
 
@@ -24,21 +27,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="measure the CPU path")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU path")
+    parser.add_argument("--grid", action="store_true", help="with --cpu: every cell")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the CPU path")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="no shape is begun after it")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         parser.error("no CUDA device here; --cpu measures the CPU path")
-    device = "cpu" if arguments.cpu else "cuda"
+    if not arguments.cpu and (arguments.grid or arguments.dtype):
+        parser.error("--grid and --dtype are of the CPU path; add --cpu")
+    deadline = time.monotonic() + arguments.budget_s
+    device, dtype, shapes = "cuda", torch.bfloat16, cuda_shapes()
     if arguments.cpu:
         torch.set_num_threads(arguments.threads)
-    shapes = CPU_SHAPES if arguments.cpu else cuda_shapes()
-    dtype = torch.float32 if arguments.cpu else torch.bfloat16
+        device, dtype = "cpu", getattr(torch, arguments.dtype or "float32")
+        shapes = cpu_grid() if arguments.grid else CPU_SHAPES
     facts, ceiling = machine(device), ceilings(device)
     print(json.dumps(facts), json.dumps(ceiling), sep="\n")
     rows = []
-    for row in attention_rows(shapes, dtype, device):
+    seconds = 0.4 if arguments.grid else 4.0
+    for row in attention_rows(shapes, dtype, device, deadline, seconds):
         rows.append(with_share(row, ceiling))
         print(line(rows[-1]), flush=True)
+    ratios = [row["sdpa_to_ours"] for row in rows if "sdpa_to_ours" in row]
+    if ratios:
+        found = f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}"
+        below = sum(ratio < 1 for ratio in ratios)
+        print(
+            f"SDPA / ours: {found}, below 1 in {below} of {len(ratios)}; {len(shapes)} shapes asked"
+        )
     if not arguments.cpu:
         for row in small_kernels(device):
             rows.append(with_share(row, ceiling))

@@ -152,8 +152,9 @@ def test_wherever_keys_lie(
 
 
 @pytest.mark.parametrize("root,few", [(3000, False), (5000, True)], ids=["products", "two-parts"])
-def test_long_roots(root, few):
+def test_long_roots(root, few, monkeypatch):
     """64 nodes over a long root by products; 3 nodes apart from it by two results merged."""
+    monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 100_000)
     batch, query, keys, values = draw_batch([("tree", 3 if few else 64)], [root], 4, 2, 32)
     batch, keys, values = placed(batch, keys, values, "before")
     form = cpu_plan.Form(2, 2, 32, torch.float32, softmax=True)

@@ -14,8 +14,9 @@ FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancest
 SHORT = 512  # tokens that are copied faster than two results are merged
 RUNS = 8  # more runs of consecutive slots are gathered one slot at a time
 GAP = 64  # foreign slots that are read and masked rather than left out by a copy
-# Rows and multiply-adds of one head below which a product's fixed cost and copies are most of it.
-PRODUCT_ROWS, PRODUCT_SIZE = 48, 3_000_000
+# Rows, and multiply-adds of one head for each thread, below which a product's fixed cost and copies
+# are most of it. Threads share one product, where the flash kernel gives them heads of their own.
+PRODUCT_ROWS, PRODUCT_SIZE = 48, 4_000_000
 FEW_SCORES = 160_000  # more of them, of all heads, cost more to keep than the flash kernel's blocks
 STEP_ROWS, STEP_KEYS = 16, 64  # sizes of products are rounded up: each new one is compiled
 TILE = 2**19  # scores of one product, so that they stay in the processor's caches
@@ -163,7 +164,8 @@ def _whole(base: Part, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Fo
         seen = torch.cat([base.root_mask, seen], dim=1)
     num_keys = base.root_length + slots.shape[0]
     rows = seen.shape[0] * form.group
-    big = rows >= PRODUCT_ROWS and rows * num_keys * form.dim >= PRODUCT_SIZE
+    size = rows * num_keys * form.dim
+    big = rows >= PRODUCT_ROWS and size >= PRODUCT_SIZE * torch.get_num_threads()
     if big and has_products(form.dtype):
         width, height = _up(num_keys, STEP_KEYS), _up(rows, STEP_ROWS)
         padded = seen.new_zeros(height, seen.shape[1] + width - num_keys)
