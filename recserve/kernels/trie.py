@@ -10,10 +10,10 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -204,9 +204,10 @@ class Trie:
 
     def to(self, device: torch.device | str) -> Trie:
         """The same trie on another device."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, column in columns.items():
+            columns[name] = column.to(device) if isinstance(column, Tensor) else column
+        return Trie(**columns)
 
 
 @dataclass(frozen=True)

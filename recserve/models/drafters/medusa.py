@@ -109,7 +109,7 @@ class MedusaHeads(nn.Module):
         the heads were stacked. hidden [n, E].
         """
         if self._stacked is None or count > MOST_RANKS:
-            return self(hidden).topk(count).indices
+            return self.forward(hidden).topk(count).indices
         states = torch.stack(self.states(hidden), dim=1)
         return dispatch.head_topk(states, self._stacked, count).tokens.transpose(0, 1)
 
