@@ -105,9 +105,3 @@ def test_drafters_come_from_flag_environment_and_file(tmp_path, monkeypatch):
     assert ServerConfig.load({}, file).drafters == ("ngram", "medusa=heads")
     assert ServerConfig.load({"drafters": ["lookahead"]}, file).drafters == ("lookahead",)
     assert ServerConfig.load({"llm": "m"}).bundle is None
-
-
-def test_the_kernels_variable_is_not_a_setting_of_the_server(monkeypatch):
-    """kernels/dispatch.py reads it, in a batch job too."""
-    monkeypatch.setenv("RECSERVE_KERNELS", "torch")
-    assert ServerConfig.load({}) == ServerConfig()

@@ -145,10 +145,3 @@ def test_nothing_is_left_behind():
     with pytest.raises(RuntimeError, match="outside"):
         x + 1
     assert torch.tensor([1]).device.type == "cpu"
-
-
-def test_kernels_run_in_triton_on_cuda_unless_told_otherwise(device, monkeypatch):
-    here, there = torch.zeros(1), numbers()
-    for word, expected in (("auto", (False, True)), ("torch", (False, False))):
-        monkeypatch.setattr(dispatch, "KERNELS", word)
-        assert (dispatch.in_triton(here), dispatch.in_triton(there)) == expected
