@@ -60,13 +60,16 @@ def test_rankings(launches):
         assert_waits(device, there.engine, requests, RANK)
 
 
-@pytest.mark.parametrize("drafter", ["none", "medusa"])
-def test_texts(drafter, launches):
+@pytest.mark.parametrize(
+    "drafter,parameters,kernels",
+    [("none", "hot", FORWARD), ("medusa", "greedy", {*FORWARD, "head_kernel"})],
+)
+def test_texts(drafter, parameters, kernels, launches):
     names = () if drafter == "none" else (drafter,)
-    requests = texts(drafter, "sample", "hot", count=1, most=4)
+    requests = texts(drafter, "sample", parameters, count=1, most=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "KERNELS", "torch")
         expected = text_engine("cpu", names).run_many(requests)
     with PretendCuda():
         assert_same(text_engine("cuda", names).run_many(requests), expected)
-    assert set(launches) >= FORWARD
+    assert set(launches) >= kernels

@@ -13,9 +13,9 @@ from recserve.kernels import dispatch
 # Three levels. `beam` takes two rounds; each looks at the device to size its tree (three times), to
 # place its nodes and to learn how far the scores go. `read` and `shape` as in pretend_cuda.py.
 WAITS = {
-    "beam": {"read": 10, "shape": 6, "upload": 1},
-    "speculative": {"read": 8, "shape": 4, "upload": 1},
-    "nezha": {"read": 4, "upload": 1},
+    "beam": {"read": 10, "shape": 6},
+    "speculative": {"read": 8, "shape": 4},
+    "nezha": {"read": 4},
     "parallel": {"read": 2},
     "dense": {"read": 1},
     "likelihood": {"read": 2, "shape": 5},

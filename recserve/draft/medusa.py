@@ -55,8 +55,13 @@ class MedusaDrafter:
         self._check_tree(self.tree)
 
     def pack(self) -> None:
-        """Lay the heads' weights out for this CPU; they cannot be saved or trained after that."""
-        pack_weights(self.heads)
+        """Lay the heads' weights out for this device; they cannot be trained or moved after that,
+        nor saved on a CPU.
+        """
+        if self._device.type == "cuda":
+            self.heads.stack()
+        else:
+            pack_weights(self.heads)
 
     def check(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that these heads cannot fill."""
@@ -110,9 +115,10 @@ class MedusaDrafter:
     def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
         """[K, B, width] tokens, best first."""
         hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
-        logits = self.heads(hidden.to(self._dtype))
+        hidden = hidden.to(self._dtype)
         if all(context.params.greedy for context in contexts):
-            return self.heads.tokens(logits.topk(width).indices)
+            return self.heads.tokens(self.heads.best(hidden, width))
+        logits = self.heads(hidden)
         device, count = logits.device, len(self.heads.blocks)
         params = [context.params for context in contexts]
         lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)

@@ -10,7 +10,7 @@ Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -222,9 +222,8 @@ class Trie:
         """The same trie on another device."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, column in columns.items():
-            if isinstance(column, Tensor):
-                columns[name] = column.to(device)
-        return replace(self, **columns)
+            columns[name] = column.to(device) if isinstance(column, Tensor) else column
+        return Trie(**columns)
 
 
 def build_trie(

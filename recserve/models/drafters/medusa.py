@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch
 from recserve.models.language_model import LanguageModel
+
+MOST_RANKS = 32  # that a kernel takes out of a tile of words one after another
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class MedusaHeads(nn.Module):
         )
         known = None if config.head_vocab is None else torch.zeros(words, dtype=torch.int64)
         self.register_buffer("token_map", known)
+        self._stacked: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -74,16 +78,40 @@ class MedusaHeads(nn.Module):
         for output in self.outputs.parameters():
             output.copy_(weight)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [n, E] -> [K, n, head vocabulary]."""
-        logits = []
-        for k, layers in enumerate(self.blocks):
+    @torch.no_grad()
+    def stack(self) -> None:
+        """Lay the output matrices one behind the other, [K, head vocabulary, E] or [1, ...] where
+        they are shared, for one kernel to read. Heads that were stacked are not moved any more.
+        """
+        self._stacked = torch.stack([output.get_parameter("weight") for output in self.outputs])
+        for output, weight in zip(self.outputs, self._stacked, strict=True):
+            output.weight = nn.Parameter(weight, requires_grad=False)
+
+    def states(self, hidden: Tensor) -> list[Tensor]:
+        """What each head compares with the words: K times [n, E]. hidden [n, E]."""
+        states = []
+        for layers in self.blocks:
             x = hidden
             assert isinstance(layers, nn.ModuleList)
             for layer in layers:
                 x = x + F.silu(layer(x))
-            logits.append(self.outputs[0 if self.config.shared else k](x))
-        return torch.stack(logits)
+            states.append(x)
+        return states
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [n, E] -> [K, n, head vocabulary]."""
+        shared = self.config.shared
+        states = enumerate(self.states(hidden))
+        return torch.stack([self.outputs[0 if shared else k](x) for k, x in states])
+
+    def best(self, hidden: Tensor, count: int) -> Tensor:
+        """[K, n, count] each head's likeliest words, best first; without writing the logits where
+        the heads were stacked. hidden [n, E].
+        """
+        if self._stacked is None or count > MOST_RANKS:
+            return self.forward(hidden).topk(count).indices
+        states = torch.stack(self.states(hidden), dim=1)
+        return dispatch.head_topk(states, self._stacked, count).tokens.transpose(0, 1)
 
     def tokens(self, words: Tensor) -> Tensor:
         """The target's numbers of tokens as heads number them; any shape."""
