@@ -40,7 +40,8 @@ class ServerConfig(BaseSettings):
     do not outlive the process. max_queue: requests waiting for the engine before 429.
     drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
     listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
-    far as the load lets it pay. dtype: of the recommender's weights and
+    far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
+    where there is CUDA. dtype: of the recommender's weights and
     cache. shadow: a strategy that is compared with the answers given, on `shadow_share` of them.
     """
 
@@ -70,6 +71,7 @@ class ServerConfig(BaseSettings):
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["float32", "bfloat16"] = "float32"
     load_aware: bool = False
+    graphs: bool | None = None
     shadow: str | None = None
     shadow_share: float = Field(0.01, ge=0, le=1)
     access_log: bool = False

@@ -100,7 +100,10 @@ def load(config: ServerConfig) -> Served:
     if config.bundle is None:
         assert text is not None
         sizes = EngineConfig(
-            max_queue=config.max_queue, kv_bytes=config.kv_bytes, load_aware=config.load_aware
+            max_queue=config.max_queue,
+            kv_bytes=config.kv_bytes,
+            load_aware=config.load_aware,
+            graphs=config.graphs,
         )
         return Served.of_text(text, sizes)
     secret = config.signing_key
@@ -112,6 +115,7 @@ def load(config: ServerConfig) -> Served:
         max_queue=config.max_queue,
         kv_bytes=config.kv_bytes,
         load_aware=config.load_aware,
+        graphs=config.graphs,
         text=text,
         dtype=config.dtype,
         journal=config.journal,
