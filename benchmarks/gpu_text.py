@@ -86,7 +86,7 @@ def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int) -> Engine:
             raise RuntimeError(f"{missing} steps were not recorded: {lane.graphs.names}")
     elif recorded:
         shapes = tuple(s for s in config.graph_limits.shapes if s.nodes <= 72)
-        limits = replace(config.graph_limits, shapes=shapes)
+        limits = replace(config.graph_limits, shapes=shapes, seconds=float("inf"))
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
         engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     return engine

@@ -41,8 +41,9 @@ class ServerConfig(BaseSettings):
     do not outlive the process. max_queue: requests waiting for the engine before 429.
     drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
     listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
-    far as the load lets it pay. invariant: no bit of an answer depends on other requests, on drafts
-    or on what is cached; CPU only. dtype: of the recommender's weights and
+    far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
+    where there is CUDA. invariant: no bit of an answer depends on other requests, on drafts or on
+    what is cached; CPU only. dtype: of the recommender's weights and
     cache. shadow: a strategy that is compared with the answers given, on `shadow_share` of them.
     """
 
@@ -72,6 +73,7 @@ class ServerConfig(BaseSettings):
     threads: int | None = Field(None, ge=1, le=1024)
     dtype: Literal["float32", "bfloat16"] = "float32"
     load_aware: bool = False
+    graphs: bool | None = None
     invariant: bool = False
     shadow: str | None = None
     shadow_share: float = Field(0.01, ge=0, le=1)

@@ -41,7 +41,8 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
     engine = engine_for(model, pages)
     lane = engine._lanes["text"]
     with torch.inference_mode():
-        graphs = StepGraphs(lane.runner, model, 64, GraphLimits(shapes, **limits), counted)
+        bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
+        graphs = StepGraphs(lane.runner, model, 64, bounds, counted)
         lane.runner.pool.keys.fill_(float("nan"))
         lane.runner.pool.values.fill_(float("nan"))
     engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
@@ -225,7 +226,12 @@ def test_no_record_is_begun_without_time_or_memory(model):
     lane = engine_for(model)._lanes["text"]
     taken = iter([0, 1, 5, 5, 5, 5, 5, 5])
     graphs = StepGraphs(
-        lane.runner, model, 4, GraphLimits(SHAPES, bytes=2), lambda step: step, lambda: next(taken)
+        lane.runner,
+        model,
+        4,
+        GraphLimits(SHAPES, seconds=float("inf"), bytes=2),
+        lambda step: step,
+        lambda: next(taken),
     )
     assert graphs.names == ["2x1", "16x1"]
 

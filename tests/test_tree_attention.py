@@ -5,7 +5,7 @@ import torch
 
 from recserve.kernels import cpu_attention, cpu_plan, reference
 from recserve.kernels.cpu_attention import CpuTreeAttention
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, from_parents, merge, root_branch
 
@@ -54,6 +54,18 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
     values = torch.randn(total + 7, kv_heads, dim, generator=g)
     query = torch.randn(batch.num_queries, heads, dim, generator=g)
     return batch, query, keys, values
+
+
+def as_table(batch: TreeBatch, width: int, hole: int) -> TreeBatch:
+    """The same batch with its roots in a table: rows in another order, `hole` in all that is not
+    read, and a row of nobody.
+    """
+    rows = list(reversed(range(len(batch.root_slots))))
+    slots = torch.full((len(rows) + 1, width), hole)
+    for row, own in zip(rows, batch.root_slots, strict=True):
+        slots[row, : own.shape[0]] = own
+    table = RootTable(slots, torch.tensor(rows), batch.root_lengths())
+    return TreeBatch(batch.tree, batch.queries, batch.slots, table)
 
 
 SHAPES = [
@@ -276,3 +288,19 @@ def test_bfloat16_is_near_the_float32_reference(root):
     got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
     assert got.dtype == torch.bfloat16
     assert (got.float() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
+def test_roots_in_a_table_are_the_same_roots(kinds, roots, heads, kv_heads, dim):
+    """Behind the end of a root, and in the spare slot, stands NaN."""
+    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
+    owned = torch.cat([batch.slots, *batch.root_slots])
+    foreign = torch.ones(keys.shape[0], dtype=torch.bool)
+    foreign[owned] = False
+    keys[foreign] = values[foreign] = float("nan")
+    hole = int(foreign.nonzero()[0])
+    expected = reference.tree_attention(query, keys, values, batch)
+    table = as_table(batch, max(roots) + 3, hole)
+    assert torch.equal(table.positions(), batch.positions())
+    got = reference.padded_tree_attention(query, keys, values, table)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)

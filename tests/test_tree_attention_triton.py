@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter
-from test_tree_attention import SHAPES, draw_batch
+from test_tree_attention import SHAPES, as_table, draw_batch
 
 from recserve.kernels import reference, tree_attention
 from recserve.kernels.paged_kv import TreeBatch
@@ -115,3 +115,24 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     plan = tree_attention.TritonTreeAttention(long).plan(32, 8, 256)
     assert plan.num_splits == 32 and plan.num_blocks == 1
     assert tree_attention.TritonTreeAttention(long).plan(32, 8, 1024).block_keys == 16
+
+
+@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
+def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, dim, monkeypatch):
+    """Roots in a table whose width is many times theirs: most splits have nothing to do, write
+    nothing, and are not read; everything that is allocated starts as NaN.
+    """
+    monkeypatch.setattr(tree_attention, "SPLIT_KEYS", 32)
+    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
+    expected = reference.tree_attention(query, keys, values, batch)
+    owned = torch.cat([batch.slots, *batch.root_slots])
+    foreign = torch.ones(keys.shape[0], dtype=torch.bool)
+    foreign[owned] = False
+    keys[foreign] = values[foreign] = float("nan")
+    table = as_table(batch, 700, int(foreign.nonzero()[0]))
+    kernel = tree_attention.TritonTreeAttention(table)
+    empty, splits = torch.empty, kernel.plan(heads, kv_heads, 64).num_splits
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    got = kernel(query, query, query, keys, values)
+    assert splits > 4
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)

@@ -103,6 +103,7 @@ def load(config: ServerConfig) -> Served:
             max_queue=config.max_queue,
             kv_bytes=config.kv_bytes,
             load_aware=config.load_aware,
+            graphs=config.graphs,
             invariant=config.invariant,
         )
         return Served.of_text(text, sizes)
@@ -115,6 +116,7 @@ def load(config: ServerConfig) -> Served:
         max_queue=config.max_queue,
         kv_bytes=config.kv_bytes,
         load_aware=config.load_aware,
+        graphs=config.graphs,
         invariant=config.invariant,
         text=text,
         dtype=config.dtype,

@@ -122,6 +122,7 @@ class Service:
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_bytes: int = EngineConfig.kv_bytes,
         load_aware: bool = False,
+        graphs: bool | None = None,
         invariant: bool = False,
         text: LoadedText | None = None,
     ) -> Service:
@@ -142,7 +143,11 @@ class Service:
             getattr(torch, dtype),
             secrets.token_bytes(32) if signing_key is None else signing_key,
             EngineConfig(
-                max_queue=max_queue, kv_bytes=kv_bytes, load_aware=load_aware, invariant=invariant
+                max_queue=max_queue,
+                kv_bytes=kv_bytes,
+                load_aware=load_aware,
+                graphs=graphs,
+                invariant=invariant,
             ),
             journal,
             text,

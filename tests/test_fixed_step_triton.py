@@ -1,0 +1,61 @@
+"""A text step in fixed shapes through the Triton kernels, interpreted: what a graph launches."""
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401
+from test_fixed_step import Counted, with_graphs
+from test_text_engine import PARAMETERS, prompts
+from text_plain import TableDrafter, drawn_model, plain
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.fixed_step import StepShape
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import RootTable
+
+triton = pytest.importorskip("triton")
+
+from recserve.kernels import accept, path_move, tree_attention  # noqa: E402
+
+SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 6), StepShape(30, 3, 6))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Padded steps run anew each time; what they dispatch is the kernels."""
+    model = drawn_model(1)
+    launched = []
+
+    def kernel_attention(batch, *rest):
+        if not isinstance(batch.root_slots, RootTable):
+            return stock(batch, *rest)
+        launched.append(batch.tree.num_nodes)
+        return tree_attention.TritonTreeAttention(batch, *rest)
+
+    stock = dispatch.tree_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "tree_attention", kernel_attention)
+        patch.setattr(dispatch, "accept", accept.accept)
+        patch.setattr(dispatch, "move_paths", path_move.move_paths)
+        made = with_graphs(model, Counted(lambda step: step), SHAPES)
+        yield model, made, launched
+
+
+@pytest.mark.parametrize("name", ["warm", "everything"])
+def test_kernels_write_the_plain_text(name, engine):
+    """Trees with wrong siblings, alone and three together with other parameters beside."""
+    model, made, launched = engine
+    texts, requests, wanted = {}, [], []
+    for number, prompt in enumerate(prompts(3)):
+        fields = PARAMETERS[name if number != 1 else "top-p"]
+        params = SamplingParams(**{"seed": number} | fields | {"max_tokens": 6})
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        texts[tuple(prompt.tolist())] = tokens
+        requests.append(TextRequest(prompt, params, Speculation("table", num_tokens=6)))
+        wanted.append(tokens)
+    made.drafters["table"] = TableDrafter("tree", texts)
+    before = len(launched)
+    answers = [made.run(requests[0]), *made.run_many(requests)]
+    assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
+    assert sum(a.counts.num_accepted_tokens for a in answers) > 0
+    assert len(launched) - before >= answers[0].timing.forwards - 1
+    assert torch.isnan(made._lanes["text"].runner.pool.keys).any()
