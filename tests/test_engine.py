@@ -442,6 +442,30 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch)
     assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
+def test_an_answer_that_fails_takes_no_other_with_it(monkeypatch):
+    """Two cohorts end in one step; that of the second strategy cannot make its answers."""
+    model, trie = make(CATALOGUES["ordinary"], "codes", "children")
+    engine = Engine(model)
+    good = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
+    bad = LikelihoodRequest(draw_root(model, 6, 1), trie, np.array([0, 1]))
+    expected = engine.run(good).rows.tolist()
+    engine.forget_all()
+
+    def fail(_):
+        raise IndexError("broken answer")
+
+    monkeypatch.setattr(engine._strategies["likelihood"], "finish", fail)
+    for cached in (False, True):
+        futures = [engine.submit(request) for request in (good, bad, good)]
+        while engine.step():
+            pass
+        assert [f.result(0).rows.tolist() for f in (futures[0], futures[2])] == [expected] * 2
+        with pytest.raises(IndexError, match="broken answer"):
+            futures[1].result(0)
+        stats = engine.stats()
+        assert stats.pages_free + stats.pages_cached == stats.pages_total, cached
+
+
 def test_a_large_request_is_not_starved_by_small_ones():
     """Requests of one model are admitted in order, also while the first finds no room."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")

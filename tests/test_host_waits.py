@@ -11,10 +11,12 @@ from pretend_cuda import PretendCuda
 from recserve.kernels import dispatch
 
 # Three levels. `beam` takes two rounds; each looks at the device to size its tree (three times), to
-# place its nodes and to learn how far the scores go. `read` and `shape` as in pretend_cuda.py.
+# place its nodes and to learn how far the scores go, and the round that goes on to the leaves twice
+# more. `speculative` looks at what it drafts, and at what its draft has left out. `read` and
+# `shape` as in pretend_cuda.py.
 WAITS = {
-    "beam": {"read": 10, "shape": 6},
-    "speculative": {"read": 8, "shape": 4},
+    "beam": {"read": 10, "shape": 8},
+    "speculative": {"read": 9, "shape": 4},
     "nezha": {"read": 4},
     "parallel": {"read": 2},
     "dense": {"read": 1},

@@ -205,6 +205,12 @@ def test_appended_items_are_those_of_a_model_bound_to_all(dense_first):
         torch.testing.assert_close(table, torch.nn.functional.normalize(expected, dim=-1))
         if dense_first:
             assert torch.equal(table[:30], before)
+        # A reader that began before the items came may leave a table without them.
+        live._dense_table = table[:2990].clone()
+        assert torch.equal(live.dense_item_rows(), table)
+        live._dense_table = table[:2990].clone()
+        live.append_items(codes[:2], vectors[:2], torch.full((2,), -1))
+        assert torch.equal(live.dense_item_rows()[:3000], table)
         hidden = torch.randn(2, 32)
         scores = live.dense_scores(hidden, 33)
         expected = (live.dense_query_rows(hidden) @ table[:33].T).log_softmax(-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
+from recserve.kernels.host import on_device
 
 
 def wanted(beams: Beams, skip_single: bool) -> Tensor:
@@ -62,4 +63,4 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
     order = torch.sort(torch.cat(beam), stable=True)
     keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
     place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
-    return keys[place < torch.tensor(beams.widths, device=keys.device)[owners]]
+    return keys[place < on_device(beams.widths, keys.device)[owners]]

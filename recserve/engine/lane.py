@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
+
+log = logging.getLogger(__name__)
 
 
 class RequestTooLarge(ValueError):
@@ -118,7 +121,7 @@ class Lane:
     def begin(self) -> list[Answer]:
         """Start the requests whose roots are cached; the answers of those that need no forward."""
         warm, self.warm = self.warm, []
-        return self._start(warm)
+        return self._start(warm) + self._finish()
 
     def step(self) -> list[Answer]:
         """One forward over everything that waits for one; the answers it completed."""
@@ -148,7 +151,7 @@ class Lane:
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
         self.cold = []
-        return self._finish() + self._start(cold)
+        return self._start(cold) + self._finish()
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give back the pages of sequences that ended."""
@@ -177,7 +180,7 @@ class Lane:
         self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
 
     def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[Answer]:
-        """Cohorts of requests with a computed root; answers of those that need no more."""
+        """Cohorts of requests with a computed root; the errors of those that cannot start."""
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
             request = sequence.request
@@ -187,7 +190,7 @@ class Lane:
         failed: list[Answer] = []
         for strategy, sequences in groups.values():
             failed += self._start_group(strategy, sequences)
-        return failed + self._finish() if groups else []
+        return failed
 
     def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[Answer]:
         """One cohort; where a request spoils it, it alone fails and the others start without it."""
@@ -201,16 +204,20 @@ class Lane:
         return []
 
     def _finish(self) -> list[Answer]:
-        """Answers of the cohorts that have nothing left to propose."""
+        """Answers of the cohorts that have nothing left to propose; one that fails fails alone."""
         done: list[Answer] = []
         running = []
         for cohort in self.cohorts:
-            if cohort.strategy.finished(cohort.state):
+            try:
+                if not cohort.strategy.finished(cohort.state):
+                    running.append(cohort)
+                    continue
                 results = cohort.strategy.finish(cohort.state)
                 done += zip(cohort.sequences, results, strict=True)
-                self.release(cohort.sequences)
-            else:
-                running.append(cohort)
+            except Exception as error:
+                log.exception("an answer failed")
+                done += [(sequence, error) for sequence in cohort.sequences]
+            self.release(cohort.sequences)
         self.cohorts = running
         return done
 

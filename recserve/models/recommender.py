@@ -109,9 +109,11 @@ class Recommender(nn.Module):
             self.item_vectors = with_rows(self.item_vectors, count, unit)
         known = torch.arange(count, device=device) if self._learned is None else self._learned
         self._learned = with_rows(known, count, learned)
-        if self._dense_table is not None:
+        # A reader may just have made it of fewer rows; then it is made again when it is read.
+        table = self._dense_table
+        if table is not None and table.shape[0] >= count:
             rows = torch.arange(count, count + len(codes), device=device)
-            self._dense_table = with_rows(self._dense_table, count, self.dense_item_rows(rows))
+            self._dense_table = with_rows(table, count, self.dense_item_rows(rows))
         self.num_bound_items = count + len(codes)
 
     def embed_items(self, rows: Tensor) -> Tensor:
@@ -242,10 +244,10 @@ class Recommender(nn.Module):
         """
         if rows is not None:
             return F.normalize(self.embed_items(rows), dim=-1)
-        table = self._dense_table
-        if table is not None and table.device == self.item_tokens.device:
-            return table[: self.num_bound_items]
-        rows = torch.arange(self.num_bound_items, device=self.item_tokens.device)
+        table, count, device = self._dense_table, self.num_bound_items, self.item_tokens.device
+        if table is not None and table.device == device and table.shape[0] >= count:
+            return table[:count]
+        rows = torch.arange(count, device=device)
         table = F.normalize(self.embed_items(rows), dim=-1)
         if not self.training and not torch.is_grad_enabled():
             self._dense_table = table

@@ -120,7 +120,7 @@ def search_scored(beams: Beams, model: Recommender) -> Found:
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     places = on_device(wants, beams.nodes.device)[:, None]
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
-    left_out: list[tuple[Tensor, Tensor, Tensor]] = []
+    left_out: list[tuple[Tensor, Tensor]] = []
     skip_single = model.config.normalization == "children"
     while not beams.finished:
         needed = wanted(beams, skip_single)
@@ -129,13 +129,16 @@ def search_scored(beams: Beams, model: Recommender) -> Found:
         if bool(gone.any()):
             held = beams.log_probs.masked_fill(~gone, DEAD)
             lost = torch.maximum(lost, held.amax(1, keepdim=True))
-            left_out.append((gone.nonzero()[:, 0], held[gone], beams.keys(beams.paths)[gone]))
+            left_out.append((held, beams.keys(beams.paths)))
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
         beams = _expand_scored(beams, needed & ~gone, row, model)
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
-    keys = [paths[scores >= kth[owner, 0]].flatten() for owner, scores, paths in left_out]
-    return Found(beams, proven, torch.cat(keys) if keys else beams.nodes[:0, 0])
+    keys, matter = [beams.nodes[:0, 0]], [beams.nodes[:0, 0].bool()]
+    for held, paths in left_out:
+        keys.append(paths.flatten())
+        matter.append(((held > DEAD) & (held >= kth))[..., None].expand_as(paths).flatten())
+    return Found(beams, proven, torch.cat(keys)[torch.cat(matter)])
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:

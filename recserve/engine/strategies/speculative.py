@@ -18,6 +18,7 @@ from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.costs import ROOT, Cost, forward_cost, head_cost, measured, scratch_runner
 from recserve.engine.runner import Piece
 from recserve.engine.strategies.beam import BeamStrategy
+from recserve.kernels.host import on_device
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -124,7 +125,7 @@ class SpeculativeStrategy(BeamStrategy):
             NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
             for m, r in zip(margins, requests, strict=True)
         ]
-        at = torch.tensor(places, device=state.nodes.device).clamp(min=0)[:, None]
+        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
         return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
     def _plans(self, width: int, k: int) -> list[DraftPlan]:
