@@ -223,16 +223,16 @@ class Counting(TableDrafter):
 def test_a_drafter_that_may_not_draft_is_not_asked():
     """It hears of every text once, and after that only where it may draft."""
     model = drawn_model(1)
-    drafter = Counting("wrong", {tuple(range(1, 9)): [0] * 60})
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    prompt = tuple(range(1, 9))
+    drafter = Counting("wrong", {prompt: plain(model, list(prompt), params)[0]})
     drafter.asked = []
     engine = Engine(
         text=model,
         drafters={"wrong": drafter},
         config=EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
     )
-    request = TextRequest(
-        np.arange(1, 9), SamplingParams(temperature=0.0, max_tokens=60), Speculation("wrong")
-    )
+    request = TextRequest(np.array(prompt), params, Speculation("wrong"))
     lane = engine._lanes["text"]
     lane._drafting._budget = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
     answer = engine.run(request)
