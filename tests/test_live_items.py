@@ -339,7 +339,7 @@ def test_what_was_answered_survives_a_kill(tmp_path):
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     answered = [writer.stdout.readline().strip() for _ in range(12)]
     with opened(tmp_path) as other, pytest.raises(JournalError, match="another process"):
-        put(other, {"item_id": "mine", "title": "Rose"})
+        put(other, {"item_id": "mine", "embedding": [0.5] * 16})  # roses may all be taken by now
     os.kill(writer.pid, signal.SIGKILL)
     answered += [line.strip() for line in writer.stdout if line.endswith("\n")]
     writer.wait()
@@ -347,7 +347,7 @@ def test_what_was_answered_survives_a_kill(tmp_path):
         assert service.runtime.snapshot.items.number >= len(answered)
         found = set(scores(slate(service)))
         assert {f"w{n}" for n in range(len(answered))} <= found
-        assert put(service, {"item_id": "after", "title": "Rose"}).inserted == 1
+        assert put(service, {"item_id": "after", "embedding": [0.5] * 16}).inserted == 1
 
 
 def test_a_torn_line_is_dropped_and_damage_is_an_error(tmp_path):
