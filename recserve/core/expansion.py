@@ -8,18 +8,17 @@ core/selection.py does the same for the beams and children that there are.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.beams import Beams
-from recserve.core.bounds import above_bound
 from recserve.core.filtering import LeafFilter
+from recserve.core.selection import deeper, still_of_use
 from recserve.kernels import dispatch
-from recserve.kernels.host import on_device
-from recserve.kernels.trie_children import DEAD, LeafBits, leaf_bits
+from recserve.kernels.trie_children import LeafBits, leaf_bits
 from recserve.kernels.trie_overlay import AnyTrie
 
 
@@ -33,9 +32,8 @@ def best_children(
     has one child. normalizers [B * W]: subtracted from them; None: the log-sum-exp over the valid
     children. widths: how many children each request keeps.
     """
-    trie, level = beams.trie, beams.level
-    batch, width = beams.nodes.shape
-    widest = trie.widths[level]
+    trie, width = beams.trie, beams.nodes.shape[1]
+    widest = trie.widths[beams.level]
     left = filters_of(trie, beams.filters)
     found = dispatch.best_children(
         trie,
@@ -48,21 +46,7 @@ def best_children(
         left.excluded,
         left.allowed,
     )
-    kept = found.log_probs
-    if min(widths) < kept.shape[1]:
-        rank = torch.arange(kept.shape[1], device=kept.device)
-        kept = kept.masked_fill(rank >= on_device(widths, kept.device)[:, None], DEAD)
-    kept = above_bound(beams, found.nodes, kept)
-    chosen = torch.where(kept > DEAD, found.nodes, trie.any_leaf)
-    above = found.parents[..., None].expand(-1, -1, level)
-    return replace(
-        beams,
-        level=level + 1,
-        nodes=chosen,
-        log_probs=kept,
-        paths=torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1),
-        parents=found.parents,
-    )
+    return deeper(beams, found.nodes, still_of_use(beams, found, widths), found.parents)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import above_bound
-from recserve.kernels.trie_children import DEAD, packed, unpacked
+from recserve.kernels.host import on_device
+from recserve.kernels.trie_children import DEAD, BestChildren, packed, unpacked
 
 
 def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:
@@ -29,14 +30,27 @@ def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> 
         if allowed is not None:
             total[b].masked_fill_(allowed.remaining(trie.leaves(nodes[b])) <= 0, DEAD)
     best = unpacked(packed(total, nodes), total.shape[1] // width, max(widths))
+    kept = still_of_use(beams, best, widths)
+    used = max(int((kept > DEAD).sum(1).max()), 1)
+    return deeper(beams, best.nodes[:, :used], kept[:, :used], best.parents[:, :used])
+
+
+def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
+    """[B, n] log-probabilities of the best children, -inf past each request's width and where they
+    cannot enter its answer any more.
+    """
     kept = best.log_probs
     if min(widths) < kept.shape[1]:
-        rank = torch.arange(kept.shape[1], device=nodes.device)
-        kept = kept.masked_fill(rank >= torch.tensor(widths, device=nodes.device)[:, None], DEAD)
-    kept = above_bound(beams, best.nodes, kept)
-    used = max(int((kept > DEAD).sum(1).max()), 1)
-    kept, parents = kept[:, :used], best.parents[:, :used]
-    chosen = torch.where(kept > DEAD, best.nodes[:, :used], trie.any_leaf)
+        rank = torch.arange(kept.shape[1], device=kept.device)
+        kept = kept.masked_fill(rank >= on_device(widths, kept.device)[:, None], DEAD)
+    return above_bound(beams, best.nodes, kept)
+
+
+def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
+    """Beams of the next level. nodes, kept, parents [B, n]: trie nodes, log-probabilities, columns
+    of the beams above.
+    """
+    chosen = torch.where(kept > DEAD, nodes, beams.trie.any_leaf)
     above = parents[..., None].expand(-1, -1, beams.level)
     return replace(
         beams,
