@@ -26,7 +26,7 @@ class PagedAttention:
         """attention: how the nodes of a batch attend."""
         self.pool = pool
         self.slots = batch.query_slots()
-        self.turns = dispatch.in_triton(self.slots)
+        self.turns = type(pool) is KVPool and dispatch.turns(pool.keys)
         self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
