@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import reference
-from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_engines import PARAMETERS, assert_no_leak, engine_for, prompts
 from text_plain import VOCABULARY, drawn_model
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest

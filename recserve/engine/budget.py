@@ -113,10 +113,10 @@ class DraftBudget:
         self._overhead = self._surcharge = 0.0
         self._purchase = _Purchase(None, {}, {}, 0)
 
-    def spend(self, texts: Seq[Asking], other_nodes: int) -> list[Budget]:
+    def spend(self, texts: Seq[Asking], other_nodes: int, num_plain: int = 0) -> list[Budget]:
         """A budget for each text, in order: those named first are served first.
 
-        other_nodes: of the same forward, prefill.
+        other_nodes: of the same forward, prefill. num_plain: texts beside them that never draft.
         """
         asking: dict[str, list[Asking]] = {}
         budgets: dict[int, Budget] = {}
@@ -128,7 +128,7 @@ class DraftBudget:
             for text in asking.pop(drafter):
                 budgets[text.id] = text.most
                 self._full.add(text.id)
-        bought = self._bought(asking, len(texts), other_nodes)
+        bought = self._bought(asking, len(texts) + num_plain, other_nodes)
         for drafter, own in asking.items():
             depths = self._probed(drafter, own, bought.depths[drafter])
             for text, depth in zip(own, depths, strict=True):
