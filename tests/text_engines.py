@@ -3,10 +3,19 @@
 from functools import cache
 
 import numpy as np
+import torch
 from text_plain import VOCABULARY, drawn_model, plain
 
 from recserve.core.text_request import SamplingParams
+from recserve.draft.draft_model import ModelDrafter
+from recserve.draft.lookahead import LookaheadDrafter
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.merged import MergedDrafter
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.specinfer import specinfer
+from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 
 PARAMETERS = {
@@ -60,6 +69,36 @@ def assert_no_leak(engine: Engine) -> None:
     assert lane.allocator.num_free + len(held) == lane.allocator.num_pages
     lane.cache.evict(lane.allocator.num_pages)
     assert lane.allocator.num_free == lane.allocator.num_pages
+
+
+def medusa(model) -> MedusaDrafter:
+    torch.manual_seed(0)
+    heads = MedusaHeads(MedusaConfig(model.config.decoder.hidden_size, VOCABULARY, 3))
+    heads.start_from(model)
+    return MedusaDrafter(heads.eval(), model.config.decoder.hidden_size, VOCABULARY)
+
+
+MAKERS = {  # every drafter, for a target
+    "ngram": lambda m: NgramDrafter(min_match=1, branches=2),
+    "suffix": lambda m: SuffixDrafter(),
+    "lookahead": lambda m: LookaheadDrafter(window=3, ngram=3),
+    "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),
+    "specinfer": lambda m: specinfer([m, drawn_model(3)], VOCABULARY, (2, 1, 2)),
+    "medusa": medusa,
+    "merged": lambda m: MergedDrafter(
+        [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
+    ),
+}
+
+
+def assert_forgotten(drafter) -> None:
+    """No state of a sequence that is over."""
+    for member in getattr(drafter, "sources", (drafter,)):
+        for state in ("_texts", "_contexts", "_windows", "_parts"):
+            assert not getattr(member, state, {})
+        if isinstance(member, ModelDrafter):
+            assert not member._cache.readings
+            assert member._cache.num_free == member._cache.pool.num_pages
 
 
 @cache

@@ -23,7 +23,6 @@ from recserve.core.request import DeadlineExceeded
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
-from recserve.draft.none import NoDrafter
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Piece, Runner
@@ -281,7 +280,7 @@ class TextLane:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
                 self._drop([sequence])
-            elif not isinstance(sequence.drafter, NoDrafter):
+            elif sequence.context.id in self._drafting.asked:
                 accepted = tuple(node - start - 1 for node in path[1:])
                 outcome = TextOutcome(
                     sequence.context, draft, accepted, added, hidden[own], logits[own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +54,8 @@ def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Acc
         rows = going
     nodes = [path + [-1] * (scored.depth + 1 - len(path)) for path in paths]
     lengths = [len(path) - 1 for path in paths]
-    return Accepted(on_device(nodes, device), on_device(lengths, device), on_device(bonus, device))
+    placed = on_device(np.array(nodes), device)
+    return Accepted(placed, on_device(lengths, device), on_device(bonus, device))
 
 
 def path_of(chosen: Seq[int], draft: TextDraft, start: int) -> list[int]:
@@ -71,10 +73,10 @@ def path_of(chosen: Seq[int], draft: TextDraft, start: int) -> list[int]:
         return path
     kinds = None if draft.kinds is None else draft.kinds.tolist()
     leads = _leads(tokens, draft.parents.tolist(), kinds)
-    node = leads.get((-1, chosen[start]))
-    while node is not None:
-        path.append(start + 1 + node)
-        node = leads.get((node, chosen[start + 1 + node]))
+    child = leads.get((-1, chosen[start]))
+    while child is not None:
+        path.append(start + 1 + child)
+        child = leads.get((child, chosen[path[-1]]))
     return path
 
 
