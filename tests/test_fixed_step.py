@@ -8,7 +8,14 @@ because attention on a CPU reads foreign slots and weighs them by zero (kernels/
 import pytest
 import recorder
 import torch
-from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_engines import (
+    PARAMETERS,
+    assert_no_leak,
+    engine_for,
+    plain_texts,
+    prompts,
+    shared_model,
+)
 from text_plain import TableDrafter, drawn_model, plain
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
@@ -53,7 +60,12 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
 
 @pytest.fixture(scope="module")
 def model():
-    return drawn_model(1)
+    return shared_model()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_texts()
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +75,6 @@ def recorded(model):
     """
     made = {"replayed": Counted(), "padded": Counted(lambda step: step)}
     return {name: (with_graphs(model, counted), counted) for name, counted in made.items()}
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    out = {}
-    for name, fields in PARAMETERS.items():
-        for number, prompt in enumerate(prompts(8)):
-            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
-            out[name, number] = (params, plain(model, prompt.tolist(), params)[0])
-    return out
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     engine.drafters["table"] = TableDrafter(kind, texts)
     speculation = Speculation("table")
     before = counted.replays
-    params, tokens = expected[name, 3]
+    params, tokens, *_ = expected[name, 3]
     answer = engine.run(TextRequest(prompts(8)[3], params, speculation))
     assert answer.tokens.tolist() == tokens
     # With what is left of a prompt comes its first step, which is not replayed.
@@ -97,7 +99,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     others = list(PARAMETERS)
     for number, prompt in enumerate(prompts(8)):
         other = others[(others.index(name) + number // 2) % len(others)]
-        params, tokens = expected[name if number % 2 == 0 else other, number]
+        params, tokens, *_ = expected[name if number % 2 == 0 else other, number]
         requests.append(TextRequest(prompt, params, speculation))
         wanted.append(tokens)
     before = counted.replays
@@ -113,7 +115,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
 def test_paths_that_fork_are_moved(model, expected):
     """The right path lies behind wrong siblings, so that every step must move it."""
     prompt = prompts(8)[2]
-    params, tokens = expected["warm", 2]
+    params, tokens, *_ = expected["warm", 2]
     engine = with_graphs(model, Counted())
     engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
     lane = engine._lanes["text"]
@@ -121,11 +123,9 @@ def test_paths_that_fork_are_moved(model, expected):
     keys = lane.runner.pool.keys
     commit = lane._commit
 
-    def watched(group, outputs):
-        row = outputs.found[0].tolist()
-        depth = len(row) // 2 - 1
-        moved.append(any(node != place for place, node in enumerate(row[: row[depth] + 1])))
-        return commit(group, outputs)
+    def watched(group, kept, *outputs):
+        moved.append(any(node != place for place, node in enumerate(kept.paths[0])))
+        return commit(group, kept, *outputs)
 
     lane._commit = watched
     for _ in range(4):
@@ -194,7 +194,7 @@ def test_packed_weights_are_replayed(expected):
     pack_weights(model)
     counted = Counted()
     engine = with_graphs(model, counted)
-    params, tokens = expected["everything", 4]
+    params, tokens, *_ = expected["everything", 4]
     assert engine.run(TextRequest(prompts(8)[4], params)).tokens.tolist() == tokens
     assert counted.replays == 11
 
@@ -245,7 +245,7 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, capl
 
     engine = with_graphs(model, Counted(fails))
     assert engine._lanes["text"].graphs.names == [] and "no graph of" in caplog.text
-    params, tokens = expected["warm", 1]
+    params, tokens, *_ = expected["warm", 1]
     assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_engine import CATALOGUES, draw_root, draw_rows, make, make_ranker, ranking_root
 from test_speculative import make_head
-from test_text_engine import assert_no_leak, prompts
+from text_engines import assert_no_leak, prompts
 from text_plain import TableDrafter, drawn_model
 from tiny_bundle import shared_bundle
 

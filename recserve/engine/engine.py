@@ -237,11 +237,13 @@ class Engine:
         """Admit, one forward per model, deliver. False when nothing is left to do."""
         with self._stepping:
             began = time.monotonic()
-            self._admit()
+            if self._waiting:
+                self._admit()
             answered = 0
             for lane in self._lanes.values():
-                lane.drop_ended()
-                answered += self._step_lane(lane)
+                if lane.num_running:
+                    lane.drop_ended()
+                    answered += self._step_lane(lane)
             if answered:
                 spent = (time.monotonic() - began) / answered
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)

@@ -120,7 +120,7 @@ class FixedStep:
         return True
 
     def __call__(self) -> StepOutputs:
-        """The step on what is loaded; outputs [S, ...] of the texts, [T, ...] of all nodes."""
+        """The step on what is loaded."""
         columns, table = self._columns, self._table
         trees = columns.trees
         tree = TokenTree(
@@ -155,7 +155,7 @@ class FixedStep:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)
         texts = self.shape.sequences
-        return replace(outputs, found=outputs.found[:texts], last=outputs.last[:texts])
+        return replace(outputs, found=outputs.found[:texts])
 
     def _fill(self, packed: PackedTrees) -> None:
         """The one upload, and what a draft made on the device adds to it."""

@@ -8,18 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.core.sampling import largest_on_host
 from recserve.core.sampling_table import SamplingTable
 from recserve.core.target import Target, past_of
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_trees import under_last_tokens
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
+from recserve.verify.path import path_of
 from recserve.verify.rules import verify
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of the trees of B texts, on the host.
+
+    paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -27,14 +39,22 @@ class StepOutputs:
     """What a step found for B texts, on the device.
 
     found [B, 2 D + 4] int64: accepted nodes [D + 1] (-1 behind the last), how many after node 0,
-    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes; last [B, E]:
-    hidden of the last accepted node.
+    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes.
     """
 
     found: Tensor
     logits: Tensor
     hidden: Tensor
-    last: Tensor
+
+    def kept(self) -> Kept:
+        """The one look at the device in a step: what was written decides what is done next."""
+        width = self.found.shape[1] // 2 - 1
+        kept = Kept([], [])
+        for row in self.found.tolist():
+            length, bonus = row[width], row[width + 1]
+            kept.paths.append(row[: length + 1])
+            kept.tokens.append([*row[width + 3 : width + 3 + length], bonus])
+        return kept
 
 
 @dataclass(frozen=True)
@@ -56,10 +76,6 @@ class TextGroup:
         """[B] node 0 of every tree."""
         return [s.context.tokens[-1] for s in self.sequences]
 
-    def tree(self, device: torch.device) -> TokenTree:
-        """The packed trees."""
-        return under_last_tokens(self.last_tokens, self.drafts, device)
-
     def slots(self) -> Tensor:
         """[T] the slot of each node."""
         slots = [
@@ -72,6 +88,22 @@ class TextGroup:
     def chains(self) -> bool:
         """Whether no draft forks, so that every path that is accepted lies right already."""
         return all(draft.depth == len(draft) for draft in self.drafts)
+
+    def keep_likeliest(self, logits: Tensor) -> Kept | None:
+        """What is kept where the likeliest token is written, worked out on the host: there, after a
+        forward, a few numbers of Python cost less than the operators of a tensor. None where other
+        parameters count, and where the logits [T, V] are on a device.
+        """
+        if logits.is_cuda or not (self.table.greedy and self.table.plain):
+            return None
+        chosen, start = largest_on_host(logits), 0
+        kept = Kept([], [])
+        for draft in self.drafts:
+            path = path_of(chosen, draft, start)
+            kept.paths.append(path)
+            kept.tokens.append([chosen[node] for node in path])
+            start += 1 + len(draft)
+        return kept
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""
@@ -126,12 +158,20 @@ def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tens
     dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
 
 
+def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
+    """The same for paths that are known on the host; nothing where they lie right already."""
+    moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
+    moves = [(node, place) for node, place in moves if node != place]
+    if moves:
+        nodes, places = torch.tensor(moves, device=slots.device).unbind(1)
+        pool.copy_slots(slots[nodes], slots[places])
+
+
 def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
     """In shapes that depend on the tree's and the accepted nodes' alone."""
-    ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]
     tokens = tree.tokens[accepted.nodes.clamp(min=0)]
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
-    return StepOutputs(torch.cat(found, 1), logits, hidden, hidden[ends])
+    return StepOutputs(torch.cat(found, 1), logits, hidden)
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:

@@ -59,7 +59,9 @@ class KVPool:
         self.values[layer].index_copy_(0, slots, value)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy tokens of all layers from one place to another. source, target [n], disjoint."""
+        """Copy tokens of all layers from one place to another. source, target [n]; all are read
+        before one is written.
+        """
         self.keys.index_copy_(1, target, self.keys.index_select(1, source))
         self.values.index_copy_(1, target, self.values.index_select(1, source))
 
@@ -118,5 +120,8 @@ class TreeBatch:
 
     def positions(self) -> Tensor:
         """[Tq] absolute position of each computed node: root length + depth."""
-        position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
+        if isinstance(self.root_slots, tuple) and len(self.root_slots) == 1:
+            position = self.tree.depths + self.root_slots[0].shape[0]
+        else:
+            position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
         return position if self.queries is None else position[self.queries]
