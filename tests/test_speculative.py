@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.costs import Cost, forward_cost, head_cost, measured
+from recserve.engine import costs as costs_module
+from recserve.engine import step_costs as step_costs_module
+from recserve.engine.costs import Cost, forward_cost, measured
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.engine.strategies.speculative import StepCosts
+from recserve.engine.plan_choice import RETRY, TRIALS, Group, PlanChoice
+from recserve.engine.step_costs import StepCosts
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
@@ -80,19 +83,28 @@ LINE = Cost((1, 100), (1.0, 2.0))
 STEEP = Cost((1, 100), (0.1, 100.0))
 
 
-@pytest.mark.parametrize("dear", ["rounds", "nodes"])
+def flat(milliseconds: float) -> Cost:
+    return Cost((1, 1000), (milliseconds, milliseconds))
+
+
+DEAR = {
+    "rounds": StepCosts(LINE, flat(10.0), flat(10.5)),
+    "nodes": StepCosts(STEEP, flat(0.0), flat(0.5)),
+}
+
+
+@pytest.mark.parametrize("dear", DEAR)
 def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
     """Where rounds are dear all is drafted; where nodes are, nothing, as in full beam search."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
-    forward, round_ms = (LINE, 10.0) if dear == "rounds" else (STEEP, 0.0)
-    costs = StepCosts(forward, LINE, 0.5, round_ms)
-    engine._strategies["speculative"]._costs = lambda state, width: costs
+    engine._strategies["speculative"].choice.costs = DEAR[dear]
     requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
     for one, two in zip(plain, drafted, strict=True):
-        assert one.rows.tolist() == two.rows.tolist()
+        assert one.rows.tolist() == two.rows.tolist() and not one.timing.drafted
+        assert two.timing.drafted == (dear == "rounds")
         if dear == "rounds":
             assert two.rounds == 1 < one.rounds and two.timing.nodes > one.timing.nodes
         else:
@@ -100,28 +112,101 @@ def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
 
 
 def test_expected_costs_by_hand():
-    """A forward of n nodes is 1 ms + (n - 1) / 99; the head is free."""
-    free = Cost((1,), (0.0,))
-    costs = StepCosts(LINE, free, 0.5, 3.0)
+    """A forward of n nodes is 1 ms + (n - 1) / 99; 3 ms around a round, 4 ms around a draft of any
+    width."""
+    costs = StepCosts(LINE, flat(3.0), flat(4.0))
     line = lambda n: 1 + (n - 1) / 99  # noqa: E731
     # 30 nodes in 3 rounds.
     plain = DraftPlan(0.0, 30.0, 2.0, 0.0)
-    assert costs.expected_ms(plain, 1) == pytest.approx(3 * (line(10) + 3))
+    assert costs.expected_ms(plain, 10, 1) == pytest.approx(3 * (line(10) + 3))
     # Half of the answers need 2 more rounds: 1 on average.
     half = DraftPlan(1.0, 40.0, 1.0, 0.5)
-    assert costs.expected_ms(half, 1) == pytest.approx(0.5 + line(40) + 3 + (line(1) + 3))
+    assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + (line(1) + 3))
     # Of two requests one is missed in 3 of 4 cases, and both wait.
-    assert costs.expected_ms(half, 2) == pytest.approx(0.5 + line(80) + 3 + 1.5 * (line(2) + 3))
+    assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 1.5 * (line(2) + 3))
 
 
-def test_measured_costs_are_of_this_machine_and_bounded():
-    model, _ = make(CATALOGUES["ordinary"], "items", "children")
-    for cost in (forward_cost(model), head_cost(make_head(model, "drawn"))):
-        assert cost(0) == 0 and cost(1) > 0
-        assert len(cost.sizes) == len(cost.milliseconds)
+def drafted_at(choice: PlanChoice, group: Group, draft_ms: float, beam_ms: float, count: int):
+    """Whether each of so many groups drafts, on a machine where it takes just so long."""
+    found = []
+    for _ in range(count):
+        drafted = choice.plan(group).margin > 0
+        choice.took(group, drafted, draft_ms if drafted else beam_ms)
+        found.append(drafted)
+    return found
+
+
+@pytest.mark.parametrize("draft_ms,beam_ms", [(8.0, 10.0), (12.0, 10.0)])
+def test_answers_correct_what_was_expected(draft_ms, beam_ms):
+    """Both are tried; then the faster one is taken, and the other once in RETRY groups."""
+    choice = PlanChoice(CALIBRATION)
+    choice.costs = DEAR["rounds"]
+    found = drafted_at(choice, Group(10, 10, 1), draft_ms, beam_ms, 4 * RETRY)
+    assert found[: 2 * TRIALS] == [True] * TRIALS + [False] * TRIALS
+    later = found[2 * TRIALS :]
+    faster = draft_ms < beam_ms
+    assert later.count(not faster) == 4 and later[:8] == [faster] * 8
+    # The machine changes its mind, and the retries notice.
+    again = drafted_at(choice, Group(10, 10, 1), 50.0 if faster else 2.0, beam_ms, 40 * RETRY)
+    assert again[-RETRY // 2 :].count(faster) <= 1
+
+
+def test_what_cannot_pay_is_not_tried_and_cells_learn_apart():
+    wide = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 80.0, 0.0, 1.0))})
+    hopeless, unmeasured = PlanChoice(wide), PlanChoice(CALIBRATION)
+    hopeless.costs = DEAR["nodes"]
+    for choice in (hopeless, unmeasured):
+        assert not any(drafted_at(choice, Group(10, 10, 1), 1.0, 10.0, 3 * RETRY))
+    choice = PlanChoice(CALIBRATION)
+    choice.costs = DEAR["rounds"]
+    assert not drafted_at(choice, Group(10, 10, 1), 20.0, 10.0, 20)[-1]
+    assert drafted_at(choice, Group(10, 10, 8), 8.0, 10.0, 20)[-1]
+    # An uncalibrated head has nothing to expect from; its times decide.
+    assert drafted_at(PlanChoice(None), Group(10, 10, 1), 8.0, 10.0, 20)[-1]
+    assert not drafted_at(PlanChoice(None), Group(10, 10, 1), 12.0, 10.0, 20)[-1]
+
+
+def test_no_request_measures(monkeypatch):
+    """Costs are learned by `prepare`; requests of any size only read them."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
+    choice = engine._strategies["speculative"].choice
+    assert choice.costs is None
+    began = time.monotonic()
+    engine.prepare(trie)
+    assert time.monotonic() - began < 30
+    costs = choice.costs
+    for cost in (costs.forward, costs.round, costs.drafted):
+        assert len(cost.sizes) == len(cost.milliseconds) >= 1 and min(cost.milliseconds) >= 0
+    assert costs.forward(0) == 0 < costs.forward(1)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured on a request's path")
+
+    for module in (costs_module, step_costs_module):
+        monkeypatch.setattr(module, "measured", refuse)
+    for count, width in ((1, 5), (9, 5), (3, 40)):
+        requests = [
+            RecommendRequest(draw_root(model, 9, i), trie, 5, width, "speculative")
+            for i in range(count)
+        ]
+        assert all(answer.exact for answer in engine.run_many(requests))
+    assert choice.costs is costs
+
+
+def test_measured_costs_are_bounded():
     runs = []
-    slow = measured(lambda n: runs.append(n) or time.sleep(0.004 * n), (1, 4, 16, 64), CPU)
-    assert max(runs) < 64 and slow.sizes[-1] == max(runs)
+
+    def slow(size: int) -> None:
+        runs.append(size)
+        began = time.thread_time()
+        while time.thread_time() - began < 0.004 * size:
+            pass
+
+    found = measured(slow, (1, 4, 16, 64), CPU)
+    assert max(runs) < 64 and found.sizes[-1] == max(runs)
+    model, _ = make(CATALOGUES["ordinary"], "items", "children")
+    assert forward_cost(model)(1) > 0
     known = Cost((1, 4, 16), (2.0, 5.0, 5.0))
     assert [known(n) for n in (1, 2, 4, 10, 40)] == pytest.approx([2.0, 3.0, 5.0, 5.0, 5.0])
     assert Cost((4,), (2.0,))(8) == 4.0
