@@ -45,7 +45,8 @@ class _Times:
 class PlanChoice:
     """Beam search or the draft that is expected to end soonest, whichever is faster.
 
-    costs: None where nothing was measured; then a calibrated head drafts nothing.
+    calibration: None of a head of which nothing is known; it always drafts. costs: None where
+    nothing was measured; then a calibrated head drafts nothing.
     """
 
     def __init__(self, calibration: Calibration | None) -> None:
@@ -62,7 +63,7 @@ class PlanChoice:
         faster first; after that the faster one has it, and now and then the other.
         """
         plan, promising = self._best(group)
-        if plan is NO_DRAFT:
+        if plan in (NO_DRAFT, NOT_CALIBRATED):
             return plan
         times = self._times.setdefault(group.cell, _Times())
         times.asked += 1

@@ -21,8 +21,6 @@ from rich.console import Console
 from recserve.bundle import Bundle, BundleError
 from recserve.core.request import Slate
 from recserve.engine.heads import Heads
-from recserve.engine.plan_choice import NOT_CALIBRATED
-from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.training.calibration import calibrate
 from recserve.training.data import HistoryTrees
@@ -115,10 +113,6 @@ class DrafterTrainee:
         """
         heads = Heads(nezha=self.model) if self.name == "nezha" else Heads(self.model)
         slates = Slates(self.target, self.trie, self.codes, heads)
-        if self.name == "speculative":
-            strategy = SpeculativeStrategy(self.target, self.model)
-            strategy.only = NOT_CALIBRATED
-            slates.engine.offer(self.name, strategy)
         options = SlateOptions(self.recipe.validation_width, strategy=self.name)
         answers: list[Slate] = []
         ranks = []
