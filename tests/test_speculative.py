@@ -15,7 +15,7 @@ from recserve.engine.costs import Cost, forward_cost, measured
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.plan_choice import RETRY, TRIALS, Group, PlanChoice
-from recserve.engine.step_costs import StepCosts
+from recserve.engine.step_costs import StepCosts, further_rounds
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
@@ -116,14 +116,29 @@ def test_expected_costs_by_hand():
     width."""
     costs = StepCosts(LINE, flat(3.0), flat(4.0))
     line = lambda n: 1 + (n - 1) / 99  # noqa: E731
-    # 30 nodes in 3 rounds.
-    plain = DraftPlan(0.0, 30.0, 2.0, 0.0)
-    assert costs.expected_ms(plain, 10, 1) == pytest.approx(3 * (line(10) + 3))
-    # Half of the answers need 2 more rounds: 1 on average.
-    half = DraftPlan(1.0, 40.0, 1.0, 0.5)
-    assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + (line(1) + 3))
+    # 30 nodes in 2 rounds, always.
+    plain = DraftPlan(0.0, 30.0, 1.0, 0.0)
+    assert costs.expected_ms(plain, 10, 1) == pytest.approx(2 * (line(15) + 3))
+    assert costs.expected_ms(plain, 10, 4) == pytest.approx(2 * (line(60) + 3))
+    # Half of the answers need one more round.
+    half = DraftPlan(1.0, 40.0, 0.5, 0.5)
+    assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + 0.5 * (line(1) + 3))
     # Of two requests one is missed in 3 of 4 cases, and both wait.
-    assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 1.5 * (line(2) + 3))
+    assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 0.75 * (line(2) + 3))
+
+
+def test_rounds_of_a_group_are_those_of_its_slowest():
+    """Against draws: each request's further rounds are geometric, the group waits for the most."""
+    rng = np.random.default_rng(0)
+    for proved, repairs in ((0.5, 1.0), (0.9, 0.15), (0.0, 1.3), (1.0, 0.0)):
+        plan = DraftPlan(1.0, 40.0, repairs, proved)
+        missed = 1 - proved
+        for batch in (1, 4, 16):
+            drawn = np.zeros((20_000, batch))
+            if missed:
+                more = rng.geometric(missed / repairs, drawn.shape)
+                drawn = np.where(rng.random(drawn.shape) < missed, more, 0)
+            assert further_rounds(plan, batch) == pytest.approx(drawn.max(1).mean(), abs=0.05)
 
 
 def drafted_at(choice: PlanChoice, group: Group, draft_ms: float, beam_ms: float, count: int):

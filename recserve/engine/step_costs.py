@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from recserve.core.drafting import Strategy
@@ -23,6 +24,7 @@ BEAMS = (10, 50, 200, 800)  # of all requests that step together
 WIDEST = 200
 HISTORY = 16  # items
 MARGIN = 2.0
+ROUNDS = 16  # more are not expected
 SEARCH_S = 0.8
 
 
@@ -38,17 +40,24 @@ class StepCosts:
 
     def expected_ms(self, plan: DraftPlan, width: int, batch: int) -> float:
         """Of a plan for each of `batch` requests that step together and keep `width` beams."""
-        around = self.round(batch * width)
+        around, again = self.round(batch * width), further_rounds(plan, batch)
         if not plan.margin:
-            rounds = 1 + plan.repairs
-            return rounds * (self.forward(batch * plan.nodes / rounds) + around)
-        again, missed = 0.0, 1 - plan.proved
-        if missed > 0:
-            # One request that lacks a prefix makes all of them wait for its round.
-            rounds = (1 - plan.proved**batch) * plan.repairs / missed
-            again = rounds * (self.forward(batch) + around)
+            return (1 + again) * (self.forward(batch * plan.nodes / (1 + again)) + around)
         drafted = self.drafted(plan.margin / MARGIN * batch * width)
-        return drafted + self.forward(batch * plan.nodes) + again
+        return drafted + self.forward(batch * plan.nodes) + again * (self.forward(batch) + around)
+
+
+def further_rounds(plan: DraftPlan, batch: int) -> float:
+    """Expected rounds after the first until the last of `batch` requests is answered: each of them
+    needs one with the chance `1 - proved`, and after each another one with a chance such that it
+    needs `repairs` on average.
+    """
+    missed = 1 - plan.proved
+    if not missed or not plan.repairs:
+        return 0.0
+    another = max(1 - missed / plan.repairs, 0.0)
+    chances = missed * another ** np.arange(ROUNDS)
+    return float((1 - (1 - chances) ** batch).sum())
 
 
 @torch.inference_mode()
