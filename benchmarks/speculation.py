@@ -77,7 +77,7 @@ class Always(PlanChoice):
         costs = self.costs
         assert costs is not None and self.calibration is not None, "the head is not calibrated"
         plans = [p for p in self.calibration.scaled(group.width, group.k) if p.margin]
-        return min(plans, key=lambda p: costs.expected_ms(p, group.width, group.batch))
+        return min(plans, key=lambda p: costs.expected_ms(p, group.width, group.batch, group.kept))
 
 
 def offer_drafts(subject: Subject) -> None:

@@ -16,6 +16,7 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.plan_choice import RETRY, TRIALS, Group, PlanChoice
 from recserve.engine.step_costs import StepCosts, further_rounds
+from recserve.engine.strategies import speculative
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
@@ -88,8 +89,8 @@ def flat(milliseconds: float) -> Cost:
 
 
 DEAR = {
-    "rounds": StepCosts(LINE, flat(10.0), flat(10.5)),
-    "nodes": StepCosts(STEEP, flat(0.0), flat(0.5)),
+    "rounds": StepCosts(LINE, flat(10.0), flat(10.5), flat(10.0)),
+    "nodes": StepCosts(STEEP, flat(0.0), flat(0.5), flat(0.2)),
 }
 
 
@@ -114,7 +115,7 @@ def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
 def test_expected_costs_by_hand():
     """A forward of n nodes is 1 ms + (n - 1) / 99; 3 ms around a round, 4 ms around a draft of any
     width."""
-    costs = StepCosts(LINE, flat(3.0), flat(4.0))
+    costs = StepCosts(LINE, flat(3.0), flat(4.0), flat(3.5))
     line = lambda n: 1 + (n - 1) / 99  # noqa: E731
     # 30 nodes in 2 rounds, always.
     plain = DraftPlan(0.0, 30.0, 1.0, 0.0)
@@ -123,6 +124,9 @@ def test_expected_costs_by_hand():
     # Half of the answers need one more round.
     half = DraftPlan(1.0, 40.0, 0.5, 0.5)
     assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + 0.5 * (line(1) + 3))
+    assert costs.expected_ms(half, 10, 1, kept=True) == pytest.approx(
+        costs.expected_ms(half, 10, 1) - 0.5
+    )
     # Of two requests one is missed in 3 of 4 cases, and both wait.
     assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 0.75 * (line(2) + 3))
 
@@ -190,7 +194,7 @@ def test_no_request_measures(monkeypatch):
     engine.prepare(trie)
     assert time.monotonic() - began < 30
     costs = choice.costs
-    for cost in (costs.forward, costs.round, costs.drafted):
+    for cost in (costs.forward, costs.round, costs.drafted, costs.kept):
         assert len(cost.sizes) == len(cost.milliseconds) >= 1 and min(cost.milliseconds) >= 0
     assert costs.forward(0) == 0 < costs.forward(1)
 
@@ -261,6 +265,69 @@ def test_a_wide_draft_needs_one_round():
     plain = engine.run(RecommendRequest(root, trie, 10, 60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """Whom the head drafted for: roots, one list for each time."""
+    asked = []
+    likely = speculative.likely_prefixes
+
+    def noted(beams, *rest):
+        asked.append([request.root.keys.tolist() for request in beams.requests])
+        return likely(beams, *rest)
+
+    monkeypatch.setattr(speculative, "likely_prefixes", noted)
+    return asked
+
+
+def test_a_draft_stays_with_its_root(drafts):
+    """The user again, alone or among others: no draft, the same nodes, beam's answer."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "from-target")))
+    requests = [
+        RecommendRequest(draw_root(model, 9, i), trie, 5, 10, "speculative") for i in range(3)
+    ]
+    first = [engine.run(request) for request in requests]
+    assert len(drafts) == 3
+    alone, together = [engine.run(request) for request in requests], engine.run_many(requests)
+    assert len(drafts) == 3
+    for request, *slates in zip(requests, first, alone, together, strict=True):
+        plain = engine.run(replace(request, strategy="beam"))
+        assert all(slate.rows.tolist() == plain.rows.tolist() for slate in slates)
+        assert slates[0].timing.nodes == slates[1].timing.nodes
+    engine.run_many([*requests, replace(requests[0], root=draw_root(model, 9, 7))])
+    assert len(drafts) == 4  # one without a draft: all are drafted for
+
+
+def test_a_kept_draft_is_not_used_for_another_question(drafts):
+    """Another k, width, exclusion, filter or catalogue version, or a root that was forgotten."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "from-target")))
+    root = draw_root(model, 9, 0)
+    asked = RecommendRequest(root, trie, 5, 10, "speculative", excluded=np.array([3]))
+    engine.run(asked)
+    allowed = np.ones(trie.num_rows, dtype=bool)
+    allowed[: trie.num_rows // 2] = False
+    others = [
+        replace(asked, k=6),
+        replace(asked, beam_width=12),
+        replace(asked, excluded=np.array([4])),
+        replace(asked, excluded=None),
+        replace(asked, allowed=allowed),
+        replace(asked, trie=replace(trie)),
+    ]
+    for count, other in enumerate(others, start=2):
+        slate = engine.run(other)
+        assert len(drafts) == count
+        plain = engine.run(replace(other, strategy="beam"))
+        assert slate.rows.tolist() == plain.rows.tolist()
+        if other.allowed is None:
+            engine.run(replace(other))
+            assert len(drafts) == count
+    engine.forget(root.keys)
+    engine.run(others[-1])
+    assert len(drafts) == len(others) + 2
 
 
 def test_a_saved_head_drafts_the_same(tmp_path):

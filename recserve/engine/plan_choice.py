@@ -21,16 +21,20 @@ OUTLIER = 2.0  # a time that is so many times the mean was interrupted by someth
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that step together: `batch` of them, alike in beam width and k."""
+    """Requests that step together: `batch` of them, alike in beam width and k. kept: whether drafts
+    were kept with their roots.
+    """
 
     width: int
     k: int
     batch: int
+    kept: bool = False
 
     @property
-    def cell(self) -> tuple[int, int, int]:
+    def cell(self) -> Group:
         """Groups of one cell differ by less than a doubling, and share their times."""
-        return self.width.bit_length(), self.k.bit_length(), self.batch.bit_length()
+        width, k, batch = (1 << n.bit_length() >> 1 for n in (self.width, self.k, self.batch))
+        return Group(width, k, batch, self.kept)
 
 
 @dataclass
@@ -52,7 +56,7 @@ class PlanChoice:
     def __init__(self, calibration: Calibration | None) -> None:
         self.calibration = calibration
         self.costs: StepCosts | None = None
-        self._times: dict[tuple[int, int, int], _Times] = {}
+        self._times: dict[Group, _Times] = {}
 
     def widest(self, width: int, k: int) -> float:
         """The largest margin that may be chosen."""
@@ -92,7 +96,9 @@ class PlanChoice:
             return NOT_CALIBRATED, True
         if costs is None:
             return NO_DRAFT, False
-        expected = {plan: costs.expected_ms(plan, group.width, group.batch) for plan in plans}
+        expected = {
+            plan: costs.expected_ms(plan, group.width, group.batch, group.kept) for plan in plans
+        }
         drafts = [plan for plan in plans if plan.margin]
         beam_ms = min((expected[plan] for plan in plans if not plan.margin), default=float("inf"))
         best = min(drafts, key=expected.__getitem__, default=NO_DRAFT)

@@ -25,26 +25,30 @@ WIDEST = 200
 HISTORY = 16  # items
 MARGIN = 2.0
 ROUNDS = 16  # more are not expected
-SEARCH_S = 0.8
+SEARCH_S = 0.6
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """Milliseconds of a forward by its nodes; and by the beams of all requests, what comes with it:
-    in a round of beam search, and in the first of a draft with MARGIN, the draft included.
+    in a round of beam search, and in the first of a draft with MARGIN, the draft included, or kept
+    from an earlier visit.
     """
 
     forward: Cost
     round: Cost
     drafted: Cost
+    kept: Cost
 
-    def expected_ms(self, plan: DraftPlan, width: int, batch: int) -> float:
-        """Of a plan for each of `batch` requests that step together and keep `width` beams."""
+    def expected_ms(self, plan: DraftPlan, width: int, batch: int, kept: bool = False) -> float:
+        """Of a plan for each of `batch` requests that step together and keep `width` beams. kept:
+        their drafts were.
+        """
         around, again = self.round(batch * width), further_rounds(plan, batch)
         if not plan.margin:
             return (1 + again) * (self.forward(batch * plan.nodes / (1 + again)) + around)
-        drafted = self.drafted(plan.margin / MARGIN * batch * width)
-        return drafted + self.forward(batch * plan.nodes) + again * (self.forward(batch) + around)
+        first = (self.kept if kept else self.drafted)(plan.margin / MARGIN * batch * width)
+        return first + self.forward(batch * plan.nodes) + again * (self.forward(batch) + around)
 
 
 def further_rounds(plan: DraftPlan, batch: int) -> float:
@@ -60,15 +64,22 @@ def further_rounds(plan: DraftPlan, batch: int) -> float:
     return float((1 - (1 - chances) ** batch).sum())
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Beam search; with drafts of MARGIN that are made each time; and with such that are kept."""
+
+    beam: Strategy
+    drafted: Strategy
+    kept: Strategy
+
+
 @torch.inference_mode()
-def step_costs(model: Recommender, beam: Strategy, drafting: Strategy, trie: AnyTrie) -> StepCosts:
-    """Measure: a second or two. drafting: `beam` with drafts of MARGIN. trie: of the catalogue that
-    is served, or one like it.
-    """
+def step_costs(model: Recommender, ways: Ways, trie: AnyTrie) -> StepCosts:
+    """Measure, a few seconds. trie: of the catalogue that is served, or one like it."""
     forward = forward_cost(model)
     asked = {beams: _requests(model, trie, beams) for beams in BEAMS}
     roots = sum(len(r.root.keys) for requests in asked.values() for r in requests)
-    trees = sum(drafting.tree_room(request) for request in asked[BEAMS[-1]])
+    trees = sum(ways.kept.tree_room(request) for request in asked[BEAMS[-1]])
     lane = Lane(scratch_runner(model, roots + trees))
 
     def around(strategy: Strategy, before: Cost | None) -> Cost:
@@ -90,8 +101,8 @@ def step_costs(model: Recommender, beam: Strategy, drafting: Strategy, trie: Any
             left.append(max(rest, 0.0))
         return Cost(whole.sizes, tuple(left))
 
-    each = around(beam, None)
-    return StepCosts(forward, each, around(drafting, each))
+    each = around(ways.beam, None)
+    return StepCosts(forward, each, around(ways.drafted, each), around(ways.kept, each))
 
 
 def _requests(model: Recommender, trie: AnyTrie, beams: int) -> list[RecommendRequest]:

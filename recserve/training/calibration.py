@@ -36,16 +36,15 @@ def calibrate(
     """
     cases = cases.sample(USERS)
     slates = Slates(target, trie, codes, Heads(head))
-    strategy = SpeculativeStrategy(target, head)
-    slates.engine.offer("speculative", strategy)
     plans: dict[tuple[int, int], tuple[DraftPlan, ...]] = {}
     for width, k in ASKED:
         found: list[DraftPlan] = []
         for margin in MARGINS:
             if found and found[-1].margin and found[-1].proved >= ENOUGH:
                 break
-            strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
-            found.append(_carried_out(strategy.only, slates, cases, width, k))
+            plan = DraftPlan(margin, 0.0, 0.0, 1.0)
+            slates.engine.offer("speculative", SpeculativeStrategy(target, head, plan))
+            found.append(_carried_out(plan, slates, cases, width, k))
         plans[width, k] = tuple(found)
     return Calibration(plans)
 

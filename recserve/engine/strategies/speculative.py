@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.draft.kept import keep, kept_keys
 from recserve.draft.nezha import likely_prefixes
-from recserve.draft.prefixes import PrefixDraft, draft_of_keys
+from recserve.draft.prefixes import PrefixDraft, Reach, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
-from recserve.engine.step_costs import step_costs
+from recserve.engine.step_costs import Ways, step_costs
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.kernels.host import on_device
 from recserve.kernels.trie_overlay import AnyTrie
@@ -31,27 +34,38 @@ class SpeculativeStrategy(BeamStrategy):
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. The draft leaves out what lies below the score that the
-    k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
-    still change the answer. How much is drafted follows from the head's
-    calibration, from what steps cost on this machine, which `measure` learns before requests come,
-    and from what answers took; where drafting does not pay nothing is drafted.
+    k-th item is thought to reach, and it stays with the cached root. What it missed is scored in
+    further rounds, as far as it could still change the answer. How much is drafted follows from the
+    head's calibration, from what steps cost on this machine, which `measure` learns before requests
+    come, and from what answers took; where drafting does not pay nothing is drafted.
     """
 
-    def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
+    def __init__(
+        self,
+        model: Recommender,
+        head: SelfDraftHead,
+        only: DraftPlan | None = None,
+        keeps: bool = True,
+    ) -> None:
+        """only: the plan of every request; None: the best one is chosen. keeps: drafts stay with
+        cached roots.
+        """
         super().__init__(model)
-        self.head = head
+        self.head, self.only, self.keeps = head, only, keeps
         self.choice = PlanChoice(head.calibration)
-        self.only: DraftPlan | None = None  # the plan of every request, while it is calibrated
+        self._asked: WeakKeyDictionary[Sequence, Group] = WeakKeyDictionary()
 
     def measure(self, trie: AnyTrie) -> None:
-        """Learn what steps cost on this machine, in a second or two, over a catalogue like this
-        one. Nothing where the head was not calibrated: then nothing could be expected from it.
+        """Learn what steps cost on this machine, in a few seconds, over a catalogue like this one.
+        Nothing where the head was not calibrated: then nothing could be expected from it.
         """
         if self.head.calibration is not None:
-            drafting = SpeculativeStrategy(self.model, self.head)
-            drafting.only = NOT_CALIBRATED
-            beam = BeamStrategy(self.model)
-            self.choice.costs = step_costs(self.model, beam, drafting, trie)
+            ways = Ways(
+                BeamStrategy(self.model),
+                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED, keeps=False),
+                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED),
+            )
+            self.choice.costs = step_costs(self.model, ways, trie)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, those of a first repair, and all of
@@ -78,9 +92,12 @@ class SpeculativeStrategy(BeamStrategy):
             return self._draft(state, rivals)
         for sequence, margin in zip(state.sequences, margins, strict=True):
             sequence.timing.drafted = margin > 0
-        likely = self._likely(state, margins)
+        reach = self._reach(state, margins)
+        kept = kept_keys(state, reach)
+        likely = self._likely(state, reach) if kept is None else kept
         keys = likely if rivals is None else torch.cat([likely, rivals])
-        return self._guess(state, keys)
+        guess = self._guess(state, keys)
+        return replace(guess, reach=reach) if kept is None and self.keeps else guess
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """At first, and after one repair, whatever the scored prefixes prove together; after that
@@ -89,6 +106,8 @@ class SpeculativeStrategy(BeamStrategy):
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
         missing = state.missing
+        if draft.reach is not None:
+            keep(state, draft, draft.reach)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
         found = beam_verify.search_scored(scored, self.model)
@@ -98,36 +117,42 @@ class SpeculativeStrategy(BeamStrategy):
             return replace(scored, missing=found.missing)
         return beam_verify.advance(scored, self.model)
 
-    def _guess(self, state: Beams, keys: Tensor) -> Draft:
+    def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
         count = len(state.sequences)
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
-        requests = state.requests
-        widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
-        places = [
-            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
-            for m, r in zip(margins, requests, strict=True)
-        ]
-        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
-        return likely_prefixes(state, self.head, widths, at, self.skip_single)
+    def _reach(self, state: Beams, margins: list[float]) -> Reach:
+        asked = list(zip(margins, state.requests, strict=True))
+        return Reach(
+            [math.ceil(margin * request.width) for margin, request in asked],
+            [
+                NEVER
+                if request.caps or request.dense_weight or not self.skip_single
+                else math.ceil(margin * request.k) - 1
+                for margin, request in asked
+            ],
+        )
+
+    def _likely(self, state: Beams, reach: Reach) -> Tensor:
+        at = on_device(reach.places, state.nodes.device).clamp(min=0)[:, None]
+        return likely_prefixes(state, self.head, reach.widths, at, self.skip_single)
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates; what they took is remembered."""
-        asked, timing = self._groups(state), state.sequences[0].timing
-        if len(set(asked)) == 1 and timing.forwards and self.only is None:
-            self.choice.took(asked[0], timing.drafted, timing.draft_ms + timing.verify_ms)
+        asked = {self._asked.pop(sequence, None) for sequence in state.sequences}
+        group, timing = asked.pop(), state.sequences[0].timing
+        if group is not None and not asked:
+            self.choice.took(group, timing.drafted, timing.draft_ms + timing.verify_ms)
         return super().finish(state)
 
     def _margins(self, state: Beams) -> list[float]:
         """Of each request."""
         if self.only is not None:
             return [self.only.margin] * len(state.sequences)
-        asked = self._groups(state)
-        plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
-        return [plans[group].margin for group in asked]
-
-    def _groups(self, state: Beams) -> list[Group]:
         batch = len(state.sequences)
-        return [Group(request.width, request.k, batch) for request in state.requests]
+        kept = all(sequence.notes.draft is not None for sequence in state.sequences)
+        asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
+        plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
+        self._asked.update(zip(state.sequences, asked, strict=True))
+        return [plans[group].margin for group in asked]
