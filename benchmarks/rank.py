@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,15 +32,8 @@ from baselines.scoring import (
     ranker_pointwise,
 )
 from drawn import drawn_catalogue, drawn_ranker, drawn_ranking_root, drawn_recommender, drawn_roots
-from measuring import (
-    CLOCKS,
-    Runs,
-    machine,
-    matmul_gflops,
-    measure,
-    silence_transformers,
-    write_json,
-)
+from measuring import Runs, measure
+from report import Report, options_of
 from rich.console import Console
 from rich.table import Table
 
@@ -238,18 +230,12 @@ def print_table(console: Console, title: str, columns: dict[int, Measured]) -> N
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every cell of the issue")
+    parser = options_of(__doc__, budget_s=8.0, repeats=10)
     parser.add_argument("--scorers", nargs="+", choices=["likelihood", "ranker"])
     parser.add_argument("--candidates", nargs="+", type=int)
     parser.add_argument("--roots", nargs="+", type=int)
     parser.add_argument("--model", default="256x4", help="hidden x layers of both scorers")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--budget-s", type=float, default=8.0, help="seconds per method and cell")
     parser.add_argument("--memory-gb", type=float, default=4.0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.scorers = options.scorers or ["likelihood", "ranker"]
     options.candidates = options.candidates or ([100, 500, 4000] if options.all else [100, 500])
@@ -259,15 +245,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    silence_transformers()
-    torch.set_num_threads(options.threads)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    report = Report(options)
+    console = report.console
     hidden, layers = (int(part) for part in options.model.split("x"))
-    content: dict[str, Any] = {"machine": machine() | {"clock": options.clock}, "cells": []}
-    console.print(content["machine"])
-    gflops = matmul_gflops(512, hidden, 8 * hidden, torch.float32, options.clock)
-    content["matmul_gflops"] = gflops
-    console.print(f"plain matmul: {gflops:.0f} GFLOP/s")
+    gflops = report.matmul(512, hidden, 8 * hidden, torch.float32)
     all_same = True
     scorers: dict[str, type[Likelihood] | type[Ranking]] = {
         "likelihood": Likelihood,
@@ -285,25 +266,26 @@ def main() -> int:
                 said.append(f"  {candidates:,} {words}")
                 all_same &= same
                 columns[candidates] = done
-                content["cells"].append(
-                    {
-                        "scorer": name,
-                        "model": options.model,
-                        "root": root,
-                        "candidates": candidates,
-                        "dense_gflop": task.whole_gflop,
-                        "runs": {
-                            n: asdict(r) | {"median_ms": r.median_ms} for n, r in done.runs.items()
-                        },
-                        "stages": {n: asdict(t) for n, t in done.stages.items()},
-                        "agreement": words,
-                    }
+                report.add(
+                    [
+                        {
+                            "scorer": name,
+                            "model": options.model,
+                            "root": root,
+                            "candidates": candidates,
+                            "dense_gflop": task.whole_gflop,
+                            "runs": {
+                                n: asdict(r) | {"median_ms": r.median_ms}
+                                for n, r in done.runs.items()
+                            },
+                            "stages": {n: asdict(t) for n, t in done.stages.items()},
+                            "agreement": words,
+                        }
+                    ]
                 )
             print_table(console, f"{name} · {options.model} · root {root:,}", columns)
             for line in said:
                 console.print(line)
-            if options.json:
-                write_json(options.json, content)
     if not all_same:
         console.print("[red]scores differ between methods[/red]")
     return 0 if all_same else 1

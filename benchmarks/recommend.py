@@ -35,15 +35,8 @@ from drawn import (
     drawn_roots,
     published_catalogue,
 )
-from measuring import (
-    CLOCKS,
-    Runs,
-    machine,
-    matmul_gflops,
-    measure,
-    silence_transformers,
-    write_json,
-)
+from measuring import Runs, matmul_gflops, measure
+from report import Report, options_of
 from rich.console import Console
 from rich.table import Table
 
@@ -275,21 +268,15 @@ def print_stages(
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every cell of the issue")
+    parser = options_of(__doc__, budget_s=8.0, repeats=20)
     parser.add_argument("--items", nargs="+", choices=[*map(str, NODES), "published"])
     parser.add_argument("--models", nargs="+", help="hidden x layers, such as 256x4")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--beams", nargs="+", type=int)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--budget-s", type=float, default=8.0, help="seconds per method and cell")
     parser.add_argument("--memory-gb", type=float, default=6.0)
     parser.add_argument("--invariant", action="store_true", help="the engine's invariant mode")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name, values in (ALL if options.all else QUICK).items():
         if getattr(options, name) is None:
@@ -302,11 +289,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    silence_transformers()
-    torch.set_num_threads(options.threads)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    content: dict[str, Any] = {"machine": machine() | {"clock": options.clock}, "cells": []}
-    console.print(content["machine"])
+    report = Report(options)
+    console = report.console
     all_same = True
     for items in options.items:
         trie = catalogue(items)
@@ -326,25 +310,21 @@ def main() -> int:
                         rows[beams] = runs
                         details.append((beams, stages, words))
                         all_same &= same
-                        content["cells"].append(
-                            asdict(cell)
-                            | {
-                                "matmul_gflops": gflops,
-                                "work": asdict(model.work(batch)),
-                                "runs": {
-                                    name: asdict(r) | {"median_ms": r.median_ms}
-                                    for name, r in runs.items()
-                                },
-                                "stages": {name: asdict(t) for name, t in stages.items()},
-                                "agreement": words,
-                            }
-                        )
+                        found = asdict(cell) | {
+                            "matmul_gflops": gflops,
+                            "work": asdict(model.work(batch)),
+                            "runs": {
+                                name: asdict(r) | {"median_ms": r.median_ms}
+                                for name, r in runs.items()
+                            },
+                            "stages": {name: asdict(t) for name, t in stages.items()},
+                            "agreement": words,
+                        }
+                        report.add([found])
                     print_cells(console, cell.title(), rows)
                     for beams, stages, words in details:
                         print_stages(console, stages, model.work(batch), beams, gflops)
                         console.print(f"  beam {beams} {words}")
-                    if options.json:
-                        write_json(options.json, content)
     if not all_same:
         console.print("[red]slates differ between methods that share their weights[/red]")
     return 0 if all_same else 1

@@ -19,119 +19,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from baselines.beams import BeamSearch
 from baselines.generate import Generate
-from baselines.llama import to_llama
-from drawn import drawn_catalogue, drawn_recommender, drawn_roots
-from measuring import (
-    CLOCKS,
-    Runs,
-    machine,
-    matmul_gflops,
-    measure,
-    silence_transformers,
-    write_json,
-)
+from measuring import Runs, measure
+from report import Report, options_of
 from rich.console import Console
 from rich.table import Table
+from subjects import Subject, drawn_subject, grown, trained_subject
 
-from recserve.bundle import Bundle
-from recserve.core.request import RecommendRequest, Request, Root, StrategyName
-from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens
-from recserve.kernels.trie import Trie, build_trie
-from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from recserve.models.inputs import NodeInputs
-from recserve.models.packing import pack_weights
-from recserve.models.recommender import Recommender, load_recommender
-from recserve.service.loading import item_index, load_heads
-from recserve.training.cases import leave_one_out_cases
+from recserve.core.request import Root
 
-HISTORY_TOKENS = 200
-RETRIEVER: dict[str, Any] = {
-    "width": 512,
-    "outcomes": ("event",),
-    "outcome_shares": (1.0,),
-    "offset_unit": "events",
-    "offset_bounds": (0.0, 2.0, 4.0),
-    "offset_shares": (0.5, 0.25, 0.25),
-}
 VISITS = ("warm", "event", "cold")
 UNTRAINED = ("speculative", "specgr")
-REPEATS = 100
-
-
-class Subject:
-    """An engine and histories to ask it about."""
-
-    def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Root]) -> None:
-        self.model, self.trie, self.roots = model, trie, roots
-        decoder = model.config.decoder
-        slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
-        self.llama = to_llama(model) if model.config.input == "codes" else None
-        pack_weights(model.decoder)  # as the server does when it loads a bundle
-        self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 65_536), heads=heads)
-        self.index = item_index(model, heads)
-
-    def ask(self, roots: list[Root], width: int, strategy: StrategyName) -> None:
-        requests: list[Request] = [
-            RecommendRequest(root, self.trie, min(width, 50), width, strategy, index=self.index)
-            for root in roots
-        ]
-        self.engine.run_many(requests)
-
-
-def grown(model: Recommender, root: Root, item: int) -> Root:
-    """The history with one event more."""
-    row = item % model.num_bound_items
-    if model.config.input == "codes":
-        event = model.item_tokens[row]
-    else:
-        event = torch.tensor([model.config.num_code_tokens + row])
-    tokens = torch.cat([root.inputs.tokens, event])
-    return Root(NodeInputs(tokens), tokens.numpy())
-
-
-def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
-    """Beauty's shape, heads as large as trained ones."""
-    hidden, layers = (int(part) for part in model_shape.split("x"))
-    catalogue = drawn_catalogue(12_101)
-    model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
-    heads = []
-    for placeholders in (False, True):
-        config = SelfDraftConfig(hidden, model.config.codebook_sizes, placeholders)
-        heads.append(SelfDraftHead(config).to(dtype).eval())
-        heads[-1].start_from(model)
-    retriever = DenseRetriever(RetrieverConfig(hidden, **RETRIEVER)).to(dtype).eval()
-    roots = drawn_roots(model, HISTORY_TOKENS // model.config.num_levels, users, 0)
-    return Subject(model, catalogue.trie, Heads(*heads, retriever), roots)
-
-
-def trained_subject(path: Path, users: int, dtype: torch.dtype) -> Subject:
-    """Test users of a bundle."""
-    bundle = Bundle.open(path)
-    catalog = bundle.catalog()
-    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
-    vectors = torch.from_numpy(catalog.vectors)
-    model = load_recommender(bundle.directory("recommender"), codes, vectors).to(dtype)
-    config = model.config
-    cases = leave_one_out_cases(bundle.events(), "test").sample(users)
-    roots = []
-    for case in range(len(cases)):
-        history = cases.history(case)[-config.max_history_items :]
-        tokens = root_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
-        roots.append(Root(NodeInputs(torch.from_numpy(tokens)), tokens))
-    return Subject(
-        model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots
-    )
 
 
 def visits(
-    subject: Subject, width: int, strategy: StrategyName, batch: int, seed: int
+    subject: Subject, k: int, width: int, strategy: str, batch: int, seed: int
 ) -> dict[str, Callable[[int], None]]:
     """Each kind of visit as a function of the run's number. seed: of the new events, which must
     differ from those that another strategy has left in the cache.
@@ -143,12 +47,12 @@ def visits(
         return roots[first : first + batch]
 
     def warm(number: int) -> None:
-        subject.ask(group(subject.roots, number), width, strategy)
+        subject.ask(group(subject.roots, number), k, width, strategy)
 
     def event(number: int) -> None:
         roots = group(subject.roots, number)
         item = seed * 1000 + number
-        subject.ask([grown(subject.model, root, item) for root in roots], width, strategy)
+        subject.ask([grown(subject.model, root, item) for root in roots], k, width, strategy)
 
     def cold(number: int) -> None:
         for root in group(subject.roots, number):
@@ -194,9 +98,10 @@ def measured_cell(
         if name in UNTRAINED and not options.bundle:
             runs[name] = {visit: Runs((), "needs trained heads") for visit in VISITS}
             continue
-        calls = visits(subject, width, name, batch, 1 + seed + 100 * width + 10_000 * batch)
+        k = min(width, options.k)
+        calls = visits(subject, k, width, name, batch, 1 + seed + 100 * width + 10_000 * batch)
         runs[name] = {
-            visit: measure(call, REPEATS, options.budget_s, options.clock)
+            visit: measure(call, options.repeats, options.budget_s, options.clock)
             for visit, call in calls.items()
         }
     if options.generate:
@@ -251,41 +156,33 @@ def cells_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__, budget_s=4.0, repeats=100, every_cell=False)
     parser.add_argument("--bundle", type=Path, help="a trained bundle; default: drawn weights")
     parser.add_argument("--model", default="256x4", help="hidden x layers, where it is drawn")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--beams", nargs="+", type=int, default=[50, 256])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--k", type=int, default=50, help="items wanted, no more than beams")
     parser.add_argument("--strategies", nargs="+", help="default: all that the heads allow")
     parser.add_argument("--no-generate", dest="generate", action="store_false")
     parser.add_argument("--longest-call-s", type=float, default=30.0, help="of `generate`")
     parser.add_argument("--users", type=int, default=128)
-    parser.add_argument("--budget-s", type=float, default=4.0, help="seconds per cell")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--least-events", type=int, default=1, help="of a bundle's users")
     options = parser.parse_args()
-    silence_transformers()
-    torch.set_num_threads(options.threads)
-    console = Console()
-    content: dict[str, Any] = {"machine": machine() | {"clock": options.clock}, "cells": []}
-    console.print(content["machine"])
+    report = Report(options)
     dtype: torch.dtype = getattr(torch, options.dtype)
     if options.bundle:
-        subject = trained_subject(options.bundle, options.users, dtype)
+        subject = trained_subject(options.bundle, options.users, dtype, options.least_events)
     else:
         subject = drawn_subject(options.model, options.users, dtype)
-    rate = matmul_gflops(512, 256, 1024, dtype, options.clock)
-    content["matmul_gflops"] = rate
+    report.matmul(512, 256, 1024, dtype)
     known: dict[int, float] = {}
     for batch in options.batches:
         for width in options.beams:
             runs = measured_cell(subject, width, batch, options, known)
-            show(console, f"{options.dtype}, beam {width}, batch {batch}", runs)
-            content["cells"] += cells_of(runs, width, batch, options)
-            if options.json:
-                write_json(options.json, content)
+            title = f"{options.dtype}, beam {width}, k {min(width, options.k)}, batch {batch}"
+            show(report.console, title, runs)
+            report.add(cells_of(runs, width, batch, options))
 
 
 if __name__ == "__main__":

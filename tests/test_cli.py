@@ -16,7 +16,7 @@ from recserve.features.synthetic import SyntheticOptions, write_synthetic
 
 COMMANDS = (
     *("demo", "build", "train", "evaluate", "serve", "recommend", "rank", "batch", "doctor"),
-    *("bundle verify", "history show", "history delete"),
+    *("bundle verify", "bundle calibrate", "history show", "history delete"),
 )
 
 

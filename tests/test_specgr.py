@@ -120,12 +120,12 @@ def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
     monkeypatch.setattr(threshold, "LIFT", 1e9)
     below, compared = guided.draft_under_beams, 0
 
-    def under(beams, retriever, lacking, judged, sizes, skip):
+    def under(beams, retriever, lacking, judged, skip):
         nonlocal compared
-        items = below(beams, retriever, lacking, judged, sizes, skip)
+        items = below(beams, retriever, lacking, judged, skip)
         open_ = guided._open_below(beams, 0, judged[0])
-        if open_.sum() > sizes[0]:
-            request = ask(world, 5, sizes[0], sizes[0], "dense", allowed=open_)
+        if open_.sum() > (size := beams.widths[0]):
+            request = ask(world, 5, size, size, "dense", allowed=open_)
             found = Engine(world.model, config=SMALL, heads=world.engine_heads).run(request)
             assert set(items.rows.tolist()) == set(found.rows.tolist())
             compared += 1

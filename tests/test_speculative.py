@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.costs import Cost, forward_cost, head_cost, measured
+from recserve.engine import costs as costs_module
+from recserve.engine import step_costs as step_costs_module
+from recserve.engine.costs import Cost, forward_cost, measured
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.engine.strategies.speculative import StepCosts
+from recserve.engine.plan_choice import RETRY, TRIALS, Group, PlanChoice
+from recserve.engine.step_costs import StepCosts, further_rounds
+from recserve.engine.strategies import speculative
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import (
     SelfDraftConfig,
@@ -80,19 +84,28 @@ LINE = Cost((1, 100), (1.0, 2.0))
 STEEP = Cost((1, 100), (0.1, 100.0))
 
 
-@pytest.mark.parametrize("dear", ["rounds", "nodes"])
+def flat(milliseconds: float) -> Cost:
+    return Cost((1, 1000), (milliseconds, milliseconds))
+
+
+DEAR = {
+    "rounds": StepCosts(LINE, flat(10.0), flat(10.5), flat(10.0)),
+    "nodes": StepCosts(STEEP, flat(0.0), flat(0.5), flat(0.2)),
+}
+
+
+@pytest.mark.parametrize("dear", DEAR)
 def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
     """Where rounds are dear all is drafted; where nodes are, nothing, as in full beam search."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
-    forward, round_ms = (LINE, 10.0) if dear == "rounds" else (STEEP, 0.0)
-    costs = StepCosts(forward, LINE, 0.5, round_ms)
-    engine._strategies["speculative"]._costs = lambda state, width: costs
+    engine._strategies["speculative"].choice.costs = DEAR[dear]
     requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
     for one, two in zip(plain, drafted, strict=True):
-        assert one.rows.tolist() == two.rows.tolist()
+        assert one.rows.tolist() == two.rows.tolist() and not one.timing.drafted
+        assert two.timing.drafted == (dear == "rounds")
         if dear == "rounds":
             assert two.rounds == 1 < one.rounds and two.timing.nodes > one.timing.nodes
         else:
@@ -100,28 +113,118 @@ def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
 
 
 def test_expected_costs_by_hand():
-    """A forward of n nodes is 1 ms + (n - 1) / 99; the head is free."""
-    free = Cost((1,), (0.0,))
-    costs = StepCosts(LINE, free, 0.5, 3.0)
+    """A forward of n nodes is 1 ms + (n - 1) / 99; 3 ms around a round, 4 ms around a draft of any
+    width."""
+    costs = StepCosts(LINE, flat(3.0), flat(4.0), flat(3.5))
     line = lambda n: 1 + (n - 1) / 99  # noqa: E731
-    # 30 nodes in 3 rounds.
-    plain = DraftPlan(0.0, 30.0, 2.0, 0.0)
-    assert costs.expected_ms(plain, 1) == pytest.approx(3 * (line(10) + 3))
-    # Half of the answers need 2 more rounds: 1 on average.
-    half = DraftPlan(1.0, 40.0, 1.0, 0.5)
-    assert costs.expected_ms(half, 1) == pytest.approx(0.5 + line(40) + 3 + (line(1) + 3))
+    # 30 nodes in 2 rounds, always.
+    plain = DraftPlan(0.0, 30.0, 1.0, 0.0)
+    assert costs.expected_ms(plain, 10, 1) == pytest.approx(2 * (line(15) + 3))
+    assert costs.expected_ms(plain, 10, 4) == pytest.approx(2 * (line(60) + 3))
+    # Half of the answers need one more round.
+    half = DraftPlan(1.0, 40.0, 0.5, 0.5)
+    assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + 0.5 * (line(1) + 3))
+    assert costs.expected_ms(half, 10, 1, kept=True) == pytest.approx(
+        costs.expected_ms(half, 10, 1) - 0.5
+    )
     # Of two requests one is missed in 3 of 4 cases, and both wait.
-    assert costs.expected_ms(half, 2) == pytest.approx(0.5 + line(80) + 3 + 1.5 * (line(2) + 3))
+    assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 0.75 * (line(2) + 3))
 
 
-def test_measured_costs_are_of_this_machine_and_bounded():
-    model, _ = make(CATALOGUES["ordinary"], "items", "children")
-    for cost in (forward_cost(model), head_cost(make_head(model, "drawn"))):
-        assert cost(0) == 0 and cost(1) > 0
-        assert len(cost.sizes) == len(cost.milliseconds)
+def test_rounds_of_a_group_are_those_of_its_slowest():
+    """Against draws: each request's further rounds are geometric, the group waits for the most."""
+    rng = np.random.default_rng(0)
+    for proved, repairs in ((0.5, 1.0), (0.9, 0.15), (0.0, 1.3), (1.0, 0.0)):
+        plan = DraftPlan(1.0, 40.0, repairs, proved)
+        missed = 1 - proved
+        for batch in (1, 4, 16):
+            drawn = np.zeros((20_000, batch))
+            if missed:
+                more = rng.geometric(missed / repairs, drawn.shape)
+                drawn = np.where(rng.random(drawn.shape) < missed, more, 0)
+            assert further_rounds(plan, batch) == pytest.approx(drawn.max(1).mean(), abs=0.05)
+
+
+def drafted_at(choice: PlanChoice, group: Group, draft_ms: float, beam_ms: float, count: int):
+    """Whether each of so many groups drafts, on a machine where it takes just so long."""
+    found = []
+    for _ in range(count):
+        drafted = choice.plan(group).margin > 0
+        choice.took(group, drafted, draft_ms if drafted else beam_ms)
+        found.append(drafted)
+    return found
+
+
+@pytest.mark.parametrize("draft_ms,beam_ms", [(8.0, 10.0), (12.0, 10.0)])
+def test_answers_correct_what_was_expected(draft_ms, beam_ms):
+    """Both are tried; then the faster one is taken, and the other once in RETRY groups."""
+    choice = PlanChoice(CALIBRATION)
+    choice.costs = DEAR["rounds"]
+    found = drafted_at(choice, Group(10, 10, 1), draft_ms, beam_ms, 4 * RETRY)
+    assert found[: 2 * TRIALS] == [True] * TRIALS + [False] * TRIALS
+    later = found[2 * TRIALS :]
+    faster = draft_ms < beam_ms
+    assert later.count(not faster) == 4 and later[:8] == [faster] * 8
+    # The machine changes its mind, and the retries notice.
+    again = drafted_at(choice, Group(10, 10, 1), 50.0 if faster else 2.0, beam_ms, 40 * RETRY)
+    assert again[-RETRY // 2 :].count(faster) <= 1
+
+
+def test_what_cannot_pay_is_not_tried_and_cells_learn_apart():
+    wide = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 80.0, 0.0, 1.0))})
+    hopeless, unmeasured = PlanChoice(wide), PlanChoice(CALIBRATION)
+    hopeless.costs = DEAR["nodes"]
+    for choice in (hopeless, unmeasured):
+        assert not any(drafted_at(choice, Group(10, 10, 1), 1.0, 10.0, 3 * RETRY))
+    choice = PlanChoice(CALIBRATION)
+    choice.costs = DEAR["rounds"]
+    assert not drafted_at(choice, Group(10, 10, 1), 20.0, 10.0, 20)[-1]
+    assert drafted_at(choice, Group(10, 10, 8), 8.0, 10.0, 20)[-1]
+    # Of a head that was not calibrated nothing is known; it does as it is told.
+    assert all(drafted_at(PlanChoice(None), Group(10, 10, 1), 12.0, 10.0, 20))
+
+
+def test_no_request_measures(monkeypatch):
+    """Costs are learned by `prepare`; requests of any size only read them."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
+    choice = engine._strategies["speculative"].choice
+    assert choice.costs is None
+    began = time.monotonic()
+    engine.prepare(trie)
+    assert time.monotonic() - began < 30
+    costs = choice.costs
+    for cost in (costs.forward, costs.round, costs.drafted, costs.kept):
+        assert len(cost.sizes) == len(cost.milliseconds) >= 1 and min(cost.milliseconds) >= 0
+    assert costs.forward(0) == 0 < costs.forward(1)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured on a request's path")
+
+    for module in (costs_module, step_costs_module):
+        monkeypatch.setattr(module, "measured", refuse)
+    for count, width in ((1, 5), (9, 5), (3, 40)):
+        requests = [
+            RecommendRequest(draw_root(model, 9, i), trie, 5, width, "speculative")
+            for i in range(count)
+        ]
+        assert all(answer.exact for answer in engine.run_many(requests))
+    assert choice.costs is costs
+
+
+def test_measured_costs_are_bounded():
     runs = []
-    slow = measured(lambda n: runs.append(n) or time.sleep(0.004 * n), (1, 4, 16, 64), CPU)
-    assert max(runs) < 64 and slow.sizes[-1] == max(runs)
+
+    def slow(size: int) -> None:
+        runs.append(size)
+        began = time.thread_time()
+        while time.thread_time() - began < 0.004 * size:
+            pass
+
+    found = measured(slow, (1, 4, 16, 64), CPU)
+    assert max(runs) < 64 and found.sizes[-1] == max(runs)
+    model, _ = make(CATALOGUES["ordinary"], "items", "children")
+    assert forward_cost(model)(1) > 0
     known = Cost((1, 4, 16), (2.0, 5.0, 5.0))
     assert [known(n) for n in (1, 2, 4, 10, 40)] == pytest.approx([2.0, 3.0, 5.0, 5.0, 5.0])
     assert Cost((4,), (2.0,))(8) == 4.0
@@ -162,6 +265,69 @@ def test_a_wide_draft_needs_one_round():
     plain = engine.run(RecommendRequest(root, trie, 10, 60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """Whom the head drafted for: roots, one list for each time."""
+    asked = []
+    likely = speculative.likely_prefixes
+
+    def noted(beams, *rest):
+        asked.append([request.root.keys.tolist() for request in beams.requests])
+        return likely(beams, *rest)
+
+    monkeypatch.setattr(speculative, "likely_prefixes", noted)
+    return asked
+
+
+def test_a_draft_stays_with_its_root(drafts):
+    """The user again, alone or among others: no draft, the same nodes, beam's answer."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "from-target")))
+    requests = [
+        RecommendRequest(draw_root(model, 9, i), trie, 5, 10, "speculative") for i in range(3)
+    ]
+    first = [engine.run(request) for request in requests]
+    assert len(drafts) == 3
+    alone, together = [engine.run(request) for request in requests], engine.run_many(requests)
+    assert len(drafts) == 3
+    for request, *slates in zip(requests, first, alone, together, strict=True):
+        plain = engine.run(replace(request, strategy="beam"))
+        assert all(slate.rows.tolist() == plain.rows.tolist() for slate in slates)
+        assert slates[0].timing.nodes == slates[1].timing.nodes
+    engine.run_many([*requests, replace(requests[0], root=draw_root(model, 9, 7))])
+    assert len(drafts) == 4  # one without a draft: all are drafted for
+
+
+def test_a_kept_draft_is_not_used_for_another_question(drafts):
+    """Another k, width, exclusion, filter or catalogue version, or a root that was forgotten."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "from-target")))
+    root = draw_root(model, 9, 0)
+    asked = RecommendRequest(root, trie, 5, 10, "speculative", excluded=np.array([3]))
+    engine.run(asked)
+    allowed = np.ones(trie.num_rows, dtype=bool)
+    allowed[: trie.num_rows // 2] = False
+    others = [
+        replace(asked, k=6),
+        replace(asked, beam_width=12),
+        replace(asked, excluded=np.array([4])),
+        replace(asked, excluded=None),
+        replace(asked, allowed=allowed),
+        replace(asked, trie=replace(trie)),
+    ]
+    for count, other in enumerate(others, start=2):
+        slate = engine.run(other)
+        assert len(drafts) == count
+        plain = engine.run(replace(other, strategy="beam"))
+        assert slate.rows.tolist() == plain.rows.tolist()
+        if other.allowed is None:
+            engine.run(replace(other))
+            assert len(drafts) == count
+    engine.forget(root.keys)
+    engine.run(others[-1])
+    assert len(drafts) == len(others) + 2
 
 
 def test_a_saved_head_drafts_the_same(tmp_path):

@@ -2,16 +2,20 @@
 
 Sums in floating point depend in their last bits on what shares a forward. The engine takes what has
 arrived when it steps, so a group is handed over while it is held between two steps: then the batch,
-and with it every byte of the answers, is a function of the requests alone.
+and with it every byte of the answers, is a function of the requests alone. For the same reason
+`auto` is `beam` where there is beam search: whether a draft pays is learned from the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from recserve.batch.generate import Recommend
 from recserve.messages import RecommendAnswer, RecommendBody
 from recserve.service import Service
+from recserve.service.choosing import AUTO, BEAM
 from recserve.service.work import Work
 
 
@@ -27,6 +31,8 @@ def together(service: Service) -> Recommend:
 
 
 def _begin(service: Service, body: RecommendBody) -> Work[RecommendAnswer] | Exception:
+    if body.strategy == AUTO and BEAM in service.runtime.engine.strategies:
+        body = structs.replace(body, strategy=BEAM)
     try:
         return service.begin_recommend(body)
     except ValueError as error:

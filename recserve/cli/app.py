@@ -38,6 +38,7 @@ for command in (
 
 bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
 bundle_app.command()(bundles.verify)
+bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
 app.add_typer(bundle_app, name="bundle")
 

@@ -1,4 +1,4 @@
-"""`recserve build`, `train`, `evaluate`, `bundle verify|export`: what makes and checks a bundle."""
+"""`recserve build`, `train`, `evaluate`, `bundle verify|calibrate|export`: what makes bundles."""
 
 from __future__ import annotations
 
@@ -178,6 +178,23 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
     bundle.verify()
     versions = f"model {bundle.manifest.model_version}, catalogue {bundle.manifest.catalog_version}"
     typer.echo(f"{path}: {len(bundle.manifest.files)} files match, {versions}")
+
+
+def calibrate(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
+) -> None:
+    """Measure anew what drafts of the trained draft head are worth; training does so by itself."""
+    from recserve.bundle import Bundle
+    from recserve.training.calibration import recalibrate
+    from recserve.training.options import TrainOptions
+
+    found = recalibrate(Bundle.open(path), TrainOptions(device=device).torch_device())
+    for (width, k), plans in found.plans.items():
+        for plan in plans:
+            typer.echo(
+                f"beam {width}, k {k}, margin {plan.margin:g}: {plan.nodes:.0f} nodes, "
+                f"{plan.proved:.0%} in one round, {plan.repairs:.2f} further rounds"
+            )
 
 
 def export(

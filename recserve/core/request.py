@@ -120,7 +120,8 @@ class Timing:
     """Milliseconds a request spent in each stage of the engine; `forwards` and `nodes` count target
     work.
 
-    root_cached and root_computed: root tokens found in the prefix cache and computed.
+    root_cached and root_computed: root tokens found in the prefix cache and computed. drafted:
+    whether a head proposed what was scored; `speculative` without it is beam search.
     """
 
     queue_ms: float = 0.0
@@ -132,6 +133,7 @@ class Timing:
     nodes: int = 0
     root_cached: int = 0
     root_computed: int = 0
+    drafted: bool = False
 
 
 @dataclass(frozen=True)

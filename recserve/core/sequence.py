@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from recserve.core.request import Request, Result, Timing
+from recserve.core.root_notes import RootNotes
 from recserve.models.inputs import NodeInputs
 
 
@@ -18,8 +19,8 @@ class Sequence:
     pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
     root. num_computed: root tokens already in the cache. tail [E]: hidden state of the last root
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
-    nothing; ahead [P, E]: their hidden states, None until they are computed. tree_slots: reserved
-    for tree nodes, of which tree_used are taken.
+    nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
+    sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class Sequence:
     tree_used: int = 0
     placeholders: NodeInputs | None = None
     ahead: Tensor | None = None
+    notes: RootNotes = field(default_factory=RootNotes)
     timing: Timing = field(default_factory=Timing)
 
     @property

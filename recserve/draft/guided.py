@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.request import RecommendRequest
 from recserve.draft.candidates import needed_prefixes
 from recserve.draft.dense import nearest
+from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
 
 
@@ -33,11 +33,9 @@ class DraftedItems:
     keys: Tensor
 
 
-def draft_freely(
-    beams: Beams, retriever: DenseRetriever, sizes: Seq[int], skip_single: bool
-) -> DraftedItems:
-    """The nearest items of every request. sizes [B]: how many of each."""
-    requests = [replace(_request(beams, b), k=size, caps=()) for b, size in enumerate(sizes)]
+def draft_freely(beams: Beams, retriever: DenseRetriever, skip_single: bool) -> DraftedItems:
+    """The nearest items of every request, as many as it keeps beams."""
+    requests = [replace(request, k=request.width, caps=()) for request in beams.requests]
     found = [each.rows for each in nearest(retriever, beams.tails, requests)]
     return _drafted(beams, np.arange(len(found)), found, skip_single)
 
@@ -47,21 +45,21 @@ def draft_under_beams(
     retriever: DenseRetriever,
     lacking: Seq[int],
     judged: tuple[np.ndarray, ...],
-    sizes: Seq[int],
     skip_single: bool,
 ) -> DraftedItems:
-    """The nearest items below the beams of the requests that lack some.
+    """The nearest items below the beams of the requests that lack some, as many as each keeps.
 
     lacking: request numbers. judged: rows of each request [B] that were proposed before, which do
-    not come again. sizes [B]: how many of each.
+    not come again.
     """
+    asked = beams.requests
     allowed = [_open_below(beams, b, judged[b]) for b in lacking]
     found = [np.flatnonzero(bitmap) for bitmap in allowed]
-    large = [i for i, b in enumerate(lacking) if found[i].size > sizes[b]]
+    large = [i for i, b in enumerate(lacking) if found[i].size > asked[b].width]
     if large:
         numbers = [lacking[i] for i in large]
         requests = [
-            replace(_request(beams, b), k=sizes[b], caps=(), excluded=None, allowed=allowed[i])
+            replace(asked[b], k=asked[b].width, caps=(), excluded=None, allowed=allowed[i])
             for i, b in zip(large, numbers, strict=True)
         ]
         for i, each in zip(large, nearest(retriever, beams.tails[numbers], requests), strict=True):
@@ -71,7 +69,7 @@ def draft_under_beams(
 
 def _open_below(beams: Beams, b: int, judged: np.ndarray) -> np.ndarray:
     """[rows] bool: items below a beam of request b that it may be answered and were not judged."""
-    trie, request = beams.trie, _request(beams, b)
+    trie, request = beams.trie, beams.requests[b]
     leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
     edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
     edges.index_add_(0, leaves.first.long(), torch.ones_like(leaves.first, dtype=torch.int64))
@@ -94,13 +92,7 @@ def _drafted(
 ) -> DraftedItems:
     device = beams.tails.device
     sizes = [rows.size for rows in found]
-    owners = torch.from_numpy(np.repeat(numbers, sizes)).to(device)
-    rows = torch.from_numpy(np.concatenate(found)).to(device, torch.int64)
+    owners = on_device(np.repeat(numbers, sizes), device)
+    rows = on_device(np.concatenate(found), device, torch.int64)
     nodes = beams.trie.nodes_of_items(rows)
     return DraftedItems(owners, rows, needed_prefixes(beams.trie, nodes, owners, skip_single))
-
-
-def _request(beams: Beams, b: int) -> RecommendRequest:
-    request = beams.sequences[b].request
-    assert isinstance(request, RecommendRequest)
-    return request

@@ -1,4 +1,4 @@
-"""What work costs on this machine: forwards by their nodes, draft heads by their states."""
+"""What work costs on this machine: measured at some sizes, and between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from recserve.engine.networks import DecoderTrunk
 from recserve.engine.runner import Piece, Runner
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import root_branch
-from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
@@ -76,39 +75,35 @@ def scratch_runner(model: Recommender | LanguageModel, nodes: int) -> Runner:
     return Runner(trunk, KVPool(trunk.kv_shape, ROOT + nodes, 1, trunk.dtype, trunk.device))
 
 
-def head_cost(head: SelfDraftHead) -> Cost:
-    """A level of the self-draft head over n states."""
-    device = head.tokens.weight.device
-
-    def level(size: int) -> None:
-        state = head.tokens.weight[:1].expand(size, -1)
-        codes = torch.zeros(size, dtype=torch.int64, device=device)
-        head.level_logits(state, head.step(0, state, codes), 1).float().log_softmax(-1)
-
-    return measured(level, SIZES, device)
-
-
-def measured(work: Callable[[int], None], sizes: tuple[int, ...], device: torch.device) -> Cost:
+def measured(
+    work: Callable[[int], None],
+    sizes: tuple[int, ...],
+    device: torch.device,
+    budget_s: float = BUDGET_S,
+) -> Cost:
     """The fastest of some runs at each size after one to warm up, sizes ascending; none that would
-    spend more than BUDGET_S.
+    spend more than the budget. On a CPU the thread's own time: what other processes take is no cost
+    of the work.
     """
-    began = time.perf_counter()
+    cuda = device.type == "cuda"
+    clock = time.perf_counter if cuda else time.thread_time
+
+    def run_ms(size: int) -> float:
+        if cuda:
+            torch.cuda.synchronize(device)
+        began = clock()
+        work(size)
+        if cuda:
+            torch.cuda.synchronize(device)
+        return (clock() - began) * 1e3
+
+    began = clock()
     work(sizes[0])
     found: list[float] = []
     for number, size in enumerate(sizes):
         if found:
             ahead_s = 1e-3 * RUNS * found[-1] * size / sizes[number - 1]
-            if time.perf_counter() - began + ahead_s > BUDGET_S:
+            if clock() - began + ahead_s > budget_s:
                 break
-        found.append(min(_run_ms(work, size, device) for _ in range(RUNS)))
+        found.append(min(run_ms(size) for _ in range(RUNS)))
     return Cost(sizes[: len(found)], tuple(found))
-
-
-def _run_ms(work: Callable[[int], None], size: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    work(size)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * 1e3

@@ -40,6 +40,7 @@ from recserve.engine.runner import Runner
 from recserve.engine.stats import EngineStats, stats_of
 from recserve.engine.strategies import (
     RankStrategy,
+    SpeculativeStrategy,
     TextScoreStrategy,
     WarmStrategy,
     likelihood_strategy,
@@ -47,6 +48,7 @@ from recserve.engine.strategies import (
 )
 from recserve.engine.text_lane import TextLane, TextLimits
 from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
@@ -164,6 +166,15 @@ class Engine:
     def offer(self, name: str, strategy: Strategy) -> None:
         """Decode the recommender's requests for this name so, from now on."""
         self._strategies[name] = strategy
+
+    def prepare(self, trie: AnyTrie) -> None:
+        """Learn how fast this machine is, a second or two, over a catalogue like the one that will
+        be asked about: before requests come, since none of them measures anything.
+        """
+        with self._stepping:
+            for strategy in self._strategies.values():
+                if isinstance(strategy, SpeculativeStrategy):
+                    strategy.measure(trie)
 
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""

@@ -109,6 +109,7 @@ class Lane:
             slots_of_pages(own_pages[len(pages) :], size, len(tree_pages) * size),
             placeholders=strategy.placeholders if isinstance(strategy, LooksAhead) else None,
             ahead=found.ahead,
+            notes=found.notes,
             timing=Timing(
                 queue_ms=(time.monotonic() - submitted_s) * 1e3,
                 root_cached=found.length,
@@ -271,7 +272,9 @@ class Lane:
         root = sequence.request.root
         pages = sequence.pages[: self._pages(sequence.root_length)]
         assert sequence.tail is not None
-        self.cache.insert(root.keys, root.shared, pages, sequence.tail, sequence.ahead)
+        self.cache.insert(
+            root.keys, root.shared, pages, sequence.tail, sequence.ahead, sequence.notes
+        )
 
     def _copy_page(self, source: int, target: int, rows: int) -> None:
         step = torch.arange(rows, device=self.runner.pool.keys.device)

@@ -11,12 +11,13 @@ part of every hash.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 from torch import Tensor
 
+from recserve.core.root_notes import RootNotes
 from recserve.engine.pages import PageAllocator
 
 Digest = bytes
@@ -28,7 +29,8 @@ class Match:
 
     pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
     there are none. length: cached rows. tail [E]: hidden state of the last row when the whole root
-    is cached, and ahead [P, E] those of the placeholders behind it, where they were computed.
+    is cached, and ahead [P, E] those of the placeholders behind it, where they were computed;
+    notes: what else is kept beside the whole root, empty where it is not cached.
     """
 
     pages: list[int]
@@ -36,6 +38,7 @@ class Match:
     length: int
     tail: Tensor | None
     ahead: Tensor | None = None
+    notes: RootNotes = field(default_factory=RootNotes)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _Entry:
     page: int | None
     tail: Tensor | None = None
     ahead: Tensor | None = None
+    notes: RootNotes = field(default_factory=RootNotes)
 
 
 class PrefixCache:
@@ -73,14 +77,14 @@ class PrefixCache:
             touched.append(digest)
             pages.append(entry.page)
         full = len(pages) * size
-        length, partial, tail, ahead = full, None, None, None
+        length, partial, tail, ahead, notes = full, None, None, None, RootNotes()
         for end in range(min(n, full + size - 1), full - 1, -1):
             digest = self._tail_digest(digests[len(pages)], keys[full:end])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
                 if end == n:
-                    tail, ahead = entry.tail, entry.ahead
+                    tail, ahead, notes = entry.tail, entry.ahead, entry.notes
                 touched.append(digest)
                 break
         if pages and length == n and tail is None:
@@ -90,14 +94,14 @@ class PrefixCache:
         if length < shared:
             # The shared rows were computed together or not at all.
             length, pages, partial, touched = 0, [], None, []
-            tail = ahead = None
+            tail, ahead, notes = None, None, RootNotes()
         for digest in reversed(touched):
             self._entries.move_to_end(digest)
         held = pages + ([partial] if partial is not None else [])
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, tail, ahead)
+        return Match(pages, partial, length, tail, ahead, notes)
 
     def insert(
         self,
@@ -106,13 +110,15 @@ class PrefixCache:
         pages: list[int],
         tail: Tensor,
         ahead: Tensor | None = None,
+        notes: RootNotes | None = None,
     ) -> None:
         """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
         size = self._page_size
         digests = self._page_digests(keys, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
-        self._put(self._tail_digest(digests[full], keys[full * size :]), _Entry(last, tail, ahead))
+        whole = _Entry(last, tail, ahead, notes or RootNotes())
+        self._put(self._tail_digest(digests[full], keys[full * size :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))

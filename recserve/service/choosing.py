@@ -1,8 +1,9 @@
 """Which strategy `auto` is: exact where the deadline allows it, the fastest good one where not.
 
 Times are what this server's own answers took, waiting in the queue included, so that a rising load
-is seen as it comes. `speculative` is preferred to `beam`: the slate is the same, and it drafts
-nothing where drafting would not pay.
+is seen as it comes. `speculative` is preferred to `beam`: it knows which requests step together and
+what drafts for so many cost and bring (engine/plan_choice.py), and is beam search where they do not
+pay; the answer then says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EXACT = ("speculative", "beam")
+AUTO = "auto"
+SPECULATIVE, BEAM = "speculative", "beam"
+EXACT = (SPECULATIVE, BEAM)
 QUICK = ("nezha", "dense")
 OTHERWISE = "parallel"
 NEWEST = 0.1  # weight of the newest answer in the running mean

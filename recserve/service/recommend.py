@@ -16,14 +16,13 @@ from recserve.messages import (
     RecommendBody,
     RecommendedItem,
 )
-from recserve.service.choosing import Choice, Chooser
+from recserve.service.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.histories import History
 from recserve.service.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch, Work
 
-AUTO = "auto"
 CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
@@ -105,7 +104,10 @@ class Recommendations:
             self.chooser.took(strategy, width, result.timing.total_ms / 1e3)
             if self.runtime.shadow is not None:
                 self.runtime.shadow.follow(request, result)
-            return self._finish(draft, degraded, watch, result, strategy)
+            made = strategy
+            if body.strategy == AUTO and strategy == SPECULATIVE and not result.timing.drafted:
+                made = BEAM
+            return self._finish(draft, degraded, watch, result, made)
 
         return Work(future, finish)
 

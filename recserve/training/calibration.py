@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from recserve.bundle import Bundle, BundleError
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.kernels.trie import Trie
 from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft, save_self_draft
 from recserve.models.recommender import Recommender
 from recserve.training.cases import Cases
+from recserve.training.frozen import FrozenRecommender
 from recserve.training.slates import SlateOptions, Slates
 
 ASKED = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
@@ -33,18 +36,35 @@ def calibrate(
     """
     cases = cases.sample(USERS)
     slates = Slates(target, trie, codes, Heads(head))
-    strategy = SpeculativeStrategy(target, head)
-    slates.engine.offer("speculative", strategy)
     plans: dict[tuple[int, int], tuple[DraftPlan, ...]] = {}
     for width, k in ASKED:
         found: list[DraftPlan] = []
         for margin in MARGINS:
             if found and found[-1].margin and found[-1].proved >= ENOUGH:
                 break
-            strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
-            found.append(_carried_out(strategy.only, slates, cases, width, k))
+            plan = DraftPlan(margin, 0.0, 0.0, 1.0)
+            slates.engine.offer("speculative", SpeculativeStrategy(target, head, plan))
+            found.append(_carried_out(plan, slates, cases, width, k))
         plans[width, k] = tuple(found)
     return Calibration(plans)
+
+
+def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
+    """Calibrate the bundle's draft head as it is, and record that.
+
+    Raises BundleError where no recommender or no draft head was trained.
+    """
+    section = "drafters/speculative"
+    frozen = FrozenRecommender.open(bundle, device)
+    if not bundle.has(section):
+        raise BundleError(f"{bundle.root}: no draft head; run `recserve train drafter` first")
+    directory = bundle.directory(section)
+    head = load_self_draft(directory, frozen.model)
+    with torch.no_grad():
+        head.calibration = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
+    save_self_draft(head, directory)
+    bundle.commit(section, bundle.manifest.sections[section])
+    return head.calibration
 
 
 def _carried_out(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:

@@ -19,6 +19,7 @@ from recserve.models.recommender import Recommender
 
 __all__ = [
     "RankStrategy",
+    "SpeculativeStrategy",
     "TextScoreStrategy",
     "WarmStrategy",
     "likelihood_strategy",

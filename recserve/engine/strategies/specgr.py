@@ -16,7 +16,7 @@ from recserve.draft import beam as beam_draft
 from recserve.draft import guided
 from recserve.draft.guided import DraftedItems
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
-from recserve.engine.strategies.beam import level_offsets_of, request_of
+from recserve.engine.strategies.beam import level_offsets_of
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
@@ -70,9 +70,9 @@ class SpecGRStrategy:
         began = time.perf_counter()
         level_0 = beam_verify.begin(tuple(sequences), by_children=False)
         beams = beam_verify.start(level_0, self.model)
-        sizes = [request_of(s).width for s in sequences]
-        items = guided.draft_freely(beams, self.retriever, sizes, self.skip_single)
-        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, tuple(range(len(sizes)))))
+        items = guided.draft_freely(beams, self.retriever, self.skip_single)
+        lacking = tuple(range(len(sequences)))
+        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, lacking))
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
@@ -133,9 +133,8 @@ class SpecGRStrategy:
 
     def _drafted_again(self, state: Inspection) -> Inspection:
         beams, judged = state.beams, state.judged
-        sizes = [request_of(s).width for s in beams.sequences]
-        before = tuple(judged.rows[judged.owners == b] for b in range(len(sizes)))
+        before = tuple(judged.rows[judged.owners == b] for b in range(len(beams.sequences)))
         items = guided.draft_under_beams(
-            beams, self.retriever, state.lacking, before, sizes, self.skip_single
+            beams, self.retriever, state.lacking, before, self.skip_single
         )
         return replace(state, pending=items, guided=beams.level)

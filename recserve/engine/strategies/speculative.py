@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,48 +12,21 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
-from recserve.core.request import RecommendRequest
-from recserve.draft import beam as beam_draft
+from recserve.core.request import RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.draft.kept import keep, kept_keys
 from recserve.draft.nezha import likely_prefixes
-from recserve.draft.prefixes import PrefixDraft, draft_of_keys
-from recserve.engine.costs import ROOT, Cost, forward_cost, head_cost, measured, scratch_runner
-from recserve.engine.runner import Piece
+from recserve.draft.prefixes import PrefixDraft, Reach, draft_of_keys
+from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
+from recserve.engine.step_costs import Ways, step_costs
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.kernels.host import on_device
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
-
-NOT_CALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
-CLEARLY = 0.9  # costs are estimates: drafting must be expected to save a tenth
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Milliseconds of a forward by its nodes, of the head by its states, and of what surrounds
-    them: draft_ms in a draft, round_ms in a round.
-    """
-
-    forward: Cost
-    head: Cost
-    draft_ms: float
-    round_ms: float
-
-    def expected_ms(self, plan: DraftPlan, batch: int) -> float:
-        """Of a plan for each of `batch` requests that step together."""
-        if not plan.margin:
-            rounds = 1 + plan.repairs
-            return rounds * (self.forward(batch * plan.nodes / rounds) + self.round_ms)
-        missed = 1 - plan.proved
-        again = 0.0
-        if missed > 0:
-            # One request that lacks a prefix makes all of them wait for its round.
-            rounds = (1 - plan.proved**batch) * plan.repairs / missed
-            again = rounds * (self.forward(batch) + self.round_ms)
-        first = self.forward(batch * plan.nodes) + self.round_ms
-        return self.draft_ms + self.head(batch * plan.nodes) + first + again
 
 
 class SpeculativeStrategy(BeamStrategy):
@@ -60,24 +34,47 @@ class SpeculativeStrategy(BeamStrategy):
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. The draft leaves out what lies below the score that the
-    k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
-    still change the answer. How much is drafted follows from the head's
-    calibration and the costs of this machine, measured at the first requests; where drafting does
-    not pay nothing is drafted.
+    k-th item is thought to reach, and it stays with the cached root. What it missed is scored in
+    further rounds, as far as it could still change the answer. How much is drafted follows from the
+    head's calibration, from what steps cost on this machine, which `measure` learns before requests
+    come, and from what answers took; where drafting does not pay nothing is drafted.
     """
 
-    def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
+    def __init__(
+        self,
+        model: Recommender,
+        head: SelfDraftHead,
+        only: DraftPlan | None = None,
+        keeps: bool = True,
+    ) -> None:
+        """only: the plan of every request; None: the best one is chosen. keeps: drafts stay with
+        cached roots.
+        """
         super().__init__(model)
-        self.head = head
-        self.costs: dict[tuple[int, int], StepCosts] = {}
-        self.only: DraftPlan | None = None  # the plan of every request, while it is calibrated
+        self.head, self.only, self.keeps = head, only, keeps
+        self.choice = PlanChoice(head.calibration)
+        self._asked: WeakKeyDictionary[Sequence, Group] = WeakKeyDictionary()
+
+    def measure(self, trie: AnyTrie) -> None:
+        """Learn what steps cost on this machine, in a few seconds, over a catalogue like this one.
+        Nothing where the head was not calibrated: then nothing could be expected from it.
+        """
+        if self.head.calibration is not None:
+            ways = Ways(
+                BeamStrategy(self.model),
+                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED, keeps=False),
+                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED),
+            )
+            self.choice.costs = step_costs(self.model, ways, trie)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, those of a first repair, and all of
         beam search's own.
         """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
-        margin = max(plan.margin for plan in self._plans(request.width, request.k))
+        margin = self.choice.widest(request.width, request.k)
+        if self.only is not None:
+            margin = self.only.margin
         drafted = sum(min(math.ceil(margin * request.width), size) for size in sizes)
         repair = sum(min(request.width, size) for size in sizes)
         return drafted + repair + super().tree_room(request)
@@ -90,12 +87,17 @@ class SpeculativeStrategy(BeamStrategy):
             return self._guess(state, keys)
         if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
-        margins = [self._chosen(state, request).margin for request in state.requests]
+        margins = self._margins(state)
         if not any(margins):
             return self._draft(state, rivals)
-        likely = self._likely(state, margins)
+        for sequence, margin in zip(state.sequences, margins, strict=True):
+            sequence.timing.drafted = margin > 0
+        reach = self._reach(state, margins)
+        kept = kept_keys(state, reach)
+        likely = self._likely(state, reach) if kept is None else kept
         keys = likely if rivals is None else torch.cat([likely, rivals])
-        return self._guess(state, keys)
+        guess = self._guess(state, keys)
+        return replace(guess, reach=reach) if kept is None and self.keeps else guess
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """At first, and after one repair, whatever the scored prefixes prove together; after that
@@ -104,6 +106,8 @@ class SpeculativeStrategy(BeamStrategy):
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
         missing = state.missing
+        if draft.reach is not None:
+            keep(state, draft, draft.reach)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
         found = beam_verify.search_scored(scored, self.model)
@@ -113,70 +117,42 @@ class SpeculativeStrategy(BeamStrategy):
             return replace(scored, missing=found.missing)
         return beam_verify.advance(scored, self.model)
 
-    def _guess(self, state: Beams, keys: Tensor) -> Draft:
+    def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
         count = len(state.sequences)
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
-        requests = state.requests
-        widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
-        places = [
-            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
-            for m, r in zip(margins, requests, strict=True)
-        ]
-        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
-        return likely_prefixes(state, self.head, widths, at, self.skip_single)
+    def _reach(self, state: Beams, margins: list[float]) -> Reach:
+        asked = list(zip(margins, state.requests, strict=True))
+        return Reach(
+            [math.ceil(margin * request.width) for margin, request in asked],
+            [
+                NEVER
+                if request.caps or request.dense_weight or not self.skip_single
+                else math.ceil(margin * request.k) - 1
+                for margin, request in asked
+            ],
+        )
 
-    def _plans(self, width: int, k: int) -> list[DraftPlan]:
+    def _likely(self, state: Beams, reach: Reach) -> Tensor:
+        at = on_device(reach.places, state.nodes.device).clamp(min=0)[:, None]
+        return likely_prefixes(state, self.head, reach.widths, at, self.skip_single)
+
+    def finish(self, state: Beams) -> list[Result]:
+        """Slates; what they took is remembered."""
+        asked = {self._asked.pop(sequence, None) for sequence in state.sequences}
+        group, timing = asked.pop(), state.sequences[0].timing
+        if group is not None and not asked:
+            self.choice.took(group, timing.drafted, timing.draft_ms + timing.verify_ms)
+        return super().finish(state)
+
+    def _margins(self, state: Beams) -> list[float]:
+        """Of each request."""
         if self.only is not None:
-            return [self.only]
-        if self.head.calibration is None:
-            return [NOT_CALIBRATED]
-        return self.head.calibration.scaled(width, k)
-
-    def _chosen(self, state: Beams, request: RecommendRequest) -> DraftPlan:
-        """The plan that is expected to end soonest; to draft at all must be clearly worth it."""
-        plans = self._plans(request.width, request.k)
-        if len(plans) == 1:
-            return plans[0]
-        costs, batch = self._costs(state, request.width), len(state.sequences)
-        return min(
-            plans,
-            key=lambda plan: costs.expected_ms(plan, batch) * (1 if plan.margin else CLEARLY),
-        )
-
-    def _costs(self, state: Beams, width: int) -> StepCosts:
-        """Measured once for each doubling of the batch and of the beam width."""
-        key = len(state.sequences).bit_length(), width.bit_length()
-        if key not in self.costs:
-            self.costs[key] = self._measure(state, width)
-        return self.costs[key]
-
-    def _measure(self, state: Beams, width: int) -> StepCosts:
-        device = state.tails.device
-
-        def draft(_: int) -> None:
-            self._likely(state, [2.0] * len(state.sequences))
-
-        tree = beam_draft.propose(state, self.level_offsets, self.skip_single)
-        nodes = tree.tree.num_nodes
-        runner = scratch_runner(self.model, nodes)
-        slots = ROOT + torch.arange(nodes, device=device)
-        roots = (torch.arange(ROOT, device=device),) * len(state.sequences)
-
-        def beam_round(_: int) -> None:
-            again = beam_draft.propose(state, self.level_offsets, self.skip_single)
-            piece = Piece(again.tree, again.inputs, again.queries, slots, roots)
-            self.verify(state, again, slots, runner.forward([piece])[0])
-
-        known = next(iter(self.costs.values()), None)
-        forward = known.forward if known else forward_cost(self.model)
-        head = known.head if known else head_cost(self.head)
-        whole = measured(beam_round, (1,), device)(1)
-        return StepCosts(
-            forward,
-            head,
-            measured(draft, (1,), device)(1),
-            max(whole - forward(len(tree.inputs)), 0.0),
-        )
+            return [self.only.margin] * len(state.sequences)
+        batch = len(state.sequences)
+        kept = all(sequence.notes.draft is not None for sequence in state.sequences)
+        asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
+        plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
+        self._asked.update(zip(state.sequences, asked, strict=True))
+        return [plans[group].margin for group in asked]

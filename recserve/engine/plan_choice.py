@@ -1,0 +1,112 @@
+"""How wide to draft, and whether to draft at all: expected from the head's calibration and the
+costs of this machine, corrected by what answers took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from recserve.engine.step_costs import MARGIN, StepCosts
+from recserve.models.drafters.calibration import Calibration, DraftPlan
+
+NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
+NOT_CALIBRATED = DraftPlan(MARGIN, 0.0, 0.0, 1.0)
+CLEARLY = 0.9  # costs are estimates: a draft that is expected to save less comes second
+HOPELESS = 1.3  # and one that is expected to cost so much is not tried
+TRIALS = 4  # of each, before their times are compared
+RETRY = 64  # every so many groups the slower one is tried again
+NEWEST = 0.1  # weight of the newest time in a running mean
+OUTLIER = 2.0  # a time that is so many times the mean was interrupted by something else
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that step together: `batch` of them, alike in beam width and k. kept: whether drafts
+    were kept with their roots.
+    """
+
+    width: int
+    k: int
+    batch: int
+    kept: bool = False
+
+    @property
+    def cell(self) -> Group:
+        """Groups of one cell differ by less than a doubling, and share their times."""
+        width, k, batch = (1 << n.bit_length() >> 1 for n in (self.width, self.k, self.batch))
+        return Group(width, k, batch, self.kept)
+
+
+@dataclass
+class _Times:
+    """Of one cell: groups that were asked about, and those answered with a draft or without."""
+
+    asked: int = 0
+    count: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    mean_ms: dict[bool, float] = field(default_factory=dict)
+
+
+class PlanChoice:
+    """Beam search or the draft that is expected to end soonest, whichever is faster.
+
+    calibration: None of a head of which nothing is known; it always drafts. costs: None where
+    nothing was measured; then a calibrated head drafts nothing.
+    """
+
+    def __init__(self, calibration: Calibration | None) -> None:
+        self.calibration = calibration
+        self.costs: StepCosts | None = None
+        self._times: dict[Group, _Times] = {}
+
+    def widest(self, width: int, k: int) -> float:
+        """The largest margin that may be chosen."""
+        return max(plan.margin for plan in self._plans(width, k))
+
+    def plan(self, group: Group) -> DraftPlan:
+        """What the group does next. The first groups of a cell try both, what is expected to be
+        faster first; after that the faster one has it, and now and then the other.
+        """
+        plan, promising = self._best(group)
+        if plan in (NO_DRAFT, NOT_CALIBRATED):
+            return plan
+        times = self._times.setdefault(group.cell, _Times())
+        times.asked += 1
+        drafting = promising
+        if times.count[promising] >= TRIALS:
+            drafting = not promising
+        if min(times.count.values()) >= TRIALS:
+            faster = times.mean_ms[True] < times.mean_ms[False]
+            drafting = faster == (times.asked % RETRY > 0)
+        return plan if drafting else NO_DRAFT
+
+    def took(self, group: Group, drafted: bool, milliseconds: float) -> None:
+        """Note what a group's rounds took, all of them, with a draft or without."""
+        times = self._times.setdefault(group.cell, _Times())
+        times.count[drafted] += 1
+        before = times.mean_ms.get(drafted, milliseconds)
+        weight = max(NEWEST, 1 / times.count[drafted])
+        times.mean_ms[drafted] = before + weight * (min(milliseconds, OUTLIER * before) - before)
+
+    def _best(self, group: Group) -> tuple[DraftPlan, bool]:
+        """The draft that is expected to end soonest, NO_DRAFT where none is worth a trial; and
+        whether it is expected to be faster than beam search.
+        """
+        plans, costs = self._plans(group.width, group.k), self.costs
+        if plans == [NOT_CALIBRATED]:
+            return NOT_CALIBRATED, True
+        if costs is None:
+            return NO_DRAFT, False
+        expected = {
+            plan: costs.expected_ms(plan, group.width, group.batch, group.kept) for plan in plans
+        }
+        drafts = [plan for plan in plans if plan.margin]
+        beam_ms = min((expected[plan] for plan in plans if not plan.margin), default=float("inf"))
+        best = min(drafts, key=expected.__getitem__, default=NO_DRAFT)
+        if best is NO_DRAFT or expected[best] > HOPELESS * beam_ms:
+            return NO_DRAFT, False
+        return best, expected[best] < CLEARLY * beam_ms
+
+    def _plans(self, width: int, k: int) -> list[DraftPlan]:
+        if self.calibration is None:
+            return [NOT_CALIBRATED]
+        return self.calibration.scaled(width, k)
