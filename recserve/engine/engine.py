@@ -122,7 +122,9 @@ class Engine:
             runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
             running, wanted = self.config.max_running, self.config.graphs
-            graphs = cuda_graphs(runner, text, running, wanted, self.config.graph_limits)
+            graphs = cuda_graphs(
+                runner, text, running, wanted, self.config.graph_limits, self.drafters
+            )
             self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)

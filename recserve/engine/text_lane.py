@@ -175,7 +175,7 @@ class TextLane:
         drafted = time.perf_counter()
         if not groups and not parts:
             return failed
-        replayed = None if parts or self.graphs is None else self.graphs.step(groups)
+        replayed = None if self.graphs is None else self.graphs.step(groups, bool(parts))
         if replayed is None:
             done = self._launch(groups, parts)
         else:
@@ -244,21 +244,19 @@ class TextLane:
     def _commit(self, group: TextGroup, outputs: StepOutputs) -> list[Answer]:
         """The answers of the texts that ended; drafters hear of the others."""
         # The one look at the device in a step: what was written decides what is done next.
-        table, width = outputs.found.tolist(), outputs.found.shape[1] // 2 - 1
+        found = outputs.read()
         hidden, logits, last = outputs.hidden, outputs.logits, outputs.last.clone()
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
         for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
-            row = table[number]
-            length, bonus = row[width], row[width + 1]
-            path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
+            length, path, tokens = found.length(number), found.path(number), found.tokens(number)
             own = slice(start, start + 1 + len(draft))
             try:
                 top = sequence.request.params.logprobs
-                logprobs = [] if top is None else token_logprobs(logits[path], found, top)
+                logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
                 before = sequence.length
-                added = sequence.commit(found, logprobs)
+                added = sequence.commit(tokens, logprobs)
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
@@ -266,7 +264,8 @@ class TextLane:
                 continue
             used = min(length, len(added))
             tail = last[number] if used == length else hidden[path[used]].clone()
-            sequence.computed(before + used, tail)
+            ranked = None if found.ranked is None else found.ranked[number]
+            sequence.computed(before + used, tail, ranked)
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())

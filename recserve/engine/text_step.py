@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.sampling_table import SamplingTable
@@ -26,15 +28,52 @@ from recserve.verify.rules import verify
 class StepOutputs:
     """What a step found for B texts, on the device.
 
-    found [B, 2 D + 4] int64: accepted nodes [D + 1] (-1 behind the last), how many after node 0,
-    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes; last [B, E]:
-    hidden of the last accepted node.
+    found [B, 2 D + 4 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
+    0, bonus token, tokens of the nodes; then, where heads ended the step, the tokens they ranked
+    [K, W]. depth: D. num_heads: K, or 0. logits [T, V] raw and hidden [T, E] of all nodes; last
+    [B, E]: hidden of the last accepted node.
     """
 
     found: Tensor
+    depth: int
     logits: Tensor
     hidden: Tensor
     last: Tensor
+    num_heads: int = 0
+
+    def read(self) -> Found:
+        """Wait for the device and take what was found to the host."""
+        found = self.found.to("cpu", copy=True).numpy()
+        stop = 2 * self.depth + 4
+        ranked = None
+        if self.num_heads:
+            ranked = found[:, stop:].reshape(len(found), self.num_heads, -1)
+        return Found(found[:, :stop].tolist(), self.depth, ranked)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step found for B texts, on the host.
+
+    rows: as the first columns of StepOutputs.found. ranked [B, K, W], or None.
+    """
+
+    rows: list[list[int]]
+    depth: int
+    ranked: NDArray[np.int64] | None
+
+    def length(self, text: int) -> int:
+        """Drafted tokens that were accepted."""
+        return self.rows[text][self.depth + 1]
+
+    def path(self, text: int) -> list[int]:
+        """Packed nodes from node 0 to the last accepted one."""
+        return self.rows[text][: self.length(text) + 1]
+
+    def tokens(self, text: int) -> list[int]:
+        """What was written: the accepted tokens and the bonus token."""
+        row, first = self.rows[text], self.depth + 4
+        return [*row[first : first + self.length(text)], row[self.depth + 2]]
 
 
 @dataclass(frozen=True)
@@ -131,7 +170,8 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
     ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]
     tokens = tree.tokens[accepted.nodes.clamp(min=0)]
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
-    return StepOutputs(torch.cat(found, 1), logits, hidden, hidden[ends])
+    depth = accepted.nodes.shape[1] - 1
+    return StepOutputs(torch.cat(found, 1), depth, logits, hidden, hidden[ends])
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
