@@ -232,7 +232,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
-        return stats_of(len(self._waiting), list(self._lanes.values()))
+        text = self._lanes.get("text")
+        graphs = text.graphs if isinstance(text, TextLane) else None
+        return stats_of(len(self._waiting), list(self._lanes.values()), graphs)
 
     @torch.inference_mode()
     def step(self) -> bool:
