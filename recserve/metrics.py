@@ -40,7 +40,8 @@ class Gauges:
 
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
     illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
-    strategy that is compared.
+    strategy that is compared. graph_steps: text steps by what became of them; graph_seconds,
+    graph_bytes: what recording each step took, by its bucket.
     """
 
     queue_depth: int = 0
@@ -48,6 +49,9 @@ class Gauges:
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
     shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_seconds: Mapping[str, float] = field(default_factory=dict)
+    graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Drafted(Protocol):
@@ -96,6 +100,22 @@ class _EngineCollector(Collector):
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
+        steps = CounterMetricFamily(
+            "recserve_graph_steps",
+            "Text steps that were replayed, or why they were launched one by one",
+            labels=["result"],
+        )
+        for result, count in gauges.graph_steps.items():
+            steps.add_metric([result], count)
+        yield steps
+        for name, said, taken in (
+            ("seconds", "Seconds that recording a text step took at start", gauges.graph_seconds),
+            ("bytes", "Device memory that a recorded text step took", gauges.graph_bytes),
+        ):
+            record = GaugeMetricFamily(f"recserve_graph_record_{name}", said, labels=["bucket"])
+            for bucket, value in taken.items():
+                record.add_metric([bucket], value)
+            yield record
         for name, said in (
             ("answers", "Answers compared with those of a shadow strategy"),
             ("shared", "Sum over them of the share of items in both slates"),

@@ -22,6 +22,7 @@ from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.fixed_step import StepShape
 from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
+from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
 from recserve.verify import path
 
@@ -45,13 +46,13 @@ class Counted:
         return counted
 
 
-def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
+def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limits):
     """An engine whose text lane replays, over a pool that is poisoned all over."""
-    engine = engine_for(model, pages)
+    engine = engine_for(model, pages, drafters)
     lane = engine._lanes["text"]
     with torch.inference_mode():
         bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
-        graphs = StepGraphs(lane.runner, model, 64, bounds, counted)
+        graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
     engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
@@ -189,7 +190,8 @@ def test_preemption_keeps_rows_and_counts(model):
     assert_no_leak(engine)
 
 
-def test_packed_weights_are_replayed(expected):
+def test_packed_weights_are_replayed(expected, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
     model = drawn_model(1)
     pack_weights(model)
     counted = Counted()
@@ -225,18 +227,24 @@ def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
 
 def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
-    assert engine._lanes["text"].graphs.names == []
+    assert engine._lanes["text"].graphs.recorded == []
     lane = engine_for(model)._lanes["text"]
-    taken = iter([0, 1, 5, 5, 5, 5, 5, 5])
+    made = []
+
+    def record(step):
+        made.append(step)
+        return step
+
     graphs = StepGraphs(
         lane.runner,
         model,
         4,
         GraphLimits(SHAPES, seconds=float("inf"), bytes=2),
-        lambda step: step,
-        lambda: next(taken),
+        record,
+        lambda: 2 * len(made),
     )
-    assert graphs.names == ["2x1", "16x1"]
+    assert [each.bytes for each in graphs.recorded] == [2, 2]
+    assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
 
 
 def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, caplog):
@@ -244,7 +252,7 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, capl
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine = with_graphs(model, Counted(fails))
-    assert engine._lanes["text"].graphs.names == [] and "no graph of" in caplog.text
+    assert engine._lanes["text"].graphs.recorded == [] and "no graph of" in caplog.text
     params, tokens, *_ = expected["warm", 1]
     assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
 

@@ -124,7 +124,9 @@ class Engine:
             runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
             running, wanted = self.config.max_running, self.config.graphs
-            graphs = cuda_graphs(runner, text, running, wanted, self.config.graph_limits)
+            graphs = cuda_graphs(
+                runner, text, running, wanted, self.config.graph_limits, self.drafters
+            )
             self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
@@ -241,7 +243,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
-        return stats_of(len(self._waiting), list(self._lanes.values()))
+        text = self._lanes.get("text")
+        graphs = text.graphs if isinstance(text, TextLane) else None
+        return stats_of(len(self._waiting), list(self._lanes.values()), graphs)
 
     @torch.inference_mode()
     def step(self) -> bool:

@@ -177,7 +177,7 @@ class TextLane:
         drafted = time.perf_counter()
         if not groups and not parts:
             return failed
-        replayed = None if parts or self.graphs is None else self.graphs.step(groups)
+        replayed = None if self.graphs is None else self.graphs.step(groups, bool(parts))
         if replayed is None:
             done = self._launch(groups, parts)
         else:
@@ -257,20 +257,21 @@ class TextLane:
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
         for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
-            path, found = kept.paths[number], kept.tokens[number]
+            path, tokens = kept.paths[number], kept.tokens[number]
             own = slice(start, start + 1 + len(draft))
             try:
                 top = sequence.request.params.logprobs
-                logprobs = [] if top is None else token_logprobs(logits[path], found, top)
+                logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
                 before = sequence.length
-                added = sequence.commit(found, logprobs)
+                added = sequence.commit(tokens, logprobs)
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
                 start = own.stop
                 continue
             used = min(len(path) - 1, len(added))
-            sequence.computed(before + used, hidden[path[used]])
+            ranked = None if kept.ranked is None else kept.ranked[number]
+            sequence.computed(before + used, hidden[path[used]], ranked)
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())

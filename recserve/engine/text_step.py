@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.sampling import largest_on_host
@@ -28,29 +30,36 @@ class Kept:
     """What is kept of the trees of B texts, on the host.
 
     paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
+    ranked [B, K, W]: the tokens of K heads that ended the step, or None.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
+    ranked: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
 class StepOutputs:
     """What a step found for B texts, on the device.
 
-    found [B, 2 D + 4] int64: accepted nodes [D + 1] (-1 behind the last), how many after node 0,
-    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes.
+    found [B, 2 D + 4 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
+    0, bonus token, tokens of the nodes; then, where heads ended the step, the tokens they ranked
+    [K, W]. depth: D. num_heads: K, or 0. logits [T, V] raw and hidden [T, E] of all nodes.
     """
 
     found: Tensor
+    depth: int
     logits: Tensor
     hidden: Tensor
+    num_heads: int = 0
 
     def kept(self) -> Kept:
         """The one look at the device in a step: what was written decides what is done next."""
-        width = self.found.shape[1] // 2 - 1
-        kept = Kept([], [])
-        for row in self.found.tolist():
+        found = self.found.to("cpu", copy=True).numpy()
+        width, stop = self.depth + 1, 2 * self.depth + 4
+        ranked = found[:, stop:].reshape(len(found), self.num_heads, -1) if self.num_heads else None
+        kept = Kept([], [], ranked)
+        for row in found[:, :stop].tolist():
             length, bonus = row[width], row[width + 1]
             kept.paths.append(row[: length + 1])
             kept.tokens.append([*row[width + 3 : width + 3 + length], bonus])
@@ -171,7 +180,8 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
     """In shapes that depend on the tree's and the accepted nodes' alone."""
     tokens = tree.tokens[accepted.nodes.clamp(min=0)]
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
-    return StepOutputs(torch.cat(found, 1), logits, hidden)
+    depth = accepted.nodes.shape[1] - 1
+    return StepOutputs(torch.cat(found, 1), depth, logits, hidden)
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
