@@ -15,6 +15,7 @@ from torch import Tensor
 from recserve.kernels import accept_reference, reference, trie_children
 from recserve.kernels.accept_reference import Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
+from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
@@ -82,10 +83,10 @@ def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: i
 
 
 def move_paths(
-    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """`reference.move_paths`."""
-    if not in_triton(keys):
+    if not in_triton(sources):
         return reference.move_paths(keys, values, sources, targets, lengths)
     from recserve.kernels import path_move
 
@@ -93,7 +94,7 @@ def move_paths(
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
     """`reference.rope_write`."""
     if not in_triton(qkv):

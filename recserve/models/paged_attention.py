@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.kernels import dispatch
+from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.models.rope import Rope
@@ -27,7 +28,7 @@ class PagedAttention:
         self.pool = pool
         self.slots = batch.query_slots()
         self.turns = dispatch.in_triton(self.slots)
-        self._attention = attention(batch, activation)
+        self._attention = attention_to(pool, batch, activation, attention)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""

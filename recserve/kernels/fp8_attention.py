@@ -1,0 +1,62 @@
+"""Attention to a pool, of whatever type it is.
+
+Triton reads FP8 as it lies. Elsewhere what a batch reads is decoded once per layer, trees side by
+side with their roots, and attention of the query's own type reads that: keys and values of the
+nodes computed now included, so that a node is the same to those scored with it and to those after
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from recserve.kernels import dispatch
+from recserve.kernels.fp8 import Stored
+from recserve.kernels.paged_kv import KVPool, RootTable, TreeBatch
+from recserve.kernels.reference import Activation
+
+PoolAttention = Callable[[Tensor, Tensor, Tensor, Stored, Stored], Tensor]
+
+
+def attention_to(
+    pool: KVPool, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
+) -> PoolAttention:
+    """`attention` of the batch, which takes layers of this pool as its keys and values."""
+    plain = isinstance(pool.keys, Tensor) or isinstance(batch.root_slots, RootTable)
+    if plain or dispatch.in_triton(batch.slots):
+        return cast(PoolAttention, attention(batch, activation))
+    return DecodedAttention(batch, activation, attention)
+
+
+class DecodedAttention:
+    """Attention of one batch to FP8, laid out once, called once per layer."""
+
+    def __init__(
+        self, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
+    ) -> None:
+        assert not isinstance(batch.root_slots, RootTable)
+        read, roots, nodes, begin = [], [], [], 0
+        bounds = pairwise(batch.tree.offsets.tolist())
+        for root, (start, stop) in zip(batch.root_slots, bounds, strict=True):
+            read += [root, batch.slots[start:stop]]
+            end = begin + root.shape[0] + stop - start
+            places = torch.arange(begin, end, device=root.device)
+            roots.append(places[: root.shape[0]])
+            nodes.append(places[root.shape[0] :])
+            begin = end
+        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), tuple(roots))
+        self._read, self._computed = torch.cat(read), moved.query_slots()
+        self._attention = attention(moved, activation)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
+    ) -> Tensor:
+        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
+        keys, values = (pool[self._read].to(query.dtype) for pool in (keys, values))
+        own = self._computed
+        return self._attention(query, keys[own], values[own], keys, values)
