@@ -134,7 +134,7 @@ class Service:
         journal: folder of the changes of items, None: beside the bundle. dtype: of the recommender.
         kv_dtype: of the caches, None: as each model computes. text: a language model that shares
         the engine. Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device
-        that is not here, or for `invariant` where this machine cannot keep it.
+        that is not here, or `invariant` that cannot be kept.
         """
         opened = open_parts(
             Path(bundle),
