@@ -131,10 +131,10 @@ class Service:
 
         store: URL of the history store, None: `default_store`. An empty store is filled with the
         bundle's own events. signing_key: None draws one, whose tokens end with the process.
-        journal: folder of the changes of items, None: beside the bundle. dtype: of the recommender.
-        kv_dtype: of the caches, None: as each model computes. text: a language model that shares
-        the engine. Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device
-        that is not here, or `invariant` that cannot be kept.
+        journal: folder of item changes, None: beside the bundle. dtype: of the recommender.
+        kv_dtype: of caches, None: the models'. text: a language model beside them. Raises
+        BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not here, or
+        `invariant` that cannot be kept.
         """
         opened = open_parts(
             Path(bundle),
