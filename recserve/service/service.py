@@ -132,9 +132,8 @@ class Service:
         store: URL of the history store, None: `default_store`. An empty store is filled with the
         bundle's own events. signing_key: None draws one, whose tokens end with the process.
         journal: folder of item changes, None: beside the bundle. dtype: of the recommender.
-        kv_dtype: of caches, None: the models'. text: a language model beside them. Raises
-        BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not here, or
-        `invariant` that cannot be kept.
+        kv_dtype: of caches, None: the models'. text: a language model beside them.
+        Raises BundleError, StoreUnavailable, JournalError, or ValueError for device or `invariant`.
         """
         opened = open_parts(
             Path(bundle),
