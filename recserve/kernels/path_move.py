@@ -21,7 +21,10 @@ BLOCK_DEPTH = 8
 BLOCK_WIDTH = 512
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(
+    do_not_specialize=["longest"],
+    do_not_specialize_on_alignment=["sources", "targets", "lengths"],
+)
 def move_kernel(
     keys, values, sources, targets, lengths, longest, layer_size, width,
     BLOCK_DEPTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,

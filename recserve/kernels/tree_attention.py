@@ -6,7 +6,14 @@
 Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once (all query
 heads of the group and all nodes of the block share them), of the tree only the key blocks that some
 node of the block can see, and 4 to 8 bytes of slot number per key. A long root is split over
-programs, whose partial results are merged by their log-sum-exp (plain sums for silu).
+programs, whose partial results are merged by their log-sum-exp (plain sums for silu). FP8 halves
+the bytes: it is decoded in registers, on the way from shared memory to the product.
+
+One machine code for each BLOCK_Q (blocks of 16, 32, 64 and 128 rows) and for parts or results; all
+other constants are the model's, and what changes from step to step is not specialised. On an H200 a
+block of 128 rows (8 warps of 226 registers) has a multiprocessor to itself and computes, by
+estimate, for as long as its next keys and values take to come, so one block ahead is enough; of 16
+rows three share one. Slots are read one block further ahead (STAGES; benchmarks/tuning.py).
 Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
 split.
 """
