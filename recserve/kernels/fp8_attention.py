@@ -17,17 +17,17 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import Stored
-from recserve.kernels.paged_kv import KVPool, RootTable, TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import Activation
 
 PoolAttention = Callable[[Tensor, Tensor, Tensor, Stored, Stored], Tensor]
 
 
 def attention_to(
-    pool: KVPool, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
+    stored: Stored, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
 ) -> PoolAttention:
-    """`attention` of the batch, which takes layers of this pool as its keys and values."""
-    plain = isinstance(pool.keys, Tensor) or isinstance(batch.root_slots, RootTable)
+    """`attention` of the batch to keys and values that are stored as these are."""
+    plain = isinstance(stored, Tensor) or isinstance(batch.root_slots, RootTable)
     if plain or dispatch.in_triton(batch.slots):
         return cast(PoolAttention, attention(batch, activation))
     return DecodedAttention(batch, activation, attention)

@@ -28,7 +28,7 @@ class PagedAttention:
         self.pool = pool
         self.slots = batch.query_slots()
         self.turns = dispatch.in_triton(self.slots)
-        self._attention = attention_to(pool, batch, activation, attention)
+        self._attention = attention_to(pool.keys, batch, activation, attention)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""
