@@ -47,6 +47,10 @@ class Fp8:
         """Vectors by their leading dimensions."""
         return Fp8(self.codes[index], self.exponents[index])
 
+    def rows(self, index: Tensor) -> Fp8:
+        """The vectors at places [n] of the first dimension, which a CPU reads faster so."""
+        return Fp8(self.codes.index_select(0, index), self.exponents.index_select(0, index))
+
     @property
     def shape(self) -> torch.Size:
         """[..., D]."""
@@ -59,11 +63,12 @@ class Fp8:
 
     def float(self) -> Tensor:
         """[..., D] float32, exactly what the codes say."""
-        # A sign, four bits of exponent and three of mantissa in their places of a float16 are a
-        # 2**-8 of their number; torch's own conversion takes six times as long on a CPU.
-        half = (self.codes.view(torch.int8).short() << 7).bitwise_and_(-(2**14) - 1)
+        # A sign, four bits of exponent and three of mantissa in their places of a float16 are 2**-8
+        # of their number; torch's own conversion takes six times as long on a CPU.
+        bits = self.codes.view(torch.int8).short()
+        half = bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16)
         scales = (self.exponents.int() << 23).view(torch.float32) * 2.0**8
-        return half.view(torch.float16).float() * scales[..., None]
+        return half.float().mul_(scales[..., None])
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """[..., D] of that type; exact in bfloat16."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels import dispatch
-from recserve.kernels.fp8 import Stored
+from recserve.kernels.fp8 import Fp8, Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import Activation
 
@@ -54,9 +54,10 @@ class DecodedAttention:
         self._attention = attention(moved, activation)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
+        self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
-        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
-        keys, values = (pool[self._read].to(query.dtype) for pool in (keys, values))
+        """As `dispatch.tree_attention`'s; those of the computed nodes are read from the pool too."""
+        assert isinstance(keys, Fp8) and isinstance(values, Fp8)
+        key, value = (pool.rows(self._read).to(query.dtype) for pool in (keys, values))
         own = self._computed
-        return self._attention(query, keys[own], values[own], keys, values)
+        return self._attention(query, key[own], value[own], key, value)
