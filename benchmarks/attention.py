@@ -109,7 +109,7 @@ def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Ten
 def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
     """The same over keys and values in 8 bits."""
     keys, values = Fp8.of(problem.keys), Fp8.of(problem.values)
-    attend = attention_to(keys, problem.batch, activation, dispatch.tree_attention)
+    attend = attention_to(keys, dispatch.tree_attention)(problem.batch, activation)
     query = problem.query
     return lambda: attend(query, query, query, keys, values)
 

@@ -130,7 +130,7 @@ class AttentionCase:
         activation = Activation(100.0) if self.silu else SOFTMAX
         own = batch.query_slots()
         stored = (Fp8.of(keys), Fp8.of(values)) if self.fp8 else (keys, values)
-        attention = attention_to(stored[0], batch, activation, dispatch.tree_attention)
+        attention = attention_to(stored[0], dispatch.tree_attention)(batch, activation)
         got = attention(query, keys[own], values[own], *stored)
         floats = [x.float() for x in stored]
         expected = reference.tree_attention(query.float(), *floats, batch, activation)

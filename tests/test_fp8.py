@@ -139,7 +139,7 @@ def test_roots_in_a_table():
     pool = pooled(keys, values)
     expected = reference.tree_attention(query, pool.keys[0], pool.values[0], batch)
     table = as_table(batch, 40, 0)
-    attend = attention_to(pool.keys, table, SOFTMAX, dispatch.tree_attention)
+    attend = attention_to(pool.keys, dispatch.tree_attention)(table, SOFTMAX)
     got = attend(query, query, query, pool.keys[0], pool.values[0])
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 

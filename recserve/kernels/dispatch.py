@@ -32,7 +32,7 @@ if KERNELS not in PATHS:
     raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
 
 
-def in_triton(x: Tensor) -> bool:
+def in_triton(x: Stored) -> bool:
     """Whether kernels on this tensor run in Triton."""
     return x.is_cuda if KERNELS == "auto" else KERNELS == "triton"
 
@@ -86,7 +86,7 @@ def move_paths(
     keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """`reference.move_paths`."""
-    if not in_triton(sources):
+    if not in_triton(keys):
         return reference.move_paths(keys, values, sources, targets, lengths)
     from recserve.kernels import path_move
 

@@ -57,9 +57,24 @@ class Fp8:
         return self.codes.shape
 
     @property
+    def dtype(self) -> torch.dtype:
+        """FP8."""
+        return FP8
+
+    @property
     def device(self) -> torch.device:
         """Of both parts."""
         return self.codes.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """As a tensor's."""
+        return self.codes.is_cuda
+
+    @property
+    def is_cpu(self) -> bool:
+        """As a tensor's."""
+        return self.codes.is_cpu
 
     def float(self) -> Tensor:
         """[..., D] float32, exactly what the codes say."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,17 +19,20 @@ from recserve.kernels.fp8 import Fp8, Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import Activation
 
-PoolAttention = Callable[[Tensor, Tensor, Tensor, Stored, Stored], Tensor]
+PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
 
 
-def attention_to(
-    stored: Stored, batch: TreeBatch, activation: Activation, attention: dispatch.BatchAttention
-) -> PoolAttention:
-    """`attention` of the batch to keys and values that are stored as these are."""
-    plain = isinstance(stored, Tensor) or isinstance(batch.root_slots, RootTable)
-    if plain or dispatch.in_triton(batch.slots):
-        return cast(PoolAttention, attention(batch, activation))
-    return DecodedAttention(batch, activation, attention)
+def attention_to(stored: Stored, attention: dispatch.BatchAttention) -> PoolAttention:
+    """The same attention, but to layers of keys and values that are stored as these are."""
+    if isinstance(stored, Tensor) or dispatch.in_triton(stored):
+        return attention
+
+    def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
+        if isinstance(batch.root_slots, RootTable):
+            return attention(batch, activation)  # the twin, which takes any
+        return DecodedAttention(batch, activation, attention)
+
+    return attend
 
 
 class DecodedAttention:
@@ -56,7 +58,7 @@ class DecodedAttention:
     def __call__(
         self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
-        """As `dispatch.tree_attention`'s; those of the computed nodes are read from the pool too."""
+        """As `dispatch.tree_attention`'s; the computed nodes' own are read from the pool too."""
         assert isinstance(keys, Fp8) and isinstance(values, Fp8)
         key, value = (pool.rows(self._read).to(query.dtype) for pool in (keys, values))
         own = self._computed

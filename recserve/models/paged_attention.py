@@ -25,10 +25,11 @@ class PagedAttention:
         attention: dispatch.BatchAttention = dispatch.tree_attention,
     ) -> None:
         """attention: how the nodes of a batch attend."""
+        attention = attention_to(pool.keys, attention)
         self.pool = pool
         self.slots = batch.query_slots()
         self.turns = dispatch.in_triton(self.slots)
-        self._attention = attention_to(pool.keys, batch, activation, attention)
+        self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As Attend: query [Tq, H, D], key and value [Tq, K, D] -> [Tq, H, D]."""
