@@ -16,6 +16,7 @@ from torch import Tensor
 from recserve.kernels import accept_reference, native, reference, trie_children
 from recserve.kernels.accept_reference import Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
+from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
@@ -32,12 +33,12 @@ if KERNELS not in PATHS:
     raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
 
 
-def in_triton(x: Tensor) -> bool:
+def in_triton(x: Stored) -> bool:
     """Whether kernels on this tensor run in Triton."""
     return x.is_cuda if KERNELS == "auto" else KERNELS == "triton"
 
 
-def in_native(x: Tensor) -> bool:
+def in_native(x: Stored) -> bool:
     """Whether kernels on this tensor run in C: on a CPU with a compiler, outside training."""
     return KERNELS == "auto" and native.takes(x)
 
@@ -47,7 +48,7 @@ def packs(weight: Tensor) -> bool:
     return KERNELS == "auto" and native.multiplies(weight)
 
 
-def turns(pool: Tensor) -> bool:
+def turns(pool: Stored) -> bool:
     """Whether `rope_write` is one pass for such a pool [..., D]."""
     if in_triton(pool):
         return True
@@ -100,7 +101,7 @@ def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: i
 
 
 def move_paths(
-    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """`reference.move_paths`."""
     if not in_triton(keys):
@@ -111,11 +112,12 @@ def move_paths(
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
     """`reference.rope_write`."""
-    if in_native(qkv) and turns(keys) and qkv.dtype == keys.dtype:
-        return native.rope_write(qkv, cos, sin, slots, keys, values)
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        if in_native(qkv) and turns(keys) and qkv.dtype == keys.dtype:
+            return native.rope_write(qkv, cos, sin, slots, keys, values)
     if not in_triton(qkv):
         return reference.rope_write(qkv, cos, sin, slots, keys, values)
     from recserve.kernels import rope_write as kernel

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.fp8 import Stored
+
 log = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
@@ -110,7 +112,7 @@ def compiled() -> ctypes.CDLL:
     return found
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: Stored) -> bool:
     """Whether these functions compute on such a tensor: on a CPU, nothing being trained."""
     if not x.is_cpu or x.dtype not in TYPES or torch.is_grad_enabled():
         return False
