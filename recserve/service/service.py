@@ -46,15 +46,13 @@ from recserve.messages import (
 from recserve.metrics import Gauges
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.live_items import LiveItems
-from recserve.service.loading import (
-    Device,
-    Models,
-)
+from recserve.service.loading import Device, Models
 from recserve.service.opening import open_parts
-from recserve.service.rank import LikelihoodScorer, RankerScorer, Rankings, Scorer
+from recserve.service.rank import Rankings
 from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
+from recserve.service.scorers import LikelihoodScorer, RankerScorer, Scorer
 from recserve.service.shadow import Shadow
 from recserve.service.text_loading import LoadedText
 from recserve.service.warming import Warming
