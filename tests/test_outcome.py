@@ -95,9 +95,9 @@ def test_specgr_scores_are_the_likelihoods(client, user):
     ("fields", "param", "message"),
     [
         ({"outcome": {"buy": 1}}, "outcome", "there are click, save, got 'buy'"),
-        ({"outcome": {"click": 0}}, "outcome[...]", "> 0.0, got"),
-        ({"outcome": {"click": -1}}, "outcome[...]", "> 0.0, got"),
-        ({"outcome": {"click": "much"}}, "outcome[...]", "expected float, got str"),
+        ({"outcome": {"click": 0}}, "outcome.click", "> 0.0, got"),
+        ({"outcome": {"click": -1}}, "outcome.click", "> 0.0, got"),
+        ({"outcome": {"click": "much"}}, "outcome.click", "expected float, got str"),
         ({"outcome": {}}, "outcome", "length >= 1"),
         ({"outcome": "click"}, "outcome", "expected object | null, got str"),
         ({"outcome": {"click": 1}, "strategy": "beam"}, "outcome", "only 'dense' reads it"),

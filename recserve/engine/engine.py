@@ -62,13 +62,12 @@ class EngineConfig:
     """Sizes of the engine.
 
     page_size: tokens per page. kv_bytes: key-value cache of each model. kv_dtype: how it is kept,
-    None: as the model computes; `fp8`: e4m3 and a power of two for each vector (kernels/fp8.py),
-    half the bytes of bfloat16. max_queue: requests that
-    may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
-    large as the load lets them pay, or none. graphs: record text steps as CUDA graphs at start,
-    None: where there is CUDA; graph_limits: which, and what that may take. invariant: no bit of an
-    answer depends on the other requests, on drafts or on what is cached (engine/invariance.py), at
-    a price; packed models on the CPU, and only the strategies for which it holds.
+    None: as the model computes; `fp8` (kernels/fp8.py). max_queue: requests that may wait.
+    max_running: requests that may share a model's forward. load_aware: text drafts are as large as
+    the load lets them pay, or none. graphs: record text steps as CUDA graphs at start, None: where
+    there is CUDA; graph_limits: which, and what that may take. invariant: no bit of an answer
+    depends on other requests, drafts or what is cached (engine/invariance.py), at a price; packed
+    models on the CPU, and only the strategies for which it holds.
     """
 
     page_size: int = 16
@@ -130,11 +129,11 @@ class Engine:
         self._strategies["warm"] = WarmStrategy()
         if text is not None:
             runner = self._runner(DecoderTrunk(text.eval()))
-            limits = TextLimits(load_aware=self.config.load_aware)
-            running, wanted = self.config.max_running, self.config.graphs
+            c = self.config
             graphs = cuda_graphs(
-                runner, text, running, wanted, self.config.graph_limits, self.drafters
+                runner, text, c.max_running, c.graphs, c.graph_limits, self.drafters
             )
+            limits = TextLimits(load_aware=c.load_aware)
             self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
@@ -178,9 +177,7 @@ class Engine:
         self._strategies[name] = strategy
 
     def prepare(self, trie: AnyTrie) -> None:
-        """Learn how fast this machine is, a second or two, over a catalogue like the one that will
-        be asked about: before requests come, since none of them measures anything.
-        """
+        """Learn how fast this machine is over such a catalogue: no request measures anything."""
         with self._stepping:
             for strategy in self._strategies.values():
                 if isinstance(strategy, SpeculativeStrategy):

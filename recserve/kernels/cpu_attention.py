@@ -44,10 +44,11 @@ class CpuTreeAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots,
-        K, D] of the pool; the same H, K, D and type in every call.
+        """query [Tq, H, D], keys and values [slots, K, D] of the pool; the same H, K, D and type in
+        every call.
 
-        The computed nodes are already in the pool. Returns [Tq, H, D].
+        The computed nodes are already in the pool and read from there, not from key and value.
+        Returns [Tq, H, D].
         """
         softmax = self.activation.normalizer is None
         if self._native is None and not self._parts:
@@ -61,16 +62,10 @@ class CpuTreeAttention:
             return self._native(query, key, value, keys, values)
         attend = _softmax if softmax else self._silu
         if len(self._parts) == 1:
-            return attend(self._parts[0], query, key, value, keys, values)
-        out = [
-            attend(part, query[part.rows], key[part.rows], value[part.rows], keys, values)
-            for part in self._parts
-        ]
-        return torch.cat(out)
+            return attend(self._parts[0], query, keys, values)
+        return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
 
-    def _silu(
-        self, part: Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Sums of silu weights need no merging: each part is added to the last."""
         assert self.activation.normalizer is not None
         scale, inverse = query.shape[-1] ** -0.5, 1.0 / self.activation.normalizer
@@ -90,8 +85,8 @@ class CpuTreeAttention:
                 total += torch.bmm(weights, values[part.keys].transpose(0, 1)).transpose(0, 1)
             else:
                 assert part.ancestors is not None and part.ancestor_mask is not None
-                own = (query[rows] * key[rows]).sum(-1, keepdim=True).mul_(scale)
-                total += F.silu(own) * value[rows]
+                own = (query[rows] * keys[part.keys][rows]).sum(-1, keepdim=True).mul_(scale)
+                total += F.silu(own) * values[part.keys][rows]
                 if part.ancestors.shape[1]:
                     slots = part.ancestors[rows]
                     scores = torch.einsum("nhd,nahd->nah", query[rows], keys[slots]).mul_(scale)
@@ -101,12 +96,10 @@ class CpuTreeAttention:
         return out
 
 
-def _softmax(
-    part: Part, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
+def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Softmax over root and tree together, [n, H, D]."""
     n, heads, dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads = keys.shape[1]
     # Heads of one KV group become extra rows of one problem: the group's keys are read once.
     if part.whole is not None and not part.whole.width:
         attend = _few if part.whole.few_scores else _joined
@@ -116,11 +109,11 @@ def _softmax(
         tree_out = _products(part.whole, grouped, keys, values)
         return tree_out.transpose(0, 1).reshape(n, heads, dim)
     if part.chain:
-        tree_out, tree_lse = _flash_chain(grouped, key, value)
+        tree_out, tree_lse = _flash_chain(grouped, keys[part.keys], values[part.keys])
     elif part.mask is not None:
         tree_out, tree_lse = _flash(grouped, keys[part.keys], values[part.keys], part.mask)
     else:
-        tree_out, tree_lse = _shallow(part, grouped, key, value, keys, values)
+        tree_out, tree_lse = _shallow(part, grouped, keys, values)
     if part.root_length:
         root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], part.root_mask)
         if part.root_empty is not None:
@@ -241,13 +234,12 @@ def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return out, lse.view(kv_heads, groups, n).transpose(1, 2)
 
 
-def _shallow(
-    part: Part, grouped: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
+def _shallow(part: Part, grouped: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Each row with itself and its few gathered ancestors."""
     assert part.ancestors is not None and part.ancestor_mask is not None
     scale = grouped.shape[-1] ** -0.5
-    key, value = key.transpose(0, 1).unsqueeze(2), value.transpose(0, 1).unsqueeze(2)
+    key = keys[part.keys].transpose(0, 1).unsqueeze(2)
+    value = values[part.keys].transpose(0, 1).unsqueeze(2)
     own = (grouped * key).sum(-1, dtype=torch.float32) * scale
     if not part.ancestors.shape[1]:
         return value.expand_as(grouped), own

@@ -65,7 +65,8 @@ class Part:
     root: slots of the root, as a slice where they are consecutive.
     root_mask [n, R]: only with root limits; root_empty [n]: rows that see nothing of the root.
     chain: causal among the computed rows, nothing else. ancestors [n, A] slots and ancestor_mask
-    [n, A]: proper ancestors of a shallow tree. keys [N] slots and mask [n, N]: any other tree.
+    [n, A]: proper ancestors of a shallow tree; keys [n] slots: of the rows themselves, in both.
+    keys [N] slots and mask [n, N]: any other tree.
     root_mask and mask are bool for silu, and 0 or -inf for softmax, which adds them.
     """
 
@@ -128,11 +129,12 @@ def _with_tree(
     few = size <= FEW
     is_chain = form.softmax and nodes.shape[0] == size == depth + 1 and not shared
     if is_chain and not (few and root_length):
-        return _two(base, form, chain=True)
+        return _two(base, form, chain=True, keys=consecutive(batch.slots[inside]))
     if not (few and form.softmax) and not shared and depth < SHALLOW:
         ancestors = tree.ancestors(depth)[nodes]
         slots = batch.slots[ancestors.clamp(min=0)]
-        return _two(base, form, ancestors=slots, ancestor_mask=ancestors >= 0)
+        own = consecutive(batch.slots[nodes])
+        return _two(base, form, ancestors=slots, ancestor_mask=ancestors >= 0, keys=own)
     columns = torch.arange(inside.start, inside.stop)
     seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[inside])
     seen[:, :shared] = True

@@ -115,9 +115,9 @@ def rope_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
     """`reference.rope_write`."""
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        if in_native(qkv) and turns(keys) and qkv.dtype == keys.dtype:
-            return native.rope_write(qkv, cos, sin, slots, keys, values)
+    alike = qkv.dtype == keys.dtype and in_native(qkv) and turns(keys)
+    if alike and isinstance(keys, Tensor) and isinstance(values, Tensor):
+        return native.rope_write(qkv, cos, sin, slots, keys, values)
     if not in_triton(qkv):
         return reference.rope_write(qkv, cos, sin, slots, keys, values)
     from recserve.kernels import rope_write as kernel

@@ -121,7 +121,7 @@ def takes(x: Stored) -> bool:
 
 def multiplies(weight: Tensor) -> bool:
     """Whether `linear` is the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
-    if not weight.is_cpu or weight.dtype not in TYPES or weight.shape[1] % 2:
+    if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
         return False
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
         return False
@@ -196,6 +196,7 @@ def rope_write(
     kv_heads = keys.shape[1]
     heads = all_heads - 2 * kv_heads
     query = qkv.new_empty(rows, heads, dim)
+    qkv, cos, sin, slots = (x.contiguous() for x in (qkv, cos, sin, slots))
     compiled().rope_write(
         TYPES[qkv.dtype],
         qkv.data_ptr(),

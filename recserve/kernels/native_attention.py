@@ -40,21 +40,24 @@ class NativeTreeAttention:
 
     def __init__(self, batch: TreeBatch, counts: list[int]) -> None:
         """counts: rows of each tree."""
-        self.batch = batch  # whose tensors are read by address
         assert not isinstance(batch.root_slots, RootTable)
+        slots, ends = _dense(batch.slots), _dense(batch.tree.ends)
+        queries = None if batch.queries is None else _dense(batch.queries)
+        roots = [_dense(root) for root in batch.root_slots]
+        self._read = slots, ends, queries, roots  # by address: kept as long as this is
         offsets = batch.tree.offsets.tolist()
         self._trees = (_Tree * len(counts))()
         self._scores = row = 0
-        for b, (root, count) in enumerate(zip(batch.root_slots, counts, strict=True)):
+        for b, (root, count) in enumerate(zip(roots, counts, strict=True)):
             first, nodes = offsets[b], offsets[b + 1] - offsets[b]
             self._trees[b] = _Tree(
                 root.data_ptr(),
                 root.shape[0],
-                _place(batch.slots, first),
-                _place(batch.tree.ends, first),
+                _place(slots, first),
+                _place(ends, first),
                 first,
                 nodes,
-                None if batch.queries is None else _place(batch.queries, row),
+                None if queries is None else _place(queries, row),
                 row,
                 count,
             )
@@ -105,6 +108,10 @@ class NativeTreeAttention:
             self._scores * heads >= PARALLEL,
         )
         return out
+
+
+def _dense(column: Tensor) -> Tensor:
+    return column.to(torch.int64).contiguous()
 
 
 def _place(column: Tensor, index: int) -> int:
