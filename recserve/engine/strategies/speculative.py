@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +28,16 @@ from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
+
+REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A group that began to be answered."""
+
+    group: Group
+    began_s: float
 
 
 class SpeculativeStrategy(BeamStrategy):
@@ -53,7 +64,9 @@ class SpeculativeStrategy(BeamStrategy):
         super().__init__(model)
         self.head, self.only, self.keeps = head, only, keeps
         self.choice = PlanChoice(head.calibration)
-        self._asked: WeakKeyDictionary[Sequence, Group] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Sequence, _Asked] = WeakKeyDictionary()
+        on_cpu = self.level_offsets.device.type == "cpu"
+        self._now = time.thread_time if on_cpu else time.perf_counter
 
     def measure(self, trie: AnyTrie) -> None:
         """Learn what steps cost on this machine, in a few seconds, over a catalogue like this one.
@@ -68,8 +81,8 @@ class SpeculativeStrategy(BeamStrategy):
             self.choice.costs = step_costs(self.model, ways, trie)
 
     def tree_room(self, request: RecommendRequest) -> int:
-        """The widest plan's nodes at each level but the last, those of a first repair, and all of
-        beam search's own.
+        """The widest plan's nodes at each level but the last, those of all repairs, and all of beam
+        search's own.
         """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         margin = self.choice.widest(request.width, request.k)
@@ -77,7 +90,7 @@ class SpeculativeStrategy(BeamStrategy):
             margin = self.only.margin
         drafted = sum(min(math.ceil(margin * request.width), size) for size in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + repair + super().tree_room(request)
+        return drafted + REPAIRS * repair + super().tree_room(request)
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
@@ -100,12 +113,11 @@ class SpeculativeStrategy(BeamStrategy):
         return replace(guess, reach=reach) if kept is None and self.keeps else guess
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """At first, and after one repair, whatever the scored prefixes prove together; after that
-        level by level, as beam search.
+        """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
+        level by level, as beam search, which needs more where a request was proved already.
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
-        missing = state.missing
         if draft.reach is not None:
             keep(state, draft, draft.reach)
         scored = beam_verify.record(state, draft, slots, hidden)
@@ -113,8 +125,8 @@ class SpeculativeStrategy(BeamStrategy):
         found = beam_verify.search_scored(scored, self.model)
         if found.proven:
             return found.beams
-        if missing is None:
-            return replace(scored, missing=found.missing)
+        if scored.repairs < REPAIRS:
+            return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
         return beam_verify.advance(scored, self.model)
 
     def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
@@ -139,11 +151,14 @@ class SpeculativeStrategy(BeamStrategy):
         return likely_prefixes(state, self.head, reach.widths, at, self.skip_single)
 
     def finish(self, state: Beams) -> list[Result]:
-        """Slates; what they took is remembered."""
+        """Slates; what they took is remembered, where all were asked alike. On a CPU that is the
+        thread's own time: what other processes take says nothing about drafts.
+        """
         asked = {self._asked.pop(sequence, None) for sequence in state.sequences}
-        group, timing = asked.pop(), state.sequences[0].timing
-        if group is not None and not asked:
-            self.choice.took(group, timing.drafted, timing.draft_ms + timing.verify_ms)
+        first = asked.pop()
+        if first is not None and not asked:
+            drafted = state.sequences[0].timing.drafted
+            self.choice.took(first.group, drafted, (self._now() - first.began_s) * 1e3)
         return super().finish(state)
 
     def _margins(self, state: Beams) -> list[float]:
@@ -154,5 +169,7 @@ class SpeculativeStrategy(BeamStrategy):
         kept = all(sequence.notes.draft is not None for sequence in state.sequences)
         asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
         plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
-        self._asked.update(zip(state.sequences, asked, strict=True))
+        now = self._now()
+        for sequence, group in zip(state.sequences, asked, strict=True):
+            self._asked[sequence] = _Asked(group, now)
         return [plans[group].margin for group in asked]
