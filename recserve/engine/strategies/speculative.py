@@ -15,9 +15,9 @@ from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
-from recserve.draft.kept import keep, kept_keys
+from recserve.draft.kept import are_kept, are_trimmed, keep, kept_keys, trim
 from recserve.draft.nezha import likely_prefixes
-from recserve.draft.prefixes import PrefixDraft, Reach, draft_of_keys
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
 from recserve.engine.step_costs import Ways, step_costs
 from recserve.engine.strategies.beam import BeamStrategy
@@ -45,8 +45,9 @@ class SpeculativeStrategy(BeamStrategy):
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. The draft leaves out what lies below the score that the
-    k-th item is thought to reach, and it stays with the cached root. What it missed is scored in
-    further rounds, as far as it could still change the answer. How much is drafted follows from the
+    k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
+    still change the answer. What proved an answer stays with the cached root, and is the draft when
+    the same is asked again. How much is drafted follows from the
     head's calibration, from what steps cost on this machine, which `measure` learns before requests
     come, and from what answers took; where drafting does not pay nothing is drafted.
     """
@@ -105,12 +106,10 @@ class SpeculativeStrategy(BeamStrategy):
             return self._draft(state, rivals)
         for sequence, margin in zip(state.sequences, margins, strict=True):
             sequence.timing.drafted = margin > 0
-        reach = self._reach(state, margins)
-        kept = kept_keys(state, reach)
-        likely = self._likely(state, reach) if kept is None else kept
+        kept = self.keeps and are_kept(state)
+        likely = kept_keys(state) if kept else self._likely(state, margins)
         keys = likely if rivals is None else torch.cat([likely, rivals])
-        guess = self._guess(state, keys)
-        return replace(guess, reach=reach) if kept is None and self.keeps else guess
+        return replace(self._guess(state, keys), kept=kept)
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
@@ -118,12 +117,13 @@ class SpeculativeStrategy(BeamStrategy):
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
-        if draft.reach is not None:
-            keep(state, draft, draft.reach)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
-        found = beam_verify.search_scored(scored, self.model)
+        trims = draft.kept and not are_trimmed(scored)
+        found = beam_verify.search_scored(scored, self.model, trims)
         if found.proven:
+            if trims:
+                trim(scored, found.needed)
             return found.beams
         if scored.repairs < REPAIRS:
             return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
@@ -134,21 +134,15 @@ class SpeculativeStrategy(BeamStrategy):
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _reach(self, state: Beams, margins: list[float]) -> Reach:
-        asked = list(zip(margins, state.requests, strict=True))
-        return Reach(
-            [math.ceil(margin * request.width) for margin, request in asked],
-            [
-                NEVER
-                if request.caps or request.dense_weight or not self.skip_single
-                else math.ceil(margin * request.k) - 1
-                for margin, request in asked
-            ],
-        )
-
-    def _likely(self, state: Beams, reach: Reach) -> Tensor:
-        at = on_device(reach.places, state.nodes.device).clamp(min=0)[:, None]
-        return likely_prefixes(state, self.head, reach.widths, at, self.skip_single)
+    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
+        requests = state.requests
+        widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
+        places = [
+            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
+            for m, r in zip(margins, requests, strict=True)
+        ]
+        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
+        return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates; what they took is remembered, where all were asked alike. On a CPU that is the
@@ -159,6 +153,8 @@ class SpeculativeStrategy(BeamStrategy):
         if first is not None and not asked:
             drafted = state.sequences[0].timing.drafted
             self.choice.took(first.group, drafted, (self._now() - first.began_s) * 1e3)
+        if self.keeps:
+            keep(state)
         return super().finish(state)
 
     def _margins(self, state: Beams) -> list[float]:
@@ -166,7 +162,7 @@ class SpeculativeStrategy(BeamStrategy):
         if self.only is not None:
             return [self.only.margin] * len(state.sequences)
         batch = len(state.sequences)
-        kept = all(sequence.notes.draft is not None for sequence in state.sequences)
+        kept = self.keeps and are_kept(state)
         asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
         plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
         now = self._now()
