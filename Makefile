@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# A CUDA build of torch names the Triton that it was built with; beside a CPU build the kernels are tested with this one.
+TRITON := triton==3.6.0
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
@@ -61,5 +63,5 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): $(RUNTIME)
 	@echo "installing the development tools"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]' $$($(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || echo $(TRITON))
 	@touch $@

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels import dispatch
+from recserve.kernels.fp8 import Fp8
+from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, from_parents, merge, root_branch
@@ -102,6 +104,14 @@ def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Ten
     slots = problem.batch.slots
     key, value = problem.keys[slots], problem.values[slots]
     return lambda: attention(problem.query, key, value, problem.keys, problem.values)
+
+
+def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
+    """The same over keys and values in 8 bits."""
+    keys, values = Fp8.of(problem.keys), Fp8.of(problem.values)
+    attend = attention_to(keys, dispatch.tree_attention)(problem.batch, activation)
+    query = problem.query
+    return lambda: attend(query, query, query, keys, values)
 
 
 def _side_by_side(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

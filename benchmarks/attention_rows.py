@@ -14,6 +14,7 @@ from timing import alternating, graph_milliseconds, host_microseconds, milliseco
 
 TEXT, ITEMS = (32, 8, 128), (4, 4, 64)
 FLEX_SHAPES = 9  # FlexAttention compiles for each; the first shapes are the most telling
+FP8_SHAPES = 14
 
 CPU_SHAPES = [
     Shape("tree", 1, 2000, 64, 8, 8, 64),
@@ -57,6 +58,8 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
 def rivals(device: str, number: int) -> dict[str, Callable[..., Any]]:
     """Who is measured at the shape of this number."""
     found: dict[str, Callable[..., Any]] = {"ours": attention.ours, "sdpa": attention.sdpa}
+    if number < FP8_SHAPES:
+        found["fp8"] = attention.ours_fp8
     if device == "cuda":
         found["flash (no tree mask)"] = attention.flash
         if number < FLEX_SHAPES:

@@ -12,6 +12,8 @@ from small_kernels import cases, worst_error
 
 from recserve.kernels import accept_reference, dispatch, reference
 from recserve.kernels.accept_reference import Keys
+from recserve.kernels.fp8 import Fp8
+from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import merge
@@ -58,6 +60,9 @@ def kernel_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             name = f"tree_attention {str(dtype)[6:]} H{heads}/{kv_heads}-D{dim} {words[0]}"
             compare = AttentionCase(dtype, heads, kv_heads, dim, limits, shared, silu, number)
             yield Task(name, lambda c=compare: c.error(device, smoke), LIMITS[dtype])
+            rounded = replace(compare, fp8=True)
+            name = name.replace("tree_attention", "tree_attention fp8")
+            yield Task(name, lambda c=rounded: c.error(device, smoke), LIMITS[dtype])
     if not smoke:
         yield Task("tree_attention, 8,192 nodes", lambda: many_nodes(device), 1e-2)
         yield Task("a pool of more than 2**31 elements", lambda: far_slots(device), 1e-2)
@@ -81,7 +86,7 @@ FORMS = [
 @dataclass(frozen=True)
 class AttentionCase:
     """Trees of several shapes over roots of several lengths, slots scattered, half of the nodes
-    scored before.
+    scored before. fp8: keys and values in 8 bits, expected from what they decode to.
     """
 
     dtype: torch.dtype
@@ -92,6 +97,7 @@ class AttentionCase:
     shared: bool
     silu: bool
     seed: int
+    fp8: bool = False
 
     def error(self, device: str, smoke: bool) -> float:
         """Relative error against the twin."""
@@ -123,11 +129,11 @@ class AttentionCase:
         query = query.to(device, self.dtype)
         activation = Activation(100.0) if self.silu else SOFTMAX
         own = batch.query_slots()
-        attention = dispatch.tree_attention(batch, activation)
-        got = attention(query, keys[own], values[own], keys, values)
-        expected = reference.tree_attention(
-            query.float(), keys.float(), values.float(), batch, activation
-        )
+        stored = (Fp8.of(keys), Fp8.of(values)) if self.fp8 else (keys, values)
+        attention = attention_to(stored[0], dispatch.tree_attention)(batch, activation)
+        got = attention(query, keys[own], values[own], *stored)
+        floats = [x.float() for x in stored]
+        expected = reference.tree_attention(query.float(), *floats, batch, activation)
         return worst_error([got], [expected])
 
 

@@ -16,11 +16,13 @@ from drawn import drawn_language_model, walk
 from gpu_checks import Task
 from timing import milliseconds
 
-from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import Budget, Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.medusa import MedusaDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.text_lane import TextLane
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 
 VOCABULARY = 1500
@@ -73,21 +75,39 @@ class WalkDrafter:
         """Nothing is kept."""
 
 
-def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int) -> Engine:
-    """With every step recorded, or none."""
+def drawn_heads(model: LanguageModel) -> MedusaDrafter:
+    """Heads that guess the next token again and again, with noise of their own."""
+    torch.manual_seed(0)
+    size, vocabulary = model.config.decoder.hidden_size, model.config.vocab_size
+    weight = model.tokens.weight
+    heads = MedusaHeads(MedusaConfig(size, vocabulary, 3)).to(weight.dtype)
+    heads.start_from(model)
+    for block in heads.blocks.parameters():
+        torch.nn.init.normal_(block, std=0.02)
+    drafter = MedusaDrafter(heads.to(weight.device).eval().requires_grad_(False), size, vocabulary)
+    drafter.pack()
+    return drafter
+
+
+def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int, heads: bool = False) -> Engine:
+    """With every step recorded, or none. heads: with a drafter whose heads are recorded too."""
     cuda = model.tokens.weight.is_cuda
     config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda)
-    drafters = {"walk": WalkDrafter(model.config.vocab_size, 3)}
+    drafters: dict[str, Drafter] = {"walk": WalkDrafter(model.config.vocab_size, 3)}
+    if heads:
+        drafters["medusa"] = drawn_heads(model)
     engine = Engine(text=model, drafters=drafters, config=config)
     lane: Any = engine._lanes["text"]
     if recorded and cuda:
-        missing = 2 * len(config.graph_limits.shapes) - len(lane.graphs.names)
-        if missing:
-            raise RuntimeError(f"{missing} steps were not recorded: {lane.graphs.names}")
+        shapes = config.graph_limits.shapes
+        wanted = 2 * len(shapes) + heads * 2 * sum(shape.depth > 0 for shape in shapes)
+        names = [made.bucket.name for made in lane.graphs.recorded]
+        if len(names) < wanted:
+            raise RuntimeError(f"{len(names)} of {wanted} steps were recorded: {names}")
     elif recorded:
         shapes = tuple(s for s in config.graph_limits.shapes if s.nodes <= 72)
         limits = replace(config.graph_limits, shapes=shapes, seconds=float("inf"))
-        graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
+        graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step, drafters=drafters)
         engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     return engine
 
@@ -100,7 +120,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         if which not in engines:
             model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
             model = model.to("cpu" if which == "cpu" else device)
-            engines[which] = text_engine(model, which == "recorded", 2**24)
+            engines[which] = text_engine(model, which == "recorded", 2**24, heads=True)
         requests = [
             TextRequest(
                 np.random.default_rng(n).integers(0, VOCABULARY, 5 + 30 * n),
@@ -119,7 +139,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
 
     for name in PARAMETERS:
-        for drafter, texts in (("none", 1), ("walk", 1), ("walk", 8)):
+        for drafter, texts in (("none", 1), ("walk", 1), ("walk", 8), ("medusa", 8)):
             for against in ("launched", "cpu"):
                 yield Task(
                     f"recorded steps, {name}, drafter {drafter}, {texts} texts: as {against}",
@@ -169,8 +189,8 @@ def _decode(
     if graphs is not None:
         find = graphs.step
 
-        def noted(groups: Any) -> Any:
-            outputs = find(groups)
+        def noted(*step: Any) -> Any:
+            outputs = find(*step)
             replays.append(graphs.latest)
             return outputs
 

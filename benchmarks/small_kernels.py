@@ -14,6 +14,7 @@ from timing import milliseconds
 
 from recserve.kernels import accept_reference, dispatch, reference, trie_children
 from recserve.kernels.accept_reference import Keys
+from recserve.kernels.fp8 import Fp8
 from recserve.kernels.tree import merge
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import leaf_bits
@@ -81,6 +82,19 @@ def cases(device: str, smoke: bool = False) -> Iterator[Case]:
         lambda: roped(keys[0], values[0], dispatch.rope_write),
         lambda: roped(twin_keys[0], twin_values[0], reference.rope_write),
         2 * qkv.numel() * qkv.element_size() + 8 * angles.numel(),
+    )
+
+    codes, twin_codes = ([Fp8.of(x[0]) for x in (keys, values)] for _ in range(2))
+
+    def roped_fp8(pair: list[Fp8], write: Callable[..., torch.Tensor]) -> Any:
+        query = write(qkv, angles.cos(), angles.sin(), where, *pair)
+        return query, *(x.float() for x in pair)
+
+    yield Case(
+        f"rope_write fp8 {rows} tokens",
+        lambda: roped_fp8(codes, dispatch.rope_write),
+        lambda: roped_fp8(twin_codes, reference.rope_write),
+        (qkv.numel() + rows * heads * dim) * qkv.element_size() + 2 * rows * kv_heads * dim,
     )
 
     groups, size = (3, 50) if smoke else (4, 2560)

@@ -9,6 +9,7 @@ Public names, loaded when first used:
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ _HOMES = {
     "Service": "recserve.service",
     "build_bundle": "recserve.building",
 }
+
+# Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 try:
     __version__ = version("recserve")

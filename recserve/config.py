@@ -43,8 +43,9 @@ class ServerConfig(BaseSettings):
     listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
     far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
     where there is CUDA. invariant: no bit of an answer depends on other requests, on drafts or on
-    what is cached; CPU only. dtype: of the recommender's weights and
-    cache. shadow: a strategy that is compared with the answers given, on `shadow_share` of them.
+    what is cached; CPU only. dtype: of the recommender's weights and of its cache. kv_dtype: of
+    every model's cache, None: as the model computes. shadow: a strategy that is compared with the
+    answers given, on `shadow_share` of them.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -67,6 +68,7 @@ class ServerConfig(BaseSettings):
     max_body_bytes: int = Field(1 << 20, ge=1 << 10, le=64 << 20)
     default_timeout_ms: int = Field(10_000, ge=1, le=60_000)
     kv_bytes: int = Field(256 * 2**20, ge=2**20)
+    kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)

@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from recserve.engine.stats import EngineStats
 
 State = Literal["ok", "warn", "fail"]
 
@@ -37,8 +40,15 @@ class Finding:
     detail: str
 
 
-def examine(bundle: Path | None = None, store: str | None = None) -> list[Finding]:
+def examine(
+    bundle: Path | None = None,
+    store: str | None = None,
+    llm: Path | None = None,
+    drafters: tuple[str, ...] = (),
+) -> list[Finding]:
     """All findings. bundle: verified in full when given. store: a history store's URL, asked once.
+    llm: a language model's folder, and its drafters as `serve` names them: loaded, to see which of
+    its steps are recorded.
 
     Never raises for what it examines: a check that breaks is a finding with state `fail`.
     """
@@ -54,6 +64,8 @@ def examine(bundle: Path | None = None, store: str | None = None) -> list[Findin
         checks["bundle"] = lambda: check_bundle(bundle)
     if store is not None:
         checks["store"] = lambda: check_store(store)
+    if llm is not None:
+        checks["graphs"] = lambda: check_graphs(llm, drafters)
     return [_guarded(name, check) for name, check in checks.items()]
 
 
@@ -174,6 +186,32 @@ def check_store(url: str) -> Finding:
         )
         return Finding("store", "warn", detail)
     return Finding("store", "ok", f"{shown} answered in {taken_ms:.2f} ms")
+
+
+def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
+    """Which steps of a language model a server would record here, and what each takes."""
+    from recserve.engine.engine import Engine
+    from recserve.service.loading import resolve_device
+    from recserve.service.text_loading import TextSettings, load_text
+
+    device = resolve_device("auto")
+    network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
+    if device.type != "cuda":
+        return Finding("graphs", "ok", f"none: steps are launched one by one on {device.type}")
+    return describe_graphs(Engine(text=network, drafters=named).stats())
+
+
+def describe_graphs(stats: EngineStats) -> Finding:
+    """Seconds and memory of each recorded step of an engine."""
+    made = [
+        f"{name} {seconds:.1f} s {stats.graph_bytes[name] / 2**20:.0f} MiB"
+        for name, seconds in stats.graph_seconds.items()
+    ]
+    if not made:
+        return Finding("graphs", "warn", "no step was recorded; the log says why")
+    total_s, size = sum(stats.graph_seconds.values()), sum(stats.graph_bytes.values())
+    total = f"{len(made)} steps in {total_s:.0f} s, {size / 2**20:.0f} MiB"
+    return Finding("graphs", "ok", f"{total} (nodes x texts): {', '.join(made)}")
 
 
 def without_password(url: str) -> str:

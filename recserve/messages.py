@@ -28,7 +28,10 @@ MAX_WINDOW_S = 10 * 365 * 86_400
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 Category = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
-RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
+REQUEST_ID = Meta(
+    pattern=r"^[A-Za-z0-9._:-]{1,128}\Z", description="1 to 128 of A-Z a-z 0-9 . _ : -"
+)
+RequestId = Annotated[str, REQUEST_ID]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]

@@ -26,12 +26,15 @@ class ShadowCounts:
     """What comparing a strategy with given answers found.
 
     answers: compared ones. shared: sum over them of the share of items in both slates. identical:
-    slates with the same items in the same order.
+    slates with the same items in the same order. given_seconds, seconds: of the engine, queue left
+    out, for the slates that were given and for the shadow's, whose root is cached by then.
     """
 
     answers: int = 0
     shared: float = 0.0
     identical: int = 0
+    given_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Gauges:
 
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
     illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
-    strategy that is compared.
+    strategy that is compared. graph_steps: text steps by what became of them; graph_seconds,
+    graph_bytes: what recording each step took, by its bucket.
     """
 
     queue_depth: int = 0
@@ -48,6 +52,9 @@ class Gauges:
     kv_pages: Mapping[str, int] = field(default_factory=dict)
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
     shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_seconds: Mapping[str, float] = field(default_factory=dict)
+    graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Drafted(Protocol):
@@ -96,10 +103,28 @@ class _EngineCollector(Collector):
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
+        steps = CounterMetricFamily(
+            "recserve_graph_steps",
+            "Text steps that were replayed, or why they were launched one by one",
+            labels=["result"],
+        )
+        for result, count in gauges.graph_steps.items():
+            steps.add_metric([result], count)
+        yield steps
+        for name, said, taken in (
+            ("seconds", "Seconds that recording a text step took at start", gauges.graph_seconds),
+            ("bytes", "Device memory that a recorded text step took", gauges.graph_bytes),
+        ):
+            record = GaugeMetricFamily(f"recserve_graph_record_{name}", said, labels=["bucket"])
+            for bucket, value in taken.items():
+                record.add_metric([bucket], value)
+            yield record
         for name, said in (
             ("answers", "Answers compared with those of a shadow strategy"),
             ("shared", "Sum over them of the share of items in both slates"),
             ("identical", "Those with the same items in the same order"),
+            ("given_seconds", "Engine time of the answers that were given"),
+            ("seconds", "Engine time of the shadow's, which find the root cached"),
         ):
             family = CounterMetricFamily(f"recserve_shadow_{name}", said, labels=["strategy"])
             for strategy, counts in gauges.shadow.items():

@@ -68,10 +68,13 @@ def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) ->
 def history_table(answer: HistoryAnswer, title: Title) -> Table:
     """One row per event, oldest first."""
     table = Table(title=f"history of {answer.user_id}", title_justify="left")
-    for name in ("item", "title", "type", "time"):
-        table.add_column(name)
+    table.add_column("item", no_wrap=True)
+    table.add_column("title")
+    table.add_column("type")
+    table.add_column("time (UTC)", no_wrap=True)
     for event in answer.events:
-        table.add_row(*_named(event.item_id, title), Text(event.type), event.timestamp or "")
+        second = (event.timestamp or "")[: len("2026-01-31T23:59:59")].replace("T", " ")
+        table.add_row(*_named(event.item_id, title), Text(event.type), second)
     return table
 
 

@@ -27,8 +27,10 @@ from recserve.kernels import (
 SHARED = {80: 166_912, 90: 232_448}
 
 
-def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=64):
-    """A form of the attention kernel as its wrapper would launch it."""
+def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=64, fp8=None):
+    """A form of the attention kernel as its wrapper would launch it. fp8: None, or whether the
+    machine converts what the pool holds itself.
+    """
     block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
     row_bytes = row * (4 if dtype == "fp32" else 2)
     rows = tree_attention.block_rows(nodes * block_group, block_group, row_bytes)
@@ -39,13 +41,20 @@ def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=6
         "BLOCK_N": max(block_keys, 16),
         "SPLIT": tree_attention.SPLIT_KEYS,
         "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
+        "FP8": fp8 is not None, "NATIVE": bool(fp8),
     }  # fmt: skip
     kinds = {
-        **dict.fromkeys(["query", "keys", "values"], "*" + dtype), "out": "*fp32", "lse": "*fp32",
+        **stored("*u8" if fp8 is not None else "*" + dtype),
+        "query": "*" + dtype, "out": "*fp32", "lse": "*fp32",
         "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
     }  # fmt: skip
     warps = max(rows * row_bytes // tree_attention.WARP_BYTES, 4)
     return tree_attention._attend, constants, kinds, warps
+
+
+def stored(kind):
+    """A pool's arguments."""
+    return dict.fromkeys(["keys", "values", "key_exponents", "value_exponents"], kind)
 
 
 def merge(dtype, dim):
@@ -76,15 +85,16 @@ def acceptance(dtype, kinds_of_nodes):
 
 
 def small_kernels(dtype):
-    pool = dict.fromkeys(["keys", "values"], "*" + dtype)
-    yield path_move.move_kernel, {
-        "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
-    }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
-    yield rope_write.rope_kernel, {
-        "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64
-    }, {
-        **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
-    }  # fmt: skip
+    for fp8 in (False, True):
+        pool = stored("*u8" if fp8 else "*" + dtype)
+        yield path_move.move_kernel, {
+            "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
+        }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
+        yield rope_write.rope_kernel, {
+            "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64, "FP8": fp8
+        }, {
+            **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
+        }  # fmt: skip
     yield grouped_rms_norm.norm_kernel, {"SIZE": 2560, "BLOCK": 4096}, {
         **dict.fromkeys(["x", "weight", "out"], "*" + dtype), "eps": "fp32",
         "row_stride": "i32", "group_stride": "i32",
@@ -111,6 +121,7 @@ def trie(dtype, kind, normalized):
 def forms(capability):
     """All of them on the newest target, one of each kernel on the older."""
     yield attention("bf16", 128, 4)
+    yield attention("bf16", 128, 4, fp8=capability >= 89)
     yield attention("bf16", 256, 2, limits=True)
     yield merge("bf16", 128)
     yield from acceptance("bf16", True)
@@ -120,6 +131,7 @@ def forms(capability):
         yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
         yield attention("fp16", 80, 3, shared=True)
         yield attention("fp32", 32, 1)
+        yield attention("bf16", 128, 4, nodes=1, fp8=True)
         yield attention("bf16", 128, 4, nodes=1)
         yield attention("bf16", 64, 7, nodes=2000)
         yield attention("bf16", 96, 8, silu=True)

@@ -173,7 +173,7 @@ class PretendCuda(TorchDispatchMode):
         if not ours and not asked:
             if name in ("is_pinned", "pin_memory", "_pin_memory"):
                 return False if name == "is_pinned" else args[0].clone()
-            return func(*args, **kwargs)
+            return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
         if name not in WHOLE and func is not aten.repeat_interleave.Tensor:
             with self, torch._C.DisableTorchFunction():
                 parts = func.decompose(*args, **kwargs)

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recserve.kernels import dispatch
+
 ASKS = (
     "_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "is_nonzero", "equal",
     "lift_fresh",
@@ -59,6 +61,8 @@ def record(step):
 
     step()
     patches = [mock.patch.object(torch.Tensor, name, refuse(name)) for name in HOST]
+    # What runs in C is no operation of torch: it would not be replayed.
+    patches.append(mock.patch.object(dispatch, "KERNELS", "torch"))
     recording = Recording()
     for patch in patches:
         patch.start()

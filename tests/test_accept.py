@@ -154,16 +154,3 @@ def test_a_refused_child_is_drawn_from_the_residual():
     # Certain agreement: everything accepted, the bonus from the leaf.
     walk = twin.accept_drawn(q, q, tree, Keys(torch.tensor([5]), torch.tensor([0])), 2)
     assert walk.nodes.tolist() == [[0, 1, 2]] and walk.bonus.tolist() == [2]
-
-
-@pytest.mark.parametrize("size", [1, 255, 256, 511, 512, 513, 1000, 5003])
-def test_largest_is_argmax(size):
-    """Ties, whole rows of -inf, the short last stretch; rows that are not contiguous."""
-    g = torch.Generator().manual_seed(size)
-    rows = torch.randint(0, 4, (40, size), generator=g).float()
-    rows[::5] = float("-inf")
-    rows[1::5] = torch.randn(8, size, generator=g)
-    rows[2::5, -1] = 9.0
-    assert torch.equal(twin.largest(rows), rows.argmax(-1))
-    assert torch.equal(twin.largest(rows[::3, size // 2 :]), rows[::3, size // 2 :].argmax(-1))
-    assert torch.equal(twin.largest(rows.bfloat16()), rows.bfloat16().argmax(-1))

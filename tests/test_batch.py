@@ -121,9 +121,9 @@ def test_bad_rows_go_to_errors_with_their_row(tmp_path):
         (5, ""),
     ]
     assert "user_id" in errors[0]["reason"]
-    assert "$.k" in errors[1]["reason"]
+    assert errors[1]["reason"] == "k: expected int >= 1, got 0"
     assert errors[2]["reason"] == "strategy: is not there"
-    assert "$.history" in errors[3]["reason"]
+    assert errors[3]["reason"] == "history[1]: expected str, got null"
 
 
 def test_row_values_override_the_defaults():

@@ -1,6 +1,7 @@
 """The commands over a tiny bundle: what they print, what they refuse, how they end."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -156,7 +157,8 @@ def test_rank_orders_the_items_and_names_the_missing(bundle, store):
 def test_history_is_shown_and_deleted(bundle, store):
     place = ["--bundle", bundle, "--store", store]
     assert answer("history", "show", "user000002", *place)["events"]
-    assert "user000002" in run("history", "show", "user000002", *place).stdout
+    shown = run("history", "show", "user000002", *place).stdout
+    assert "user000002" in shown and re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d ", shown)
     assert run("history", "delete", "user000002", *place).exit_code == 0
     assert answer("history", "show", "user000002", *place)["events"] == []
     assert answer("history", "show", "user000003", *place)["events"]

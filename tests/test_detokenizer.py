@@ -145,6 +145,12 @@ def test_end_token_and_template_come_from_the_folder(tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("own")
     assert TextTokenizer.open(tmp_path, own).template.render([]) == "own"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UnsupportedTokenizer, match="tokenizer_config.json is not JSON"):
+        TextTokenizer.open(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedTokenizer, match="tokenizer.json is no tokeniser"):
+        TextTokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UnsupportedTokenizer, match="tokenizer.json"):
+    with pytest.raises(UnsupportedTokenizer, match="has no tokenizer.json"):
         TextTokenizer.open(tmp_path)

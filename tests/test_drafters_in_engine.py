@@ -6,42 +6,22 @@ ties that close.
 
 import numpy as np
 import pytest
-import torch
 from conftest import reference
-from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_engines import (
+    MAKERS,
+    PARAMETERS,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+)
 from text_plain import VOCABULARY, drawn_model
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.lookahead import LookaheadDrafter
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
 from recserve.draft.specinfer import specinfer
-from recserve.draft.suffix import SuffixDrafter
 from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.loading import load_language_model
-
-
-def medusa(model) -> MedusaDrafter:
-    torch.manual_seed(0)
-    heads = MedusaHeads(MedusaConfig(model.config.decoder.hidden_size, VOCABULARY, 3))
-    heads.start_from(model)
-    return MedusaDrafter(heads.eval(), model.config.decoder.hidden_size, VOCABULARY)
-
-
-MAKERS = {
-    "ngram": lambda m: NgramDrafter(min_match=1, branches=2),
-    "suffix": lambda m: SuffixDrafter(),
-    "lookahead": lambda m: LookaheadDrafter(window=3, ngram=3),
-    "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),
-    "specinfer": lambda m: specinfer([m, drawn_model(3)], VOCABULARY, (2, 1, 2)),
-    "medusa": medusa,
-    "merged": lambda m: MergedDrafter(
-        [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +60,6 @@ def test_the_text_is_the_plain_text(name, parameters, model):
     assert alone.tokens.tolist() == plain[0].tokens.tolist()
     assert sum(answer.counts.num_drafts for answer in answers) > 0
     assert_forgotten(drafter)
-
-
-def assert_forgotten(drafter) -> None:
-    """No state of a sequence that is over."""
-    for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts"):
-            assert not getattr(member, state, {})
-        if isinstance(member, ModelDrafter):
-            assert not member._cache.readings
-            assert member._cache.num_free == member._cache.pool.num_pages
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "multi_step"])

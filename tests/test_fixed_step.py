@@ -8,13 +8,21 @@ because attention on a CPU reads foreign slots and weighs them by zero (kernels/
 import pytest
 import recorder
 import torch
-from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from text_engines import (
+    PARAMETERS,
+    assert_no_leak,
+    engine_for,
+    plain_texts,
+    prompts,
+    shared_model,
+)
 from text_plain import TableDrafter, drawn_model, plain
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.fixed_step import StepShape
 from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
+from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
 from recserve.verify import path
 
@@ -38,13 +46,13 @@ class Counted:
         return counted
 
 
-def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
+def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limits):
     """An engine whose text lane replays, over a pool that is poisoned all over."""
-    engine = engine_for(model, pages)
+    engine = engine_for(model, pages, drafters)
     lane = engine._lanes["text"]
     with torch.inference_mode():
         bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
-        graphs = StepGraphs(lane.runner, model, 64, bounds, counted)
+        graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
     engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
@@ -53,7 +61,12 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, **limits):
 
 @pytest.fixture(scope="module")
 def model():
-    return drawn_model(1)
+    return shared_model()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_texts()
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +76,6 @@ def recorded(model):
     """
     made = {"replayed": Counted(), "padded": Counted(lambda step: step)}
     return {name: (with_graphs(model, counted), counted) for name, counted in made.items()}
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    out = {}
-    for name, fields in PARAMETERS.items():
-        for number, prompt in enumerate(prompts(8)):
-            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
-            out[name, number] = (params, plain(model, prompt.tolist(), params)[0])
-    return out
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     engine.drafters["table"] = TableDrafter(kind, texts)
     speculation = Speculation("table")
     before = counted.replays
-    params, tokens = expected[name, 3]
+    params, tokens, *_ = expected[name, 3]
     answer = engine.run(TextRequest(prompts(8)[3], params, speculation))
     assert answer.tokens.tolist() == tokens
     # With what is left of a prompt comes its first step, which is not replayed.
@@ -97,7 +100,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     others = list(PARAMETERS)
     for number, prompt in enumerate(prompts(8)):
         other = others[(others.index(name) + number // 2) % len(others)]
-        params, tokens = expected[name if number % 2 == 0 else other, number]
+        params, tokens, *_ = expected[name if number % 2 == 0 else other, number]
         requests.append(TextRequest(prompt, params, speculation))
         wanted.append(tokens)
     before = counted.replays
@@ -113,7 +116,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
 def test_paths_that_fork_are_moved(model, expected):
     """The right path lies behind wrong siblings, so that every step must move it."""
     prompt = prompts(8)[2]
-    params, tokens = expected["warm", 2]
+    params, tokens, *_ = expected["warm", 2]
     engine = with_graphs(model, Counted())
     engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
     lane = engine._lanes["text"]
@@ -121,11 +124,9 @@ def test_paths_that_fork_are_moved(model, expected):
     keys = lane.runner.pool.keys
     commit = lane._commit
 
-    def watched(group, outputs):
-        row = outputs.found[0].tolist()
-        depth = len(row) // 2 - 1
-        moved.append(any(node != place for place, node in enumerate(row[: row[depth] + 1])))
-        return commit(group, outputs)
+    def watched(group, kept, *outputs):
+        moved.append(any(node != place for place, node in enumerate(kept.paths[0])))
+        return commit(group, kept, *outputs)
 
     lane._commit = watched
     for _ in range(4):
@@ -189,12 +190,13 @@ def test_preemption_keeps_rows_and_counts(model):
     assert_no_leak(engine)
 
 
-def test_packed_weights_are_replayed(expected):
+def test_packed_weights_are_replayed(expected, monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
     model = drawn_model(1)
     pack_weights(model)
     counted = Counted()
     engine = with_graphs(model, counted)
-    params, tokens = expected["everything", 4]
+    params, tokens, *_ = expected["everything", 4]
     assert engine.run(TextRequest(prompts(8)[4], params)).tokens.tolist() == tokens
     assert counted.replays == 11
 
@@ -225,18 +227,24 @@ def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
 
 def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
-    assert engine._lanes["text"].graphs.names == []
+    assert engine._lanes["text"].graphs.recorded == []
     lane = engine_for(model)._lanes["text"]
-    taken = iter([0, 1, 5, 5, 5, 5, 5, 5])
+    made = []
+
+    def record(step):
+        made.append(step)
+        return step
+
     graphs = StepGraphs(
         lane.runner,
         model,
         4,
         GraphLimits(SHAPES, seconds=float("inf"), bytes=2),
-        lambda step: step,
-        lambda: next(taken),
+        record,
+        lambda: 2 * len(made),
     )
-    assert graphs.names == ["2x1", "16x1"]
+    assert [each.bytes for each in graphs.recorded] == [2, 2]
+    assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
 
 
 def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, caplog):
@@ -244,8 +252,8 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, capl
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine = with_graphs(model, Counted(fails))
-    assert engine._lanes["text"].graphs.names == [] and "no graph of" in caplog.text
-    params, tokens = expected["warm", 1]
+    assert engine._lanes["text"].graphs.recorded == [] and "no graph of" in caplog.text
+    params, tokens, *_ = expected["warm", 1]
     assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
 
 

@@ -3,7 +3,7 @@
 import pytest
 import triton_interpreter  # noqa: F401
 from test_fixed_step import POISON, Counted, with_graphs
-from test_text_engine import PARAMETERS, prompts
+from text_engines import PARAMETERS, prompts
 from text_plain import TableDrafter, drawn_model, plain
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_engine import CATALOGUES, draw_root, draw_rows, make, make_ranker, ranking_root
 from test_speculative import make_head
-from test_text_engine import assert_no_leak, prompts
+from text_engines import assert_no_leak, prompts
 from text_plain import TableDrafter, drawn_model
 from tiny_bundle import shared_bundle
 
@@ -18,6 +18,7 @@ from recserve.engine import invariance
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import NotInvariant
+from recserve.kernels import dispatch
 from recserve.kernels.exact_attention import ExactTreeAttention
 from recserve.messages import Candidate, EventBody, EventsBody, RankBody, RecommendBody, UserRef
 from recserve.models.config import DecoderConfig
@@ -62,8 +63,12 @@ def asked(drafter: str = "none", **fields) -> list[TextRequest]:
     ]
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(dtype):
+def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
+    dtype, kernels, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
     if not packable(torch.empty(1, 1, dtype=dtype)):
         pytest.skip(f"this processor has no packed products of {dtype}")
     model = packed(long_sums(dtype))
@@ -84,8 +89,9 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(dt
     assert report(few, asked()) == alone, "with so few pages that some are set aside"
 
 
-def test_without_the_mode_bits_differ():
-    """The comparison above finds what the mode is for."""
+def test_without_the_mode_bits_differ(monkeypatch):
+    """The comparison above finds what the mode is for: with oneDNN's products."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
     model = packed(long_sums())
     engine = Engine(text=model, config=replace(SIZES, invariant=False))
     alone = [report(engine, [request])[0] for request in asked()]
@@ -143,12 +149,12 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
     plain = drawn_model(1)
     with pytest.raises(NotInvariant, match="not packed; call its pack"):
         Engine(text=plain, config=SIZES)
-    honest = PackedLinear._product
+    honest = PackedLinear.forward
 
     def lonely(self, x):
         return honest(self, x) * (1 + 1e-6 * (x.shape[0] < 4))
 
-    monkeypatch.setattr(PackedLinear, "_product", lonely)
+    monkeypatch.setattr(PackedLinear, "forward", lonely)
     with pytest.raises(NotInvariant, match="other bits for 1 rows of a root beside 0 others, with"):
         Engine(text=packed(long_sums()), config=SIZES)
     monkeypatch.undo()

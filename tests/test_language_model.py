@@ -122,6 +122,7 @@ def test_older_rope_fields_mean_the_same(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type is 'yarn'"),
         ({"intermediate_size": 96}, "gate_up.weight is .* config.json makes it"),
         ({"num_hidden_layers": 4}, "no tensor 'model.layers.3"),
+        ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
@@ -130,6 +131,18 @@ def test_what_cannot_be_computed_is_refused(change, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UnsupportedModel, match=message):
+        load_language_model(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    drawn(tmp_path, "llama")
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UnsupportedModel, match="model.safetensors is not a safetensors file"):
+        load_language_model(tmp_path)
+    config.write_text("{")
+    with pytest.raises(UnsupportedModel, match="config.json is not JSON"):
         load_language_model(tmp_path)
 
 

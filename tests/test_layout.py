@@ -16,7 +16,7 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-MESSAGES = {"messages", "messages_text", "messages_scoring"}
+MESSAGES = {"messages", "messages_text", "messages_scoring", "misfit"}
 SERVICE = STEP | DATA | {"text", "bundle", "metrics"} | MESSAGES
 TOP = SERVICE | {"service", "config"}
 
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "messages": set(),
     "messages_text": {"messages"},
     "messages_scoring": {"messages", "messages_text"},
+    "misfit": {"messages"},
     "metrics": set(),
     "config": set(),
     "models": {"kernels"},

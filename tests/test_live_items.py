@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -375,6 +377,36 @@ def test_a_torn_line_is_dropped_and_damage_is_an_error(tmp_path):
     path.write_bytes(whole.replace(b'"a"', b'"b"', 1))
     with pytest.raises(JournalError, match="line 1 is damaged"):
         ItemJournal(path).read()
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """A disk that takes the beginning of a write and refuses the rest, as a full one does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_refuses_the_change_and_keeps_what_was_answered(tmp_path):
+    path = tmp_path / "items" / "v.jsonl"
+    journal = ItemJournal(path)
+    entries = [JournalEntry(number, hidden=("an item",)) for number in range(1, 4)]
+    journal.append(entries[0])
+    length = path.stat().st_size
+    for room in (0, 1, length - 1):
+        with files_of_at_most(length + room):
+            with pytest.raises(JournalError, match="not writable"):
+                journal.append(entries[1])
+            with pytest.raises(JournalError, match="not writable"):
+                journal.replace(entries)
+        assert path.stat().st_size == length
+        assert not path.with_name("v.jsonl.new").exists()
+    journal.append(entries[2])
+    journal.close()
+    assert ItemJournal(path).read() == [entries[0], entries[2]]
 
 
 def test_every_answer_is_of_the_version_it_names(tmp_path):

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from recserve.messages import InvalidRequest, RankBody, RecommendBody
+from recserve.messages import InvalidRequest, ItemBody, RankBody, RecommendBody
+from recserve.messages_text import ChatBody, CompletionBody
+from recserve.misfit import converted
 from recserve.server.decoding import MalformedBody, decode
 
 RECOMMEND = msgspec.json.Decoder(RecommendBody)
@@ -25,8 +27,11 @@ RANK = msgspec.json.Decoder(RankBody)
         ('{"user": {"id": ""}}', "user.id", (">= 1", 'got ""')),
         ('{"history": ["a", "%s"]}' % ("b" * 300), "history[1]", ("256", "length 300")),
         ('{"timeout_ms": 0}', "timeout_ms", ("got 0",)),
-        ('{"request_id": "a b"}', "request_id", ("a b",)),
+        ('{"request_id": "a b"}', "request_id", ("expected 1 to 128 of A-Z", 'got "a b"')),
         ('{"outcome": "click"}', "outcome", ("null",)),
+        ('{"outcome": {"a": 1, "b": 0, "c": 1}}', "outcome.b", ("> 0", "got 0")),
+        ('{"outcome": {"a": 1, "": 1}}', "outcome", ("of its keys", ">= 1", 'got ""')),
+        ('{"outcome": {"a": 0}, "k": 0}', "outcome.a", ("> 0", "got 0")),
         ("[]", None, ("object", "array")),
         ('{"filter":' + '{"not":' * 50_000 + "1" + "}" * 50_001, None, ("too deep",)),
     ],
@@ -49,6 +54,12 @@ def test_recommend_body_names_field_bound_and_value(raw, param, words):
             '{"candidates": [{"item_id": "a", "shown_at": "2026-01-01T00:00:00"}]}',
             "candidates[0].shown_at",
             ("timezone", "2026-01-01T00:00:00"),
+        ),
+        (
+            '{"candidates": [{"item_id": "a", "features": {"x": 1}},'
+            ' {"item_id": "b", "features": {"x": 1, "y": "2"}}]}',
+            "candidates[1].features.y",
+            ("float", "str"),
         ),
         (
             '{"candidates": [' + ",".join(['{"item_id": "a"}'] * 4097) + "]}",
@@ -80,3 +91,36 @@ def test_long_values_are_not_echoed_whole():
     with pytest.raises(InvalidRequest) as caught:
         decode(RECOMMEND, b'{"strategy": "%s"}' % (b"s" * 100_000))
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "kind, given, message",
+    [
+        (ItemBody, {}, "item_id: is required"),
+        (ItemBody, {"item_id": ""}, 'item_id: expected str of length >= 1, got ""'),
+        (
+            ItemBody,
+            {"item_id": "a", "categories": ["b", ""]},
+            'categories[1]: expected str of length >= 1, got ""',
+        ),
+        (
+            ChatBody,
+            {"messages": [{"role": "tool", "content": ""}]},
+            'messages[0].role: expected assistant or developer or system or user, got "tool"',
+        ),
+        (
+            CompletionBody,
+            {"prompt": "", "logit_bias": {"7": 1, "8": 1000, "9": 1}},
+            "logit_bias.8: expected float <= 100.0, got 1000",
+        ),
+        (
+            CompletionBody,
+            {"prompt": "", "logit_bias": {"7": 1, "x": 1}},
+            'logit_bias: of its keys, expected int, got "x"',
+        ),
+    ],
+)
+def test_values_of_plain_types_are_refused_in_the_same_words(kind, given, message):
+    with pytest.raises(InvalidRequest) as caught:
+        converted(given, kind)
+    assert str(caught.value) == message

@@ -10,6 +10,7 @@ from text_plain import drawn_model
 
 from recserve.core.text_request import SamplingParams, TextRequest
 from recserve.engine.engine import Engine
+from recserve.kernels import dispatch
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.skipif(
     not packable(torch.empty(1, 1)), reason="this torch has no oneDNN: nothing is ever packed"
 )
 TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["auto", "torch"], autouse=True)
+def kernels(request, monkeypatch):
+    """Products in C where there is a compiler, and oneDNN's."""
+    monkeypatch.setattr(dispatch, "KERNELS", request.param)
 
 
 def skip_unless_packable(dtype: torch.dtype) -> None:

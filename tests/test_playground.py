@@ -68,6 +68,7 @@ def test_a_browser_shows_the_tabs(tmp_path, tab, shown):
         page = dom(client, tab, tmp_path / "profile")
     assert user in page or tab
     assert shown in page
+    assert re.search(r"<option>auto</option><option>beam</option>.*<option>speculative<", page)
     assert re.search(r'id="error"[^>]*hidden', page)
 
 

@@ -104,7 +104,19 @@ def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
     server = started(str(tmp_path / "empty"), f"lmdb:{tmp_path}/store", str(free_port()), "0")
     _, said = server.communicate(timeout=60)
     assert server.returncode == 1
-    assert "manifest.json" in said
+    assert "ERROR     the service could not be started: " in said and "manifest.json" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("error, traced", [(ValueError("no"), False), (KeyboardInterrupt(), True)])
+def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog):
+    def load():
+        raise error
+
+    worker = Worker(load)
+    worker.start()
+    assert worker.loaded.wait(10) and worker.failure is error
+    assert [bool(record.exc_info) for record in caplog.records] == [traced]
 
 
 def test_worker_says_why_it_is_not_ready():

@@ -156,6 +156,11 @@ def test_every_refusal_has_the_one_shape(client, method, path, body, status, cod
     assert (error["code"], error["param"]) == (code, param)
 
 
+def test_a_wrong_route_or_method_is_told_the_right_one(client):
+    assert "/openapi.json" in error_of(client.get("/v1/nothing"))["message"]
+    assert error_of(client.put("/v1/recommend"))["message"] == "wrong method; this route takes POST"
+
+
 def test_a_body_of_unknown_length_is_bounded_too(client):
     answer = client.post("/v1/recommend", content=iter([b" " * (1 << 18)] * 5))
     assert answer.status_code == 413

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from test_drafters_in_engine import MAKERS
-from test_text_engine import assert_no_leak, engine_for
+from text_engines import assert_no_leak, engine_for
 from text_plain import VOCABULARY, TableDrafter, drawn_model, plain
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest

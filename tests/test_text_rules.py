@@ -17,10 +17,11 @@ from scipy import stats
 from recserve.core.sampling import step_keys
 from recserve.core.text import ScoredTrees, TextDraft, chain_draft
 from recserve.core.text_request import SamplingParams
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.verify.block import accept_block
-from recserve.verify.path import follow
+from recserve.verify.path import follow, follow_chosen, path_of
 from recserve.verify.rejection import reject
 from recserve.verify.rules import RULES, check_rule, verify
 from recserve.verify.typical import TypicalRule
@@ -408,6 +409,50 @@ def test_greedy_stories():
     scored = scored_of([5, 1, 2, 4], [-1, 0, 1, 0], rows(4, 3, 0, 2), greedy=True)
     accepted = verify("greedy", scored)
     assert accepted.nodes.tolist() == [[0, 3, -1]] and accepted.bonus.tolist() == [2]
+
+
+def drawn_draft(g: torch.Generator, kinds: bool) -> TextDraft:
+    """Tokens 0..2, so that siblings are often equal and paths are long."""
+
+    def number(n: int) -> int:
+        return int(torch.randint(0, n, (1,), generator=g))
+
+    parents, depths = [], []
+    for node in range(number(9)):
+        parent = node - 1
+        while parent >= 0 and not number(3):
+            parent = parents[parent]
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    n = len(parents)
+    tokens = torch.randint(0, 3, (n,), generator=g)
+    named = torch.randint(0, 3, (n,), generator=g) // 2 * AUXILIARY if kinds else None
+    return TextDraft(
+        tokens, torch.tensor(parents, dtype=torch.int64), max(depths, default=0), kinds=named
+    )
+
+
+@pytest.mark.parametrize("kinds", [False, True], ids=["candidates", "kinds"])
+def test_the_walk_on_the_host_is_the_walk_on_the_device(kinds):
+    """Of several trees in one batch, forks, equal siblings, auxiliary nodes and empty drafts."""
+    g = torch.Generator().manual_seed(3)
+    longest = 0
+    for _ in range(300):
+        drafts = [drawn_draft(g, kinds) for _ in range(3)]
+        tree = TreePacker("cpu")([0, 1, 2], drafts)
+        depth = max(draft.depth for draft in drafts)
+        chosen = torch.randint(0, 3, (tree.num_nodes,), generator=g)
+        scored = ScoredTrees(tree, depth, chosen, *[torch.zeros(3)] * 2, ("chosen",) * 3, 3)
+        walks = follow_chosen(scored, chosen), follow(scored, lambda nodes, _, c=chosen: c[nodes])
+        for name in ("nodes", "lengths", "bonus"):
+            assert torch.equal(getattr(walks[0], name), getattr(walks[1], name))
+        starts = tree.offsets.tolist()
+        for row, (start, draft) in enumerate(zip(starts, drafts, strict=False)):
+            path = path_of(chosen.tolist(), draft, start)
+            assert path == [n for n in walks[0].nodes[row].tolist() if n >= 0]
+            assert int(chosen[path[-1]]) == int(walks[0].bonus[row])
+            longest = max(longest, len(path))
+    assert longest >= 4
 
 
 def test_auxiliary_nodes_are_never_accepted():

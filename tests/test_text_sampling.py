@@ -21,7 +21,7 @@ from recserve.core.target import Target, TokenCounts, past_of
 from recserve.core.text import Budget, ScoredTrees, TextContext
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.text_trees import under_last_tokens
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.verify.rules import verify
@@ -71,7 +71,7 @@ def drawn_case(seed: int, batch: int, device="cpu"):
     for _ in contexts:
         text = random.integers(0, 6, 40).tolist()
         drafts.append(drafter._tree(text, Budget(12, 6), auxiliary=False))
-    tree = under_last_tokens([c.tokens[-1] for c in contexts], drafts, device)
+    tree = TreePacker(device)([c.tokens[-1] for c in contexts], drafts)
     logits = torch.from_numpy(random.normal(0, 3, (tree.num_nodes, VOCABULARY))).float()
     return contexts, drafts, tree, logits
 
@@ -118,7 +118,7 @@ def test_neighbours_change_no_bit(seed):
     together = target_of(contexts, drafts, tree, logits)(torch.arange(tree.num_nodes))
     for number, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
         own = slice(int(tree.offsets[number]), int(tree.offsets[number + 1]))
-        small = under_last_tokens([context.tokens[-1]], [draft], "cpu")
+        small = TreePacker("cpu")([context.tokens[-1]], [draft])
         target = target_of([context], [draft], small, logits[own])
         alone = target(torch.arange(small.num_nodes))
         if target.table.greedy:
@@ -224,7 +224,7 @@ def test_penalties_and_words_equal_transformers():
         (SamplingParams(bad_words=words), NoBadWordsLogitsProcessor([list(w) for w in words], 0)),
     ):
         context = TextContext(0, tokens, 2, params, Speculation())
-        tree = under_last_tokens([9], [TableDrafter("none", {})._one(context, Budget(0, 0))], "cpu")
+        tree = TreePacker("cpu")([9], [TableDrafter("none", {})._one(context, Budget(0, 0))])
         counts = TokenCounts(tokens[:2], VOCABULARY, "cpu")
         counts.add(tokens[2:])
         table = sampling_table([params])
@@ -287,3 +287,18 @@ def test_few_possible_tokens_are_drawn_as_all_are(vocabulary):
         cut = sampling.truncate(logits, torch.full((50,), kept), torch.ones(50), torch.zeros(50))
         expected = (cut + gumbel(seeds, positions, vocabulary)).argmax(1)
         assert torch.equal(draw_tokens(cut, seeds, positions), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 255, 512, 5003])
+def test_largest_is_argmax(size, dtype):
+    """Ties, rows of -inf, zeros of either sign, all negative; rows that are not contiguous."""
+    g = torch.Generator().manual_seed(size)
+    rows = torch.randint(0, 4, (40, size), generator=g).to(dtype)
+    rows[::5] = float("-inf")
+    rows[1::5] = torch.randn(8, size, generator=g).to(dtype)
+    rows[2::5, -1] = 9.0
+    rows[3::5] = -rows[3::5]
+    rows[4::5] = torch.where(torch.rand(8, size, generator=g) < 0.5, 0.0, -0.0).to(dtype)
+    for own in (rows, rows[2::5], rows[1::5], rows[::3, size // 2 :], rows.t().contiguous().t()):
+        assert torch.equal(sampling.largest(own), own.argmax(-1))

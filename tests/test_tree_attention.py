@@ -242,23 +242,42 @@ def test_wrong_mask_is_noticed():
     assert (got - expected).abs().max() > 0.01
 
 
-def test_the_reference_has_gradients_for_training():
-    """The same gradients as attention of one padded batch under a dense mask, root included."""
-    from recserve.models.attention import DenseAttention
+@pytest.mark.parametrize("cached", [0.0, 0.5], ids=["all-nodes", "some-nodes"])
+@pytest.mark.parametrize(
+    "kv_heads,activation,limits",
+    [
+        (2, SOFTMAX, False),
+        (4, SOFTMAX, True),
+        (4, Activation(7.0), False),
+        (4, Activation(7.0), True),
+    ],
+)
+def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, cached):
+    """The same gradients as attention of one padded batch under a dense mask, root included: of a
+    decoder's softmax and of the ranker's silu under its time rule.
+    """
+    from recserve.models.attention import DenseAttention, DenseSiluAttention
 
-    batch, query, keys, values = draw_batch([("tree", 14)], [6], 4, 2, 16)
+    batch, query, keys, values = draw_batch(
+        [("tree", 14)], [6], 4, kv_heads, 16, cached=cached, limits=limits
+    )
     order = torch.cat([batch.root_slots[0], batch.slots])
     inputs = [x.double().requires_grad_() for x in (query, keys, values)]
-    weight = torch.randn(14, 4, 16, generator=torch.Generator().manual_seed(2))
-    out = reference.tree_attention(inputs[0].float(), inputs[1].float(), inputs[2].float(), batch)
+    weight = torch.randn(len(query), 4, 16, generator=torch.Generator().manual_seed(2))
+    floats = [x.float() for x in inputs]
+    out = reference.tree_attention(*floats, batch, activation)
     got = torch.autograd.grad((out * weight).sum(), inputs)
     mask = torch.ones(20, 20, dtype=torch.bool).tril()
     mask[6:, 6:] = batch.tree.dense_mask()
-    padded = torch.cat([torch.zeros(6, 4, 16), inputs[0].float()])
-    dense = DenseAttention(mask)(
-        0, padded[None], inputs[1].float()[order][None], inputs[2].float()[order][None]
-    )
-    expected = torch.autograd.grad((dense[0, 6:] * weight).sum(), inputs)
+    if limits:
+        mask[6:, :6] = torch.arange(6) < batch.tree.root_limits[:, None]
+    nodes = torch.arange(14) if batch.queries is None else batch.queries
+    padded = torch.zeros(20, 4, 16).index_copy(0, nodes + 6, floats[0])
+    attend = DenseAttention(mask)
+    if activation.normalizer is not None:
+        attend = DenseSiluAttention(mask, activation.normalizer)
+    dense = attend(0, padded[None], floats[1][order][None], floats[2][order][None])
+    expected = torch.autograd.grad((dense[0, nodes + 6] * weight).sum(), inputs)
     for one, two in zip(got, expected, strict=True):
         assert one.abs().max() > 0.1
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)

@@ -97,6 +97,16 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
+def test_a_gradient_is_refused():
+    batch, query, keys, values = draw_batch([("tree", 5)], [3], 2, 2, 16)
+    attention = tree_attention.TritonTreeAttention(batch)
+    query.requires_grad_()
+    with pytest.raises(ValueError, match=r"no gradient .* train through reference.tree_attention"):
+        attention(query, query, query, keys, values)
+    with torch.no_grad():
+        assert torch.isfinite(attention(query, query, query, keys, values)).all()
+
+
 def test_8192_nodes_are_planned_and_long_roots_split():
     """Grids of sizes that are too slow to interpret."""
     tree = root_branch(torch.zeros(8192, dtype=torch.int64), torch.arange(0, 8193, 2))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
 from recserve.features.history import StoreUnavailable
 from recserve.features.parquet import column, is_text
-from recserve.messages import MAX_K, InvalidRequest, RecommendAnswer, RecommendBody
+from recserve.messages import MAX_K, RecommendAnswer, RecommendBody
+from recserve.misfit import converted
 
 ANSWERS = pa.schema(
     [
@@ -148,20 +148,17 @@ class Generator:
             value = row.get(name)
             return default if value is None else value
 
-        try:
-            return msgspec.convert(
-                {
-                    "user": {"id": row["user_id"]},
-                    "history": row.get("history"),
-                    "k": given("k", self.defaults.k),
-                    "strategy": given("strategy", self.defaults.strategy),
-                    "beam_width": self.defaults.beam_width,
-                    "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
-                },
-                RecommendBody,
-            )
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(None, str(error)) from None
+        return converted(
+            {
+                "user": {"id": row["user_id"]},
+                "history": row.get("history"),
+                "k": given("k", self.defaults.k),
+                "strategy": given("strategy", self.defaults.strategy),
+                "beam_width": self.defaults.beam_width,
+                "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
+            },
+            RecommendBody,
+        )
 
 
 def _judged(result: RecommendAnswer | Exception) -> RecommendAnswer | Exception:

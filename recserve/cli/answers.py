@@ -167,9 +167,9 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 def _body(kind: type[Body], **fields: Any) -> Body:
     """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
-    import msgspec
+    from recserve.misfit import converted
 
-    return msgspec.convert({n: v for n, v in fields.items() if v is not None}, kind)
+    return converted({n: v for n, v in fields.items() if v is not None}, kind)
 
 
 def _print(answer: Any, as_json: bool, table: Table) -> None:

@@ -6,6 +6,7 @@ Commands import what is heavy inside themselves, so that `recserve --help` is qu
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import sys
 from typing import Annotated
@@ -62,6 +63,8 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show an error's trace back.")] = False,
 ) -> None:
     """What holds for every command."""
+    if debug:
+        logging.getLogger("recserve").setLevel(logging.DEBUG)
 
 
 def main() -> None:

@@ -66,6 +66,10 @@ def serve(
 def doctor(
     bundle: Annotated[Path | None, typer.Option(help="Verify this bundle too.")] = None,
     store: StoreFlag = None,
+    llm: Annotated[
+        Path | None, typer.Option(help="Load this language model: which steps are recorded.")
+    ] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
 ) -> None:
     """What this machine can do and what stands in the way; exit status 1 if something fails."""
     from rich.console import Console
@@ -73,6 +77,6 @@ def doctor(
     from recserve.doctor import examine
     from recserve.terminal import findings_table
 
-    findings = examine(bundle, store)
+    findings = examine(bundle, store, llm, tuple(drafter or ()))
     Console().print(findings_table(findings))
     raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))

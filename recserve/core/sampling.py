@@ -16,6 +16,29 @@ BANNED = float("-inf")
 HEAD = 1024
 
 
+def largest(rows: Tensor) -> Tensor:
+    """[m] place of the largest entry of each row [m, V], any float dtype, the lowest among equals.
+
+    On a CPU it is found in numpy.
+    """
+    return rows.argmax(-1) if rows.is_cuda else torch.tensor(largest_on_host(rows))
+
+
+def largest_on_host(rows: Tensor) -> list[int]:
+    """The same of rows on a CPU: several times faster than torch is at it. bfloat16 is compared by
+    its bits.
+    """
+    if rows.dtype == torch.bfloat16:
+        bits = rows.view(torch.int16).numpy()
+        places: list[int] = bits.argmax(-1).tolist()
+        # Of positive numbers the larger has the larger bits, and every other number has less.
+        if all(bits.item(row, place) > 0 for row, place in enumerate(places)):
+            return places
+        rows = rows.float()
+    found: list[int] = rows.numpy().argmax(-1).tolist()
+    return found
+
+
 def path_tokens(tree: TokenTree, nodes: Tensor, depth: int) -> Tensor:
     """Drafted tokens on the way to each node, itself included, node 0 excluded.
 

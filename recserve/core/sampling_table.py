@@ -7,10 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.core.text_request import SamplingParams
+from recserve.kernels.host import on_device
 
 ANY = -1
 NOBODY = -1
@@ -105,7 +107,7 @@ def sampling_table(
     """
 
     def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
+        return on_device(list(values), device, dtype)
 
     bias = [(b, t, v) for b, p in enumerate(params) for t, v in p.logit_bias.items()]
     stops = [
@@ -143,9 +145,9 @@ def _entries(
         return None
     owners, tokens, values = zip(*rows, strict=True)
     return TokenEntries(
-        torch.tensor(owners, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(values, dtype=torch.float32, device=device),
+        on_device(owners, device),
+        on_device(tokens, device),
+        on_device(values, device, torch.float32),
     )
 
 
@@ -161,7 +163,7 @@ def _bad_words(
         width = room.word_length - 1
     before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
     return BadWords(
-        torch.tensor([owner for owner, _ in rows], device=device),
-        torch.tensor([word[-1] for _, word in rows], device=device),
-        torch.tensor(before, dtype=torch.int64, device=device).view(len(rows), width),
+        on_device([owner for owner, _ in rows], device),
+        on_device([word[-1] for _, word in rows], device),
+        on_device(np.array(before, np.int64).reshape(len(rows), width), device),
     )

@@ -18,7 +18,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.text_request import SamplingParams, Speculation
@@ -37,7 +39,9 @@ class TextContext:
 
     id: unique in the engine's life. tokens: committed, prompt first. hidden [E]: the target's final
     hidden state at `tokens[-2]`, the one whose logits gave `tokens[-1]`; None where it is not known
-    (a prompt of one token, or one whose computation shares its forward with the draft).
+    (a prompt of one token, or one whose computation shares its forward with the draft). ranked
+    [K, W] int64, on the host: tokens that the drafter's heads ranked from `hidden` in the step that
+    found it (core/ranked_heads.py); None where they did not.
     """
 
     id: int
@@ -46,6 +50,7 @@ class TextContext:
     params: SamplingParams
     speculation: Speculation
     hidden: Tensor | None = None
+    ranked: NDArray[np.int64] | None = None
 
     @property
     def num_output(self) -> int:

@@ -38,6 +38,8 @@ def chain(tokens: Seq[int]) -> HostDraft:
 
 def upload(drafts: Seq[HostDraft], device: torch.device | str) -> list[TextDraft]:
     """The same drafts as tensors; one copy to the device for all of them."""
+    if torch.device(device).type == "cpu":
+        return [_in_place(draft) for draft in drafts]
     sizes = [len(draft) for draft in drafts]
     columns = np.empty((4, sum(sizes)), np.int64)
     stop = 0
@@ -58,3 +60,14 @@ def upload(drafts: Seq[HostDraft], device: torch.device | str) -> list[TextDraft
         )
         for draft, rows in zip(drafts, packed, strict=True)
     ]
+
+
+def _in_place(draft: HostDraft) -> TextDraft:
+    kinds, proposers = draft.kinds, draft.proposers
+    return TextDraft(
+        torch.from_numpy(draft.tokens),
+        torch.from_numpy(draft.parents),
+        draft.depth,
+        kinds=None if kinds is None else torch.from_numpy(kinds),
+        proposers=None if proposers is None else torch.from_numpy(proposers),
+    )

@@ -8,10 +8,15 @@ Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.2.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.ranked_heads import RankedHeads
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.core.text_request import Speculation
 from recserve.draft.limits import allowed, only_chains
@@ -29,6 +34,25 @@ def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
     four fifths as often as the one before it, each rank a third as often.
     """
     return [[0.6 * 0.8**k * 0.33**rank for rank in range(ranks)] for k in range(num_heads)]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of a tree's nodes stand among those of all heads.
+
+    levels, ranks [n]: head and place of each node's token. parents [n], as TextDraft's.
+    """
+
+    levels: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    parents: Tensor
+
+
+@lru_cache(maxsize=256)
+def _places(tree: RankTree) -> _Places:
+    levels = np.array([len(path) - 1 for path in tree.paths])
+    ranks = np.array([path[-1] for path in tree.paths])
+    return _Places(levels, ranks, torch.tensor(tree.parents()))
 
 
 class MedusaDrafter:
@@ -50,9 +74,15 @@ class MedusaDrafter:
         self.heads = heads
         self._dtype, self._device = heads.weight.dtype, heads.weight.device
         ranks = min(RANKS, config.head_vocab or config.vocab_size)
+        self.num_heads = config.num_heads
         self.tree = tree or best_tree(assumed_accuracies(config.num_heads, ranks), NUM_NODES)
         self.chain = expansion_tree([1] * config.num_heads)
         self._check_tree(self.tree)
+        self.num_ranks = max(ranks, self.tree.width)
+
+    def ranked_heads(self) -> RankedHeads:
+        """Its own: they read the last hidden state and nothing else."""
+        return self
 
     def pack(self) -> None:
         """Lay the heads' weights out for this device; they cannot be trained or moved after that,
@@ -79,26 +109,41 @@ class MedusaDrafter:
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """The request's tree or the drafter's, filled; empty where no hidden state is known."""
-        device = self._device
-        drafts = [empty_draft(device) for _ in contexts]
+        drafts = [empty_draft(self._device) for _ in contexts]
         shapes = [self._shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        rows = [i for i, c in enumerate(contexts) if c.hidden is not None and len(shapes[i])]
-        if not rows:
-            return drafts
-        guesses = self._guesses([contexts[i] for i in rows], max(shapes[i].width for i in rows))
-        places, parents = [], []
-        for row, i in enumerate(rows):
-            places += [(len(path) - 1, row, path[-1]) for path in shapes[i].paths]
-            parents += shapes[i].parents()
-        index = torch.tensor(places, device=device)
-        tokens = guesses[index[:, 0], index[:, 1], index[:, 2]]
-        sizes = [len(shapes[i]) for i in rows]
-        above = torch.tensor(parents, device=device)
-        for i, own, parent in zip(
-            rows, torch.split(tokens, sizes), torch.split(above, sizes), strict=True
-        ):
-            drafts[i] = TextDraft(own, parent, shapes[i].depth)
+        asked = []
+        for i, (context, shape) in enumerate(zip(contexts, shapes, strict=True)):
+            if context.hidden is None or not len(shape):
+                continue
+            if context.ranked is None or shape.width > context.ranked.shape[1]:
+                asked.append(i)
+                continue
+            own = _places(shape)
+            tokens = torch.from_numpy(context.ranked[own.levels, own.ranks])
+            drafts[i] = TextDraft(tokens, own.parents, shape.depth)
+        if asked:
+            found = self._filled([contexts[i] for i in asked], [shapes[i] for i in asked])
+            for i, draft in zip(asked, found, strict=True):
+                drafts[i] = draft
         return drafts
+
+    def _filled(self, contexts: Seq[TextContext], shapes: Seq[RankTree]) -> list[TextDraft]:
+        """The trees with the heads' tokens, on the device."""
+        guesses = self._guesses(contexts, max(shape.width for shape in shapes))
+        places, parents = [], []
+        for row, shape in enumerate(shapes):
+            places += [(len(path) - 1, row, path[-1]) for path in shape.paths]
+            parents += shape.parents()
+        index = torch.tensor(places, device=self._device)
+        tokens = guesses[index[:, 0], index[:, 1], index[:, 2]]
+        sizes = [len(shape) for shape in shapes]
+        above = torch.tensor(parents, device=self._device)
+        return [
+            TextDraft(own, parent, shape.depth)
+            for own, parent, shape in zip(
+                torch.split(tokens, sizes), torch.split(above, sizes), shapes, strict=True
+            )
+        ]
 
     def _shape(self, context: TextContext, budget: Budget) -> RankTree:
         asked = context.speculation.tree
@@ -115,23 +160,33 @@ class MedusaDrafter:
     def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
         """[K, B, width] tokens, best first."""
         hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
-        hidden = hidden.to(self._dtype)
         if all(context.params.greedy for context in contexts):
-            return self.heads.tokens(self.heads.best(hidden, width))
-        logits = self.heads(hidden)
-        device, count = logits.device, len(self.heads.blocks)
-        params = [context.params for context in contexts]
-        lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
-        positions = lengths + torch.arange(count, device=device)[:, None]
+            return self.heads.tokens(self.heads.best(hidden.to(self._dtype), width))
+        params, device = [context.params for context in contexts], hidden.device
+        return self.ranked(
+            hidden,
+            torch.tensor([len(c.tokens) for c in contexts], device=device),
+            torch.tensor([p.temperature for p in params], device=device),
+            torch.tensor([p.seed for p in params], device=device),
+            width,
+        )
+
+    def ranked(
+        self, hidden: Tensor, lengths: Tensor, temperatures: Tensor, seeds: Tensor, width: int
+    ) -> Tensor:
+        """As `RankedHeads.ranked`."""
+        logits = self.heads(hidden.to(self._dtype))
+        count, batch = logits.shape[:2]
+        positions = lengths + torch.arange(count, device=logits.device)[:, None]
         best = best_with_noise(
             logits.float().flatten(0, 1),
-            torch.tensor([p.temperature for p in params], device=device).repeat(count),
-            torch.tensor([p.seed for p in params], device=device).repeat(count),
+            temperatures.repeat(count),
+            seeds.repeat(count),
             positions.flatten(),
             width,
             self.heads.token_map,
         )
-        return self.heads.tokens(best).view(count, len(contexts), width)
+        return self.heads.tokens(best).view(count, batch, width)
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads the target's hidden state."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from recserve.core.ranked_heads import RankedHeads, ranked_heads_of
 from recserve.core.text import Budget, Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.draft.draft_tree import ROOT, DraftTree
 from recserve.draft.host_draft import upload
@@ -42,6 +43,11 @@ class MergedDrafter:
             raise ValueError(f"{len(sources)} drafters to merge; name at least two")
         self.sources, self.device = tuple(sources), device
         self._parts: dict[int, list[Part]] = {}
+
+    def ranked_heads(self) -> RankedHeads | None:
+        """Of the one source that has any; None where several do."""
+        found = [heads for source in self.sources if (heads := ranked_heads_of(source))]
+        return found[0] if len(found) == 1 else None
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """One tree per context."""

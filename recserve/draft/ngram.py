@@ -52,8 +52,6 @@ class NgramDrafter:
         return upload(drafts, self.device)
 
     def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
-        text = self._texts.setdefault(context.id, TextIndex(self.lengths))
-        text.extend(context.tokens[len(text) :])
         branches = 1 if only_chains(context) else self.branches
         budget = allowed(context, budget, self.num_tokens * branches)
         depth = min(budget.depth, budget.num_nodes)
@@ -61,6 +59,8 @@ class NgramDrafter:
             depth = min(depth, self.num_tokens)
         if not depth:
             return NOTHING
+        text = self._texts.setdefault(context.id, TextIndex(self.lengths))
+        text.extend(context.tokens[len(text) :])
         tree, used = DraftTree(), 0
         seen: set[int] = set()
         for n in reversed(self.lengths):

@@ -8,27 +8,29 @@ in the order of tokens per millisecond, over all texts, and as many of them as m
     tokens expected of the step / milliseconds of the step
 
 largest; so drafts grow shorter as the load rises, then fewer, and end without a threshold. A text
-whose own drafts do not pay is left out and tried again later.
+whose own drafts do not pay is left out and tried again later. A drafter that is unknown, or has
+fallen silent, is tried on one text, and may lose a hundredth of the time by that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recserve.core.text import Budget
 from recserve.engine.chances import Chances
 from recserve.engine.costs import Cost
+from recserve.engine.step_times import StepTimes
 
 NOTHING = Budget(0, 0)
 TRIAL = 8  # drafts after which a text is judged by itself
 PAUSE, LONGEST_PAUSE = 32, 512  # steps that a text is left out, doubled each time
 PROBE = 2  # levels that one text drafts for a drafter that has been silent
-PROBE_AFTER, LONGEST_SILENCE = 32, 512  # steps of silence, doubled where a probe was not kept
+PROBE_SHARE = 0.01  # of the time, that probes may lose
 HOLDS = 16  # steps after which the purchase is made anew, even if the same texts ask
 
 
@@ -56,18 +58,13 @@ class _Record:
 
 @dataclass
 class _Silence:
-    """Of one drafter. steps: without a draft; most: before it is probed; probe: the text that does
-    it, None where no probe is under way.
+    """Of one drafter whose drafts do not pay. spare_ms: that probes may take; price_ms: of the next
+    one; probe: the text that does it, None where no probe is under way.
     """
 
-    steps: int = 0
-    most: int = PROBE_AFTER
+    spare_ms: float = 0.0
+    price_ms: float = 0.0
     probe: int | None = None
-
-    def ended(self, kept: bool) -> None:
-        """The probe was judged. One that was kept is followed by the next at once."""
-        self.probe = None
-        self.most = 1 if kept else min(2 * self.most, LONGEST_SILENCE)
 
 
 @dataclass(frozen=True)
@@ -101,34 +98,36 @@ class DraftBudget:
     """The budgets of all texts of one model. cost: of a step by its packed nodes."""
 
     def __init__(self, cost: Cost) -> None:
-        self._sizes = np.array([0.0, *cost.sizes, 1e9])
-        measured = [0.0, *(cost(size) for size in cost.sizes), cost(1e9)]
-        self._milliseconds = np.maximum.accumulate(np.array(measured))
+        self.times = StepTimes(cost)
         self._chances: dict[str, Chances] = {}
         self._records: dict[int, _Record] = {}
+        # Of the drafters that asked for the last step and got nothing but perhaps a probe.
         self._silences: dict[str, _Silence] = {}
+        self._silent: list[str] = []
         self._full: set[int] = set()
         self._slope = self._rate = 0.0
-        # Milliseconds of a step beside the network, and what any draft adds to them.
-        self._overhead = self._surcharge = 0.0
+        self._num_texts = 0
+        self._counts: dict[str, int] = {}  # texts that asked, by drafter
         self._purchase = _Purchase(None, {}, {}, 0)
+        self._resting: tuple[tuple[int, int, int], int] | None = None
 
-    def spend(self, texts: Seq[Asking], other_nodes: int) -> list[Budget]:
+    def spend(self, texts: Seq[Asking], other_nodes: int, num_plain: int = 0) -> list[Budget]:
         """A budget for each text, in order: those named first are served first.
 
-        other_nodes: of the same forward, prefill.
+        other_nodes: of the same forward, prefill. num_plain: texts beside them that never draft.
         """
+        self._num_texts = len(texts) + num_plain
         asking: dict[str, list[Asking]] = {}
         budgets: dict[int, Budget] = {}
         for text in texts:
             if self._may_draft(text):
                 asking.setdefault(text.drafter, []).append(text)
-        self._full = set()
+        self._full, self._silent = set(), []
         for drafter in [name for name in asking if not self._of(name).known]:
-            for text in asking.pop(drafter):
-                budgets[text.id] = text.most
-                self._full.add(text.id)
-        bought = self._bought(asking, len(texts), other_nodes)
+            first = asking.pop(drafter)[0]
+            budgets[first.id] = first.most
+            self._full.add(first.id)
+        bought = self._bought(asking, self._num_texts, other_nodes)
         for drafter, own in asking.items():
             depths = self._probed(drafter, own, bought.depths[drafter])
             for text, depth in zip(own, depths, strict=True):
@@ -139,12 +138,35 @@ class DraftBudget:
                     nodes = math.ceil(self._of(drafter).width * depth)
                     most = text.most
                     budgets[text.id] = Budget(min(nodes, most.num_nodes), min(depth, most.depth))
+        same = (len(texts), other_nodes, num_plain)
+        self._resting = None if budgets else (same, bought.holds)
         return [budgets.get(text.id, NOTHING) for text in texts]
 
-    def proposed(self, text: Asking, nodes: int, depth: int, milliseconds: float) -> None:
-        """What the drafter made of a budget of the last `spend`, and its time for this text."""
+    def rests(self, num_drafting: int, other_nodes: int, num_plain: int) -> bool:
+        """Whether `spend` for so many texts would again give nothing to anybody; cheap to ask, and
+        to be asked before every step that may be so.
+        """
+        if self._resting is None or self._resting[0] != (num_drafting, other_nodes, num_plain):
+            return False
+        left = self._resting[1]
+        if not left or any(self._is_due(drafter) for drafter in self._silent):
+            return False
+        self._resting = (self._resting[0], left - 1)
+        return True
+
+    def timed(self, drafter: str, depth: int, texts: int, milliseconds: float) -> None:
+        """What one call of a drafter took, for so many texts with a budget of the last `spend`."""
+        silence = self._silences.get(drafter)
+        if silence is not None and silence.probe is not None:
+            # It had to catch up with the text: its price, but not what a draft costs.
+            silence.spare_ms -= milliseconds
+            if self._of(drafter).is_timed:
+                return
         if depth:
-            self._of(text.drafter).timed(depth, milliseconds)
+            self._of(drafter).timed(depth, texts, milliseconds)
+
+    def proposed(self, text: Asking, nodes: int, depth: int) -> None:
+        """What the drafter made of a budget of the last `spend`."""
         if text.id in self._full and text.most.num_nodes:
             self._of(text.drafter).proposed(nodes, depth)
 
@@ -154,11 +176,14 @@ class DraftBudget:
         chances.judged(depth, kept)
         silence = self._silences.get(text.drafter)
         if silence is not None and silence.probe == text.id:
-            silence.ended(kept > 0)
+            silence.probe = None
+            surcharge = max(self.times.surcharge_ms(text.drafter, self._num_texts), 0.0)
+            silence.spare_ms += kept / max(self._rate, 1e-9) - self._slope * nodes - surcharge
         record.drafts += 1
         record.kept += kept
-        drafting_ms = float(chances.drafting_ms(depth)[-1])
-        record.price += self._rate * (self._slope * nodes + drafting_ms)
+        count = self._counts.get(text.drafter, 1)
+        spent_ms = self._slope * nodes + self._draft_ms(text.drafter, depth, count)
+        record.price += self._rate * spent_ms
         if record.drafts < TRIAL:
             return
         if record.kept < record.price:
@@ -170,15 +195,13 @@ class DraftBudget:
             record.drafts //= 2
             record.kept, record.price = record.kept / 2, record.price / 2
 
-    def stepped(self, nodes: int, drafted: bool, milliseconds: float) -> None:
-        """What a step of so many nodes, none of them prefill, took from its forward to its end."""
-        known = float(self._cost(np.array(float(nodes)))) + self._overhead
-        known += self._surcharge if drafted else 0.0
-        # A step that took far longer was interrupted by something else.
-        error = min(milliseconds, 2 * known) - known
-        self._overhead += error / 16
-        if drafted:
-            self._surcharge += error / 64
+    def stepped(self, nodes: int, drafted: Mapping[str, int], milliseconds: float) -> None:
+        """What the step of the last `spend` took from its forward to its end, if it was without
+        prefill. nodes: in all; drafted: texts with a draft by drafter.
+        """
+        self.times.stepped(self._num_texts, nodes, drafted, milliseconds)
+        for drafter in self._silent:
+            self._silences[drafter].spare_ms += PROBE_SHARE * milliseconds
 
     def forget(self, text_id: int) -> None:
         """The text ended."""
@@ -196,8 +219,14 @@ class DraftBudget:
         record.left_out = max(record.left_out - 1, 0)
         return not record.left_out
 
-    def _cost(self, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.interp(nodes, self._sizes, self._milliseconds)
+    def _draft_ms(self, drafter: str, depth: int, texts: int) -> float:
+        """Of each of so many texts, beside its nodes."""
+        surcharge = max(self.times.surcharge_ms(drafter, self._num_texts), 0.0)
+        return surcharge + float(self._of(drafter).drafting_ms(depth, texts)[-1])
+
+    def _is_due(self, drafter: str) -> bool:
+        silence = self._silences[drafter]
+        return silence.spare_ms > silence.price_ms
 
     def _bought(
         self, asking: dict[str, list[Asking]], num_texts: int, other_nodes: int
@@ -214,15 +243,17 @@ class DraftBudget:
         return self._purchase
 
     def _probed(self, drafter: str, texts: list[Asking], depths: list[int]) -> list[int]:
-        """The levels, or a probe by the first text where the drafter has long been silent."""
+        """The levels, or where there are none and a probe is due, that of the first text."""
         silence = self._silences.setdefault(drafter, _Silence())
+        silence.probe = None
         if any(depths):
-            silence.steps, silence.most, silence.probe = 0, PROBE_AFTER, None
             return depths
-        silence.steps += 1
-        if silence.steps < silence.most:
+        self._silent.append(drafter)
+        nodes = self._of(drafter).width * PROBE
+        silence.price_ms = self._slope * nodes + self._draft_ms(drafter, PROBE, 1)
+        if not self._is_due(drafter):
             return depths
-        silence.steps, silence.probe = 0, texts[0].id
+        silence.probe = texts[0].id
         return [PROBE, *depths[1:]]
 
     def _buy(
@@ -230,11 +261,14 @@ class DraftBudget:
     ) -> dict[str, list[int]]:
         """Levels for every text, by drafter."""
         depths = {drafter: [0] * len(own) for drafter, own in asking.items()}
+        self._counts |= {drafter: len(own) for drafter, own in asking.items()}
         base = float(num_texts + other_nodes)
         nodes = sum(
             len(own) * self._of(d).width * self._of(d).filled.sum() for d, own in asking.items()
         )
-        start, prefill, full = self._cost(np.array([base, other_nodes, base + max(nodes, 1.0)]))
+        start, prefill, full = self.times.of_nodes(
+            np.array([base, other_nodes, base + max(nodes, 1.0)])
+        )
         self._slope = float((full - start) / max(nodes, 1.0))
         blocks = [b for d, own in asking.items() for b in self._blocks(d, len(own))]
         blocks.sort(key=lambda block: -block.density)
@@ -245,8 +279,8 @@ class DraftBudget:
         )
         totals = np.concatenate([np.zeros((1, 3)), units.cumsum(0)])
         # What the prefill costs is paid anyway, and buys tokens of other steps.
-        spent = self._cost(base + totals[:, 1]) - prefill + totals[:, 2] + self._overhead
-        spent[1:] += self._surcharge
+        spent = self.times.of_nodes(base + totals[:, 1]) - prefill + totals[:, 2]
+        spent += self.times.overhead_ms(num_texts)
         rates = (num_texts + totals[:, 0]) / np.maximum(spent, 1e-9)
         left = int(rates.argmax())
         self._rate = float(rates[left])
@@ -265,7 +299,9 @@ class DraftBudget:
         filled = chances.filled[:levels]
         columns = (chances.survival(levels) * filled, filled * chances.width)
         gains, nodes = (np.append(0.0, column.cumsum()) for column in columns)
-        extra = np.append(0.0, chances.drafting_ms(levels))
+        surcharge = self.times.surcharge_ms(drafter, self._num_texts)
+        extra = chances.drafting_ms(levels, count) + np.maximum(surcharge, -nodes[1:] * self._slope)
+        extra = np.append(0.0, extra)
         spent = nodes * self._slope + extra + 1e-9 * np.arange(levels + 1)
         blocks, low = [], 0
         while low < levels:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from recserve.engine.strategies import (
     recommend_strategies,
 )
 from recserve.engine.text_lane import TextLane, TextLimits
+from recserve.kernels.fp8 import FP8
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.language_model import LanguageModel
@@ -60,7 +61,9 @@ log = logging.getLogger(__name__)
 class EngineConfig:
     """Sizes of the engine.
 
-    page_size: tokens per page. kv_bytes: key-value cache of each model. max_queue: requests that
+    page_size: tokens per page. kv_bytes: key-value cache of each model. kv_dtype: how it is kept,
+    None: as the model computes; `fp8`: e4m3 and a power of two for each vector (kernels/fp8.py),
+    half the bytes of bfloat16. max_queue: requests that
     may wait. max_running: requests that may share a model's forward. load_aware: text drafts are as
     large as the load lets them pay, or none. graphs: record text steps as CUDA graphs at start,
     None: where there is CUDA; graph_limits: which, and what that may take. invariant: no bit of an
@@ -70,12 +73,17 @@ class EngineConfig:
 
     page_size: int = 16
     kv_bytes: int = 256 * 2**20
+    kv_dtype: Literal["fp8"] | None = None
     max_queue: int = 1024
     max_running: int = 64
     load_aware: bool = False
     graphs: bool | None = None
     graph_limits: GraphLimits = GraphLimits()
     invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in (None, "fp8"):
+            raise ValueError(f"kv_dtype is {self.kv_dtype!r}; choose fp8, or None for the model's")
 
 
 @dataclass
@@ -124,7 +132,9 @@ class Engine:
             runner = self._runner(DecoderTrunk(text.eval()))
             limits = TextLimits(load_aware=self.config.load_aware)
             running, wanted = self.config.max_running, self.config.graphs
-            graphs = cuda_graphs(runner, text, running, wanted, self.config.graph_limits)
+            graphs = cuda_graphs(
+                runner, text, running, wanted, self.config.graph_limits, self.drafters
+            )
             self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
@@ -241,18 +251,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
-        return stats_of(len(self._waiting), list(self._lanes.values()))
+        text = self._lanes.get("text")
+        graphs = text.graphs if isinstance(text, TextLane) else None
+        return stats_of(len(self._waiting), list(self._lanes.values()), graphs)
 
     @torch.inference_mode()
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""
         with self._stepping:
             began = time.monotonic()
-            self._admit()
+            if self._waiting:
+                self._admit()
             answered = 0
             for lane in self._lanes.values():
-                lane.drop_ended()
-                answered += self._step_lane(lane)
+                if lane.num_running:
+                    lane.drop_ended()
+                    answered += self._step_lane(lane)
             if answered:
                 spent = (time.monotonic() - began) / answered
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
@@ -328,12 +342,11 @@ class Engine:
         return self._lanes[model], self._strategies[name]
 
     def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
-        page_bytes = trunk.kv_shape.slot_bytes(trunk.dtype) * self.config.page_size
-        num_pages = max(self.config.kv_bytes // page_bytes, 1)
+        size, dtype = self.config.page_size, trunk.dtype if self.config.kv_dtype is None else FP8
+        num_pages = max(self.config.kv_bytes // (trunk.kv_shape.slot_bytes(dtype) * size), 1)
         if self.config.invariant:
-            return invariant_runner(trunk, num_pages, self.config.page_size)
-        pool = KVPool(trunk.kv_shape, num_pages, self.config.page_size, trunk.dtype, trunk.device)
-        return Runner(trunk, pool)
+            return invariant_runner(trunk, num_pages, size, dtype)
+        return Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
 
 
 def _priority(waiting: _Waiting) -> int:

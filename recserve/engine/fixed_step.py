@@ -1,4 +1,5 @@
-"""A text step as one function of fixed shapes: forward, logits, parameters, draw, walk, path move.
+"""A text step as one function of fixed shapes: forward, logits, parameters, draw, walk, path move,
+and the draft heads that read what it leaves.
 
 Everything it reads lies in buffers whose addresses never change and is there before it begins: one
 upload. What it found is read when it has ended: one download. In between nothing is asked of the
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.ranked_heads import RankedHeads
 from recserve.core.sampling_table import Room, SamplingTable, sampling_table
 from recserve.core.target import Past, Target, last_committed
 from recserve.core.text import ScoredTrees
@@ -45,12 +47,12 @@ class StepShape:
     sequences: int
     depth: int
 
-    def holds(self, group: TextGroup) -> bool:
-        """Whether a group fits, with one node for each text that is missing and one more."""
-        missing = self.sequences - len(group.drafts)
-        used = sum(1 + len(draft) for draft in group.drafts)
-        deepest = max(draft.depth for draft in group.drafts)
-        return missing >= 0 and used + missing < self.nodes and deepest <= self.depth
+    def holds(self, texts: int, nodes: int, depth: int) -> bool:
+        """Whether trees of so many texts fit, of so many nodes in all and so many levels at most,
+        with one node for each text that is missing and one more.
+        """
+        missing = self.sequences - texts
+        return missing >= 0 and nodes + missing < self.nodes and depth <= self.depth
 
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -72,7 +74,7 @@ class _Columns(Generic[Array]):
 
 class FixedStep:
     """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
-    else how much of the others there is place for.
+    else how much of the others there is place for. heads: that rank tokens for the next drafts.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class FixedStep:
         rows: TextRows,
         shape: StepShape,
         room: Room | None,
+        heads: RankedHeads | None = None,
     ) -> None:
         self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
+        self.heads = heads
         device = rows.slots.device
         texts = shape.sequences + 1
         tail = 0 if room is None else room.word_length - 1
@@ -120,7 +124,7 @@ class FixedStep:
         return True
 
     def __call__(self) -> StepOutputs:
-        """The step on what is loaded; outputs [S, ...] of the texts, [T, ...] of all nodes."""
+        """The step on what is loaded."""
         columns, table = self._columns, self._table
         trees = columns.trees
         tree = TokenTree(
@@ -155,7 +159,19 @@ class FixedStep:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)
         texts = self.shape.sequences
-        return replace(outputs, found=outputs.found[:texts], last=outputs.last[:texts])
+        outputs = replace(outputs, found=outputs.found[:texts])
+        if self.heads is None:
+            return outputs
+        ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:texts, 0]
+        ranked = self.heads.ranked(
+            hidden[ends],
+            (columns.lengths + accepted.lengths + 1)[:texts],
+            table.temperature[:texts],
+            table.seeds[:texts],
+            self.heads.num_ranks,
+        )
+        found = torch.cat([outputs.found, ranked.transpose(0, 1).flatten(1)], dim=1)
+        return replace(outputs, found=found, num_heads=self.heads.num_heads)
 
     def _fill(self, packed: PackedTrees) -> None:
         """The one upload, and what a draft made on the device adds to it."""

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
+from recserve.core.ranked_heads import ranked_heads_of
 from recserve.core.sampling_table import Room
+from recserve.core.text import Drafter
+from recserve.engine.cuda_recorder import CudaRecorder
 from recserve.engine.fixed_step import FixedStep, StepShape
 from recserve.engine.runner import Runner
 from recserve.engine.text_rows import TextRows
@@ -26,10 +31,13 @@ from recserve.verify.rules import SAMPLE
 log = logging.getLogger(__name__)
 
 Step = Callable[[], StepOutputs]
+# What became of a step: replayed, or launched because prompt tokens stood in its forward, because
+# of the rule that judges it, its parameters, its nodes and texts, or as no row was left for a text.
+Result = Literal["replayed", "prompt", "rule", "parameters", "size", "rows"]
+RESULTS: tuple[Result, ...] = get_args(Result)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
-WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -44,46 +52,38 @@ class GraphLimits:
     bytes: int = 2 * 2**30
 
 
-class CudaRecorder:
-    """Records a step as a CUDA graph; all of them share one memory pool."""
+@dataclass(frozen=True)
+class Bucket:
+    """What one record is for.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._before = torch.cuda.memory_reserved()
+    everything: texts of any sampling parameters; else those of a temperature at most. drafter:
+    whose heads end the step, None: nobody's.
+    """
+
+    shape: StepShape
+    everything: bool
+    drafter: str | None
 
     @property
-    def bytes(self) -> int:
-        """Memory taken since the first record."""
-        return torch.cuda.memory_reserved() - self._before
-
-    def __call__(self, step: Step) -> Step:
-        """The replay; its outputs lie where the record left them."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):  # kernels are compiled and libraries take their workspaces
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = step()
-
-        def replay() -> StepOutputs:
-            graph.replay()
-            return outputs
-
-        return replay
+    def name(self) -> str:
+        """As `72x8`, nodes and texts; `72x8+` with every parameter, `72x8+ medusa` with heads."""
+        size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if self.everything else ''}"
+        return size if self.drafter is None else f"{size} {self.drafter}"
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class RecordedStep:
+    """One record and what it took: seconds and bytes."""
+
+    bucket: Bucket
+    seconds: float
+    bytes: int
     step: FixedStep
     replay: Step
 
 
 class StepGraphs:
-    """The recorded steps of one language model."""
+    """The recorded steps of one language model. counts: steps by what became of them, RESULTS."""
 
     @torch.inference_mode()
     def __init__(
@@ -94,8 +94,10 @@ class StepGraphs:
         limits: GraphLimits,
         record: Callable[[Step], Step],
         taken: Callable[[], int] = lambda: 0,
+        drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
-        """max_texts: that run at once. taken: bytes that records have taken so far.
+        """max_texts: that run at once. taken: bytes that records have taken so far. drafters: by
+        name; the steps of those that have ranked heads are recorded once more, with the heads.
 
         latest: the replay of the last step that was one.
         """
@@ -105,49 +107,102 @@ class StepGraphs:
         self.rows = TextRows(runner.pool, max_texts + 1, pages * size, model.config.vocab_size)
         self.room = limits.room
         self.latest: Step | None = None
-        self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
-        began = time.monotonic()
-        for everything in (False, True):
-            for shape in limits.shapes:
-                if time.monotonic() - began > limits.seconds or taken() > limits.bytes:
-                    log.warning("no time or memory is left for a graph of %s", shape)
-                    continue
-                room = self.room if everything else None
-                step = FixedStep(runner, model, self.rows, shape, room)
-                try:
-                    self._recorded[everything].append(_Recorded(step, record(step)))
-                except RuntimeError:
-                    log.exception("no graph of %s: such steps are launched as they come", shape)
-                    return
+        self.counts: dict[Result, int] = dict.fromkeys(RESULTS, 0)
+        found = {name: ranked_heads_of(drafter) for name, drafter in (drafters or {}).items()}
+        self._heads = {name: heads for name, heads in found.items() if heads is not None}
+        self._names = {id((drafters or {})[name]): name for name in self._heads}
+        self._recorded: dict[tuple[bool, str | None], list[RecordedStep]] = {}
+        began, left = time.monotonic(), list[str]()
+        for bucket in self._wanted(limits.shapes):
+            if time.monotonic() - began > limits.seconds or taken() > limits.bytes:
+                left.append(bucket.name)
+                continue
+            try:
+                self._record(runner, model, bucket, record, taken)
+            except RuntimeError:
+                log.exception("no graph of %s: such steps are launched as they come", bucket.name)
+                break
+        if left:
+            log.warning("no time or memory is left to record the steps %s", ", ".join(left))
 
-    @property
-    def names(self) -> list[str]:
-        """What is recorded, as `nodes x texts`; with a `+` where every parameter is allowed."""
+    def _wanted(self, shapes: Seq[StepShape]) -> list[Bucket]:
+        """In the order in which they are recorded. Texts without a draft need no heads."""
         return [
-            f"{r.step.shape.nodes}x{r.step.shape.sequences}{'+' if everything else ''}"
-            for everything, recorded in self._recorded.items()
-            for r in recorded
+            Bucket(shape, everything, drafter)
+            for drafter in (None, *self._heads)
+            for everything in (False, True)
+            for shape in shapes
+            if drafter is None or shape.depth
         ]
 
-    def step(self, groups: Seq[TextGroup]) -> StepOutputs | None:
+    def _record(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        bucket: Bucket,
+        record: Callable[[Step], Step],
+        taken: Callable[[], int],
+    ) -> None:
+        began, before = time.monotonic(), taken()
+        room = self.room if bucket.everything else None
+        heads = None if bucket.drafter is None else self._heads[bucket.drafter]
+        step = FixedStep(runner, model, self.rows, bucket.shape, room, heads)
+        replay = record(step)
+        seconds, size = time.monotonic() - began, taken() - before
+        made = RecordedStep(bucket, seconds, size, step, replay)
+        insort(
+            self._recorded.setdefault((bucket.everything, bucket.drafter), []),
+            made,
+            key=lambda r: (r.bucket.shape.nodes, r.bucket.shape.sequences),
+        )
+        log.info("recorded step %s: %.2f s, %.0f MiB", bucket.name, seconds, size / 2**20)
+
+    @property
+    def recorded(self) -> list[RecordedStep]:
+        """All of them, small ones of each kind first."""
+        return [made for some in self._recorded.values() for made in some]
+
+    def step(self, groups: Seq[TextGroup], with_prompts: bool) -> StepOutputs | None:
         """Forward, judgement and move of one group in the smallest bucket that holds it; None if
-        there is none, or more groups than one.
+        there is none, more groups than one, or tokens of prompts in the same forward.
         """
+        result, outputs = ("prompt", None) if with_prompts else self._replay(groups)
+        self.counts[result] += 1
+        return outputs
+
+    def _replay(self, groups: Seq[TextGroup]) -> tuple[Result, StepOutputs | None]:
         if len(groups) != 1 or groups[0].rule != SAMPLE:
-            return None
+            return "rule", None
         group, table = groups[0], groups[0].table
         everything = not table.plain or table.truncates
         params = [text.request.params for text in group.sequences]
         if everything and not self.room.holds(params):
-            return None
-        fitting = [r for r in self._recorded[everything] if r.step.shape.holds(group)]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda r: (r.step.shape.nodes, r.step.shape.sequences))
+            return "parameters", None
+        best = self._smallest(group, everything)
+        if best is None:
+            return "size", None
         if not best.step.load(group):
-            return None
+            return "rows", None
         self.latest = best.replay
-        return best.replay()
+        return "replayed", best.replay()
+
+    def _smallest(self, group: TextGroup, everything: bool) -> RecordedStep | None:
+        """The smallest bucket that holds a group; with heads where they are those of all texts that
+        are drafted for, if that was recorded.
+        """
+        drafts, texts = group.drafts, len(group.drafts)
+        nodes = texts + sum(map(len, drafts))
+        depth = max(draft.depth for draft in drafts)
+        drafter = None
+        if self._names and depth:
+            drafted = zip(group.sequences, drafts, strict=True)
+            names = {self._names.get(id(text.drafter)) for text, draft in drafted if len(draft)}
+            drafter = names.pop() if len(names) == 1 else None
+        for name in (drafter, None) if drafter else (None,):
+            for recorded in self._recorded.get((everything, name), ()):
+                if recorded.bucket.shape.holds(texts, nodes, depth):
+                    return recorded
+        return None
 
     def forget(self, text: TextSequence) -> None:
         """The text ended, or was set aside."""
@@ -160,6 +215,7 @@ def cuda_graphs(
     max_texts: int,
     wanted: bool | None,
     limits: GraphLimits,
+    drafters: Mapping[str, Drafter],
 ) -> StepGraphs | None:
     """wanted: None: where the model is on a CUDA device.
 
@@ -168,7 +224,9 @@ def cuda_graphs(
     device = runner.pool.keys.device
     if device.type == "cuda" and torch.cuda.is_available() and wanted is not False:
         recorder = CudaRecorder()
-        return StepGraphs(runner, model, max_texts, limits, recorder, lambda: recorder.bytes)
+        return StepGraphs(
+            runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
+        )
     if wanted:
         raise ValueError(f"graphs is true; they need a CUDA device and the model is on {device}")
     return None

@@ -36,7 +36,9 @@ class NotInvariant(ValueError):
     """This machine cannot compute this model so that no bit depends on company."""
 
 
-def invariant_runner(trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int) -> Runner:
+def invariant_runner(
+    trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int, kv_dtype: torch.dtype
+) -> Runner:
     """A runner that has been tried. Raises NotInvariant, saying why and what to do."""
     model = trunk.model
     name = type(model).__name__
@@ -57,14 +59,14 @@ def invariant_runner(trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_siz
     if isinstance(model, Recommender):
         model.one_by_one = True
     slots = 2 * (sum(CHUNKS) + NODES) + max(BESIDE)
-    scratch = ExactPool(trunk.kv_shape, slots, 1, trunk.dtype, trunk.device)
+    scratch = ExactPool(trunk.kv_shape, slots, 1, kv_dtype, trunk.device)
     with torch.inference_mode():
         if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
             raise NotInvariant(
                 f"invariant: the {name} computes other bits {difference}, with "
                 f"{torch.get_num_threads()} threads and {trunk.dtype}; try threads 1, or float32"
             )
-    pool = ExactPool(trunk.kv_shape, num_pages, page_size, trunk.dtype, trunk.device)
+    pool = ExactPool(trunk.kv_shape, num_pages, page_size, kv_dtype, trunk.device)
     return Runner(trunk, pool, ExactTreeAttention)
 
 

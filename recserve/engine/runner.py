@@ -65,6 +65,8 @@ class Runner:
         """Hidden states of each piece, [Tq, E] or [num_states, E]."""
         inputs = NodeInputs.cat([piece.inputs for piece in pieces])
         hidden = self.hidden(pack(pieces), inputs, _read(pieces, self.pool.keys.device))
+        if len(pieces) == 1:
+            return [hidden]
         return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
 
     def hidden(self, batch: TreeBatch, inputs: NodeInputs, rows: Tensor | None = None) -> Tensor:

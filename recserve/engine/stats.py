@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recserve.engine.delivery import AnyLane
+from recserve.engine.graphs import StepGraphs
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A look at the engine; pages and prefix tokens are sums over the models."""
+    """A look at the engine; pages and prefix tokens are sums over the models.
+
+    graph_steps: text steps by what became of them (engine/graphs.py); graph_seconds, graph_bytes:
+    what each record took, by its name. Empty where nothing is recorded.
+    """
 
     queue_depth: int
     running: int
@@ -19,10 +25,16 @@ class EngineStats:
     pages_total: int
     prefix_hit_tokens: int
     prefix_missed_tokens: int
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_seconds: Mapping[str, float] = field(default_factory=dict)
+    graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def stats_of(queue_depth: int, lanes: Seq[AnyLane]) -> EngineStats:
-    """Lanes that share a pool are counted once."""
+def stats_of(
+    queue_depth: int, lanes: Seq[AnyLane], graphs: StepGraphs | None = None
+) -> EngineStats:
+    """Lanes that share a pool are counted once. graphs: of the text lane."""
+    recorded = [] if graphs is None else graphs.recorded
     pools = {id(lane.cache): lane for lane in lanes}.values()
     return EngineStats(
         queue_depth,
@@ -32,4 +44,7 @@ def stats_of(queue_depth: int, lanes: Seq[AnyLane]) -> EngineStats:
         sum(lane.allocator.num_pages for lane in pools),
         sum(lane.cache.num_hit_tokens for lane in pools),
         sum(lane.cache.num_missed_tokens for lane in pools),
+        {} if graphs is None else dict(graphs.counts.items()),
+        {made.bucket.name: made.seconds for made in recorded},
+        {made.bucket.name: made.bytes for made in recorded},
     )

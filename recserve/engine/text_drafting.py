@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 from recserve.core.text import Budget, Drafter, TextDraft, empty_draft
 from recserve.draft.none import NoDrafter
-from recserve.engine.budget import NOTHING, Asking, DraftBudget
+from recserve.engine.budget import Asking, DraftBudget
 from recserve.engine.costs import text_cost
 from recserve.engine.text_sequence import TextSequence
 from recserve.models.language_model import LanguageModel
@@ -23,10 +24,13 @@ class TextDrafting:
         self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
         self._budget: DraftBudget | None = None
         self._met: set[int] = set()
+        self._nothing = empty_draft()
+        self.asked: set[int] = set()  # texts whose drafter was called for this step
         # On a CPU the thread's own time: what other processes take is no cost of ours.
         on_cpu = model.tokens.weight.device.type == "cpu"
         self._now = time.thread_time if on_cpu else time.perf_counter
-        self._nodes, self._drafted, self._proposed_s = 0, 0, 0.0
+        self._nodes, self._drafted = 0, Counter[str]()
+        self._began_s, self._drafting_s = 0.0, 0.0
 
     def propose(
         self, texts: Seq[TextSequence], prefill: int
@@ -34,46 +38,83 @@ class TextDrafting:
         """Drafts by context id, and the texts whose drafter failed or drafted what their rule
         refuses. prefill: other nodes of the same forward.
         """
-        drafts: dict[int, TextDraft] = {}
+        drafts = dict.fromkeys((s.context.id for s in texts), self._nothing)
+        drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
         failed: list[tuple[TextSequence, Exception]] = []
-        asking = {s.context.id: self._asking(s) for s in texts}
-        allowed = self._budgets(texts, asking, prefill)
-        for drafter in {id(s.drafter): s.drafter for s in texts}.values():
-            own = [s for s in texts if s.drafter is drafter]
-            drafts |= {s.context.id: empty_draft() for s in own}
-            asked = [s for s in own if self._is_asked(s, allowed[s.context.id])]
-            if not asked:
-                continue
-            try:
-                budgets = [allowed[s.context.id] for s in asked]
-                proposed, taken_ms = self._timed(drafter, asked, budgets)
-            except Exception as error:
-                failed += [(s, error) for s in asked]
-                continue
-            for sequence, draft in zip(asked, proposed, strict=True):
-                number = sequence.context.id
-                budget = allowed[number]
-                assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
-                try:
-                    RULES[sequence.request.speculation.verifier].check(draft)
-                except ValueError as error:
-                    failed.append((sequence, error))
-                    continue
-                drafts[number] = draft
-                if self._budget is not None:
-                    self._budget.proposed(asking[number], len(draft), draft.depth, taken_ms)
-        for sequence, _ in failed:
-            del drafts[sequence.context.id]
-        self._drafted = sum(map(len, drafts.values()))
-        self._nodes = 0 if prefill else len(drafts) + self._drafted
-        self._proposed_s = self._now()
+        self.asked.clear()
+        self._began_s, self._drafting_s = self._now(), 0.0
+        if drafting and not self._rests(drafting, prefill, len(texts) - len(drafting)):
+            failed = self._draft(drafting, prefill, len(texts) - len(drafting), drafts)
+        if self._budget is not None:
+            self._drafted = Counter(
+                s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
+            )
+            self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
         return drafts, failed
+
+    def _draft(
+        self,
+        texts: Seq[TextSequence],
+        prefill: int,
+        num_plain: int,
+        drafts: dict[int, TextDraft],
+    ) -> list[tuple[TextSequence, Exception]]:
+        """Put drafts in; texts whose drafts failed are left out, and returned."""
+        asking = {s.context.id: self._asking(s) for s in texts}
+        allowed = self._budgets(asking, prefill, num_plain)
+        failed: list[tuple[TextSequence, Exception]] = []
+        for drafter in {id(s.drafter): s.drafter for s in texts}.values():
+            own = [
+                s
+                for s in texts
+                if s.drafter is drafter and self._is_asked(s, allowed[s.context.id])
+            ]
+            if own:
+                failed += self._ask(drafter, own, asking, allowed, drafts)
+        for sequence, _ in failed:
+            drafts.pop(sequence.context.id, None)
+        return failed
+
+    def _ask(
+        self,
+        drafter: Drafter,
+        texts: Seq[TextSequence],
+        asking: dict[int, Asking],
+        allowed: dict[int, Budget],
+        drafts: dict[int, TextDraft],
+    ) -> list[tuple[TextSequence, Exception]]:
+        failed: list[tuple[TextSequence, Exception]] = []
+        budgets = [allowed[s.context.id] for s in texts]
+        began = self._now()
+        try:
+            proposed = drafter.propose([s.context for s in texts], budgets)
+        except Exception as error:
+            return [(s, error) for s in texts]
+        taken_s = self._now() - began
+        self._drafting_s += taken_s
+        for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
+            assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
+            number = sequence.context.id
+            try:
+                RULES[sequence.request.speculation.verifier].check(draft)
+            except ValueError as error:
+                failed.append((sequence, error))
+                continue
+            drafts[number] = draft
+            self.asked.add(number)
+            if self._budget is not None:
+                self._budget.proposed(asking[number], len(draft), draft.depth)
+        free = sum(budget.num_nodes > 0 for budget in budgets)
+        if self._budget is not None and free:
+            name = texts[0].request.speculation.drafter
+            self._budget.timed(name, max(draft.depth for draft in proposed), free, taken_s * 1e3)
+        return failed
 
     def stepped(self) -> None:
         """The step of the last drafts is done: what it took is remembered."""
         if self._budget is not None and self._nodes:
-            taken_ms = (self._now() - self._proposed_s) * 1e3
-            self._budget.stepped(self._nodes, self._drafted > 0, taken_ms)
+            taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
+            self._budget.stepped(self._nodes, self._drafted, taken_ms)
 
     def judged(self, sequence: TextSequence, draft: TextDraft, kept: int) -> None:
         """What was kept of a draft that was not empty."""
@@ -87,37 +128,34 @@ class TextDrafting:
         if self._budget is not None:
             self._budget.forget(sequence.context.id)
 
+    def _rests(self, texts: Seq[TextSequence], prefill: int, num_plain: int) -> bool:
+        """Whether nobody would be asked, for the same reasons as in the step before."""
+        return (
+            self._budget is not None
+            and self._budget.rests(len(texts), prefill, num_plain)
+            and all(s.context.id in self._met for s in texts)
+        )
+
     def _is_asked(self, sequence: TextSequence, budget: Budget) -> bool:
         """Whether its drafter hears of it: where it may draft, and once at least, because there are
         drafters that learn from every text.
         """
-        if isinstance(sequence.drafter, NoDrafter):
-            return False
         if budget.num_nodes or sequence.context.id not in self._met:
             self._met.add(sequence.context.id)
             return True
         return False
 
     def _budgets(
-        self, texts: Seq[TextSequence], asking: dict[int, Asking], prefill: int
+        self, asking: dict[int, Asking], prefill: int, num_plain: int
     ) -> dict[int, Budget]:
         """All they ask for, unless the load counts."""
-        if not self.load_aware or all(isinstance(s.drafter, NoDrafter) for s in texts):
+        if not self.load_aware:
             return {number: text.most for number, text in asking.items()}
         if self._budget is None:
             self._budget = DraftBudget(text_cost(self.model))
-        return dict(zip(asking, self._budget.spend(list(asking.values()), prefill), strict=True))
+        budgets = self._budget.spend(list(asking.values()), prefill, num_plain)
+        return dict(zip(asking, budgets, strict=True))
 
     def _asking(self, sequence: TextSequence) -> Asking:
-        drafted = not isinstance(sequence.drafter, NoDrafter)
-        most = sequence.budget(self.draft_nodes) if drafted else NOTHING
-        return Asking(sequence.context.id, sequence.request.speculation.drafter, most)
-
-    def _timed(
-        self, drafter: Drafter, texts: Seq[TextSequence], budgets: Seq[Budget]
-    ) -> tuple[list[TextDraft], float]:
-        """Its drafts, and milliseconds for each text that may have one."""
-        began = self._now()
-        drafts = drafter.propose([s.context for s in texts], budgets)
-        drafted = max(sum(budget.num_nodes > 0 for budget in budgets), 1)
-        return drafts, (self._now() - began) * 1e3 / drafted
+        drafter = sequence.request.speculation.drafter
+        return Asking(sequence.context.id, drafter, sequence.budget(self.draft_nodes))

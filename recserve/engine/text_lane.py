@@ -23,23 +23,24 @@ from recserve.core.request import DeadlineExceeded
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
-from recserve.draft.none import NoDrafter
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.lane import RequestTooLarge
-from recserve.engine.runner import Runner
+from recserve.engine.runner import Piece, Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_groups import TextGroups
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_prefill import Chunk, chunks, is_coming
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
-    StepOutputs,
+    Kept,
     TextGroup,
     move_accepted,
+    move_paths,
     outputs_of,
     token_logprobs,
 )
-from recserve.kernels.tree import CANDIDATE, TokenTree
+from recserve.engine.text_trees import TreePacker
+from recserve.kernels.tree import CANDIDATE
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import check_rule
 
@@ -81,6 +82,7 @@ class TextLane:
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
         self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
+        self._pack = TreePacker(runner.pool.keys.device)
         self._ids = count()
         self.graphs = graphs
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
@@ -175,11 +177,13 @@ class TextLane:
         drafted = time.perf_counter()
         if not groups and not parts:
             return failed
-        replayed = None if parts or self.graphs is None else self.graphs.step(groups)
+        replayed = None if self.graphs is None else self.graphs.step(groups, bool(parts))
         if replayed is None:
             done = self._launch(groups, parts)
         else:
-            done = self._commit(groups[0], replayed)
+            # The next replay writes where these lie.
+            hidden = replayed.hidden.clone()
+            done = self._commit(groups[0], replayed.kept(), hidden, replayed.logits)
         ended = time.perf_counter()
         self._drafting.stepped()
         first = {part.sequence.context.id for part in parts}
@@ -197,15 +201,15 @@ class TextLane:
 
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[Answer]:
         """One forward over the groups' trees and the chunks of prompts."""
-        device = self.runner.pool.keys.device
-        pieces = [group.piece(group.tree(device)) for group in groups]
+        pieces = [group.piece(self._pack(group.last_tokens, group.drafts)) for group in groups]
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
             part.done(state[0])
             self.pages.keep(part.sequence)
         done: list[Answer] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
-            done += self._commit(group, self._judge(group, piece.tree, own))
+            logits = self.model.logits(own)
+            done += self._commit(group, self._judge(group, piece, own, logits), own, logits)
         return done
 
     def drop_all(self) -> list[TextSequence]:
@@ -233,53 +237,54 @@ class TextLane:
                 drafts[sequence.context.id] = empty_draft()
         return self._grouping.of([s for s in stepping if s.context.id in drafts], drafts)
 
-    def _judge(self, group: TextGroup, tree: TokenTree, hidden: Tensor) -> StepOutputs:
+    def _judge(self, group: TextGroup, piece: Piece, hidden: Tensor, logits: Tensor) -> Kept:
         """Judge a group's trees, keep the paths."""
-        logits = self.model.logits(hidden)
-        accepted = group.judge(tree, logits)
+        kept = group.keep_likeliest(logits)
+        if kept is not None:
+            move_paths(self.runner.pool, kept.paths, piece.slots)
+            return kept
+        accepted = group.judge(piece.tree, logits)
         if not group.chains:
-            move_accepted(self.runner.pool, tree, accepted, group.slots())
-        return outputs_of(tree, accepted, logits, hidden)
+            move_accepted(self.runner.pool, piece.tree, accepted, piece.slots)
+        return outputs_of(piece.tree, accepted, logits, hidden).kept()
 
-    def _commit(self, group: TextGroup, outputs: StepOutputs) -> list[Answer]:
-        """The answers of the texts that ended; drafters hear of the others."""
-        # The one look at the device in a step: what was written decides what is done next.
-        table, width = outputs.found.tolist(), outputs.found.shape[1] // 2 - 1
-        hidden, logits, last = outputs.hidden, outputs.logits, outputs.last.clone()
+    def _commit(self, group: TextGroup, kept: Kept, hidden: Tensor, logits: Tensor) -> list[Answer]:
+        """The answers of the texts that ended; drafters hear of the others.
+
+        hidden [T, E], logits [T, V]: of the group's nodes.
+        """
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
         for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
-            row = table[number]
-            length, bonus = row[width], row[width + 1]
-            path, found = row[: length + 1], [*row[width + 3 : width + 3 + length], bonus]
+            path, tokens = kept.paths[number], kept.tokens[number]
             own = slice(start, start + 1 + len(draft))
             try:
                 top = sequence.request.params.logprobs
-                logprobs = [] if top is None else token_logprobs(logits[path], found, top)
+                logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
                 before = sequence.length
-                added = sequence.commit(found, logprobs)
+                added = sequence.commit(tokens, logprobs)
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
                 start = own.stop
                 continue
-            used = min(length, len(added))
-            tail = last[number] if used == length else hidden[path[used]].clone()
-            sequence.computed(before + used, tail)
+            used = min(len(path) - 1, len(added))
+            ranked = None if kept.ranked is None else kept.ranked[number]
+            sequence.computed(before + used, hidden[path[used]], ranked)
             if len(draft):
                 kinds = draft.kinds
                 drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
                 sequence.counts.add(drafted, used)
-                self._drafting.judged(sequence, draft, length)
+                self._drafting.judged(sequence, draft, len(path) - 1)
             if sequence.finish_reason is not None:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
                 self._drop([sequence])
-            elif not isinstance(sequence.drafter, NoDrafter):
-                kept = tuple(node - start - 1 for node in path[1:])
+            elif sequence.context.id in self._drafting.asked:
+                accepted = tuple(node - start - 1 for node in path[1:])
                 outcome = TextOutcome(
-                    sequence.context, draft, kept, added, hidden[own], logits[own]
+                    sequence.context, draft, accepted, added, hidden[own], logits[own]
                 )
                 outcomes.setdefault(id(sequence.drafter), (sequence.drafter, []))[1].append(outcome)
             start = own.stop

@@ -8,6 +8,7 @@ import torch
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.text_sequence import NO_SLOTS, TextSequence
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, slots_of_pages
 
 
@@ -52,7 +53,7 @@ class TextPages:
 
     def _take(self, sequence: TextSequence, pages: list[int]) -> None:
         device = self.pool.keys.device
-        added = torch.tensor(pages, dtype=torch.int64, device=device)
+        added = on_device(pages, device, torch.int64)
         slots = slots_of_pages(added, self.size, len(pages) * self.size)
         sequence.pages = sequence.pages + pages
         sequence.slots = torch.cat([sequence.slots.to(device), slots])

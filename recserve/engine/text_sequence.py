@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import Timing
@@ -70,10 +71,15 @@ class TextSequence:
         """Whether only the last committed token is left to compute."""
         return not self.missing
 
-    def computed(self, length: int, tail: Tensor | None) -> None:
-        """Keys and values of the first `length` tokens exist, and drafters see the last state."""
+    def computed(
+        self, length: int, tail: Tensor | None, ranked: NDArray[np.int64] | None = None
+    ) -> None:
+        """Keys and values of the first `length` tokens exist, and drafters see the last state and
+        what heads ranked from it.
+        """
         self.num_computed, self.tail = length, tail
         self.context.hidden = tail if self.ready else None
+        self.context.ranked = ranked if self.ready else None
 
     def budget(self, most: int) -> Budget:
         """What a draft may cost. most: draft nodes where the request does not say how many."""

@@ -5,36 +5,65 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.sampling import largest_on_host
 from recserve.core.sampling_table import SamplingTable
 from recserve.core.target import Target, past_of
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_trees import under_last_tokens
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
+from recserve.verify.path import path_of
 from recserve.verify.rules import verify
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of the trees of B texts, on the host.
+
+    paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
+    ranked [B, K, W]: the tokens of K heads that ended the step, or None.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    ranked: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
 class StepOutputs:
     """What a step found for B texts, on the device.
 
-    found [B, 2 D + 4] int64: accepted nodes [D + 1] (-1 behind the last), how many after node 0,
-    bonus token, tokens of the nodes. logits [T, V] raw and hidden [T, E] of all nodes; last [B, E]:
-    hidden of the last accepted node.
+    found [B, 2 D + 4 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
+    0, bonus token, tokens of the nodes; then, where heads ended the step, the tokens they ranked
+    [K, W]. depth: D. num_heads: K, or 0. logits [T, V] raw and hidden [T, E] of all nodes.
     """
 
     found: Tensor
+    depth: int
     logits: Tensor
     hidden: Tensor
-    last: Tensor
+    num_heads: int = 0
+
+    def kept(self) -> Kept:
+        """The one look at the device in a step: what was written decides what is done next."""
+        found = self.found.to("cpu", copy=True).numpy()
+        width, stop = self.depth + 1, 2 * self.depth + 4
+        ranked = found[:, stop:].reshape(len(found), self.num_heads, -1) if self.num_heads else None
+        kept = Kept([], [], ranked)
+        for row in found[:, :stop].tolist():
+            length, bonus = row[width], row[width + 1]
+            kept.paths.append(row[: length + 1])
+            kept.tokens.append([*row[width + 3 : width + 3 + length], bonus])
+        return kept
 
 
 @dataclass(frozen=True)
@@ -56,10 +85,6 @@ class TextGroup:
         """[B] node 0 of every tree."""
         return [s.context.tokens[-1] for s in self.sequences]
 
-    def tree(self, device: torch.device) -> TokenTree:
-        """The packed trees."""
-        return under_last_tokens(self.last_tokens, self.drafts, device)
-
     def slots(self) -> Tensor:
         """[T] the slot of each node."""
         slots = [
@@ -72,6 +97,22 @@ class TextGroup:
     def chains(self) -> bool:
         """Whether no draft forks, so that every path that is accepted lies right already."""
         return all(draft.depth == len(draft) for draft in self.drafts)
+
+    def keep_likeliest(self, logits: Tensor) -> Kept | None:
+        """What is kept where the likeliest token is written, worked out on the host: there, after a
+        forward, a few numbers of Python cost less than the operators of a tensor. None where other
+        parameters count, and where the logits [T, V] are on a device.
+        """
+        if logits.is_cuda or not (self.table.greedy and self.table.plain):
+            return None
+        chosen, start = largest_on_host(logits), 0
+        kept = Kept([], [])
+        for draft in self.drafts:
+            path = path_of(chosen, draft, start)
+            kept.paths.append(path)
+            kept.tokens.append([chosen[node] for node in path])
+            start += 1 + len(draft)
+        return kept
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""
@@ -126,12 +167,21 @@ def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tens
     dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
 
 
+def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
+    """The same for paths that are known on the host; nothing where they lie right already."""
+    moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
+    moves = [(node, place) for node, place in moves if node != place]
+    if moves:
+        nodes, places = torch.tensor(moves, device=slots.device).unbind(1)
+        pool.copy_slots(slots[nodes], slots[places])
+
+
 def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
     """In shapes that depend on the tree's and the accepted nodes' alone."""
-    ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]
     tokens = tree.tokens[accepted.nodes.clamp(min=0)]
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
-    return StepOutputs(torch.cat(found, 1), logits, hidden, hidden[ends])
+    depth = accepted.nodes.shape[1] - 1
+    return StepOutputs(torch.cat(found, 1), depth, logits, hidden)
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.text import TextDraft
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
 TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
+KEPT = 256  # shapes of chains
 
 
 @dataclass(frozen=True)
@@ -42,27 +44,50 @@ class PackedTrees:
             own[DEPTHS], own[ENDS] = _shape(own[PARENTS], self.depth)
 
 
-def under_last_tokens(
-    last: Seq[int], drafts: Seq[TextDraft], device: torch.device | str
-) -> TokenTree:
-    """Trees of node 0, the last committed token, and the draft below it.
+class TreePacker:
+    """Trees of node 0, the last committed token, and the draft below it, on one device.
 
-    last [B] tokens. Returns B trees of `1 + n` nodes each, packed, on the device.
+    What chains are beside their tokens follows from their lengths and is kept.
     """
-    if not any(len(draft) for draft in drafts):
-        return _roots_alone(torch.tensor(last, device=device))
-    packed = pack_trees(last, drafts)
-    columns = torch.from_numpy(packed.columns).to(device)
-    packed.complete(columns)
-    named = any(draft.kinds is not None for draft in drafts)
-    return TokenTree(
-        columns[TOKENS],
-        columns[PARENTS],
-        columns[DEPTHS],
-        columns[ENDS],
-        torch.from_numpy(packed.offsets).to(device),
-        columns[KINDS] if named else None,
-    )
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = device
+        self._chains: dict[tuple[int, ...], TokenTree] = {}
+
+    def __call__(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        """last [B] tokens. Returns B trees of `1 + n` nodes each, packed."""
+        if all(d.depth == len(d) and d.kinds is None and d.tokens.is_cpu for d in drafts):
+            return self._of_chains(last, drafts)
+        return self._packed(last, drafts)
+
+    def _packed(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        packed = pack_trees(last, drafts)
+        columns = on_device(packed.columns, self.device)
+        packed.complete(columns)
+        named = any(draft.kinds is not None for draft in drafts)
+        return TokenTree(
+            columns[TOKENS],
+            columns[PARENTS],
+            columns[DEPTHS],
+            columns[ENDS],
+            on_device(packed.offsets, self.device),
+            columns[KINDS] if named else None,
+        )
+
+    def _of_chains(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        tokens: list[int] = []
+        for first, draft in zip(last, drafts, strict=True):
+            tokens.append(first)
+            if len(draft):
+                tokens += draft.tokens.tolist()
+        sizes = tuple(map(len, drafts))
+        alike = self._chains.get(sizes)
+        if alike is None:
+            if len(self._chains) == KEPT:
+                self._chains.clear()
+            alike = self._chains[sizes] = self._packed(last, drafts)
+        placed = on_device(tokens, self.device)
+        return TokenTree(placed, alike.parents, alike.depths, alike.ends, alike.offsets)
 
 
 def pack_trees(
@@ -107,13 +132,6 @@ def pack_trees(
         own = columns[:, :drafted]
         own[DEPTHS], own[ENDS] = _shape(torch.from_numpy(own[PARENTS]), depth)
     return PackedTrees(columns, offsets, late, drafted, depth, shaped)
-
-
-def _roots_alone(tokens: Tensor) -> TokenTree:
-    """One node a tree: plain decoding."""
-    bounds = torch.arange(tokens.shape[0] + 1, device=tokens.device)
-    depths = torch.zeros_like(tokens)
-    return TokenTree(tokens, depths - 1, depths, bounds[1:], bounds)
 
 
 def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:

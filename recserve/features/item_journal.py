@@ -73,9 +73,7 @@ class ItemJournal:
         file = self._opened()
         line = _line(entry)
         try:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            _write(file, line)
         except OSError as error:
             # The line may be there in part: cut it off, or the next one would stand behind it.
             file.truncate(self.length)
@@ -95,11 +93,11 @@ class ItemJournal:
             beside.unlink(missing_ok=True)
             file = beside.open("ab", buffering=0)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(text)
-            os.fsync(file.fileno())
+            _write(file, text)
             beside.replace(self.path)
             _sync(self.path.parent)
         except OSError as error:
+            beside.unlink(missing_ok=True)
             raise JournalError(f"{self.path}: not writable ({error})") from error
         old.close()
         self._file, self.length = file, len(text)
@@ -137,6 +135,14 @@ class ItemJournal:
         with self.path.open("rb") as file:
             file.seek(self.length)
             return file.read()
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    """All of it, on the disk: an unbuffered file may take a part first and refuse the rest."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+    os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

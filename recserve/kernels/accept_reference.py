@@ -17,8 +17,6 @@ from torch import Tensor
 from recserve.kernels.noise import RESIDUAL, exponential, gumbel, uniform
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
-STRETCH = 256
-
 
 @dataclass(frozen=True)
 class Keys:
@@ -58,27 +56,7 @@ def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) ->
     noise = gumbel(keys.seeds[trees], keys.positions(tree), logits.shape[1])
     logits = logits.float()
     drawn = logits / torch.where(warmth > 0, warmth, 1.0) + noise
-    return largest(torch.where(warmth > 0, drawn, logits))
-
-
-def largest(rows: Tensor) -> Tensor:
-    """[m] place of the largest entry of each row [m, V], the lowest among equals.
-
-    On a CPU finding a maximum is several times faster than finding its place: so that of every
-    stretch first, then the place in the best of them.
-    """
-    size = rows.shape[1]
-    whole = size // STRETCH
-    if whole < 2 or rows.is_cuda:
-        return rows.argmax(-1)
-    peaks = rows[:, : whole * STRETCH].reshape(-1, whole, STRETCH).amax(-1)
-    if size % STRETCH:
-        peaks = torch.cat([peaks, rows[:, whole * STRETCH :].amax(-1, keepdim=True)], dim=1)
-    # The last stretch may be short: it is looked at with what stands before it, which is smaller.
-    first = (peaks.argmax(-1, keepdim=True) * STRETCH).clamp(max=size - STRETCH)
-    place = first + torch.arange(STRETCH, device=rows.device)
-    inside: Tensor = rows.gather(1, place).argmax(-1)
-    return first[:, 0] + inside
+    return torch.where(warmth > 0, drawn, logits).argmax(-1)
 
 
 def follow(chosen: Tensor, tree: TokenTree, max_depth: int) -> Walk:

@@ -1,7 +1,8 @@
 """Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
 merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
-Per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
+Few rows attend in C (native_attention.py), unplanned. Of the others, per tree, with n computed
+nodes, R root tokens, A ancestors at most and N tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
               of its own), few by batched products or one flash call for all
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
+from recserve.kernels.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
@@ -31,9 +33,13 @@ ROW_BLOCK = 512
 class CpuTreeAttention:
     """Attention of one batch, planned at the first layer, called once per layer of one network."""
 
-    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
-        self.batch, self.activation = batch, activation
-        self._parts: list[Part] | None = None
+    def __init__(
+        self, batch: TreeBatch, activation: Activation = SOFTMAX, native: bool = False
+    ) -> None:
+        """native: few rows attend in C, where it can be compiled."""
+        self.batch, self.activation, self.native = batch, activation, native
+        self._parts: list[Part] = []
+        self._native: NativeTreeAttention | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
@@ -44,10 +50,15 @@ class CpuTreeAttention:
         The computed nodes are already in the pool. Returns [Tq, H, D].
         """
         softmax = self.activation.normalizer is None
-        if self._parts is None:
+        if self._native is None and not self._parts:
             kv_heads, dim = keys.shape[1:]
             form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
-            self._parts = plan(self.batch, form)
+            if self.native and keys.dtype == query.dtype:
+                self._native = NativeTreeAttention.of(self.batch, form)
+            if self._native is None:
+                self._parts = plan(self.batch, form)
+        if self._native is not None:
+            return self._native(query, key, value, keys, values)
         attend = _softmax if softmax else self._silu
         if len(self._parts) == 1:
             return attend(self._parts[0], query, key, value, keys, values)

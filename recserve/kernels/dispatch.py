@@ -1,8 +1,8 @@
-"""The one switch between the paths of a kernel: Triton on CUDA, torch elsewhere.
+"""The one switch between the paths of a kernel: Triton on CUDA, C on a CPU, torch elsewhere.
 
-The environment may say otherwise: `RECSERVE_KERNELS=torch` takes the plain twins on CUDA too, when
-a kernel is suspected; `=triton` takes the kernels everywhere, interpreted, in tests. Triton is
-imported inside the functions: it is not installed where there is no GPU.
+The environment may say otherwise: `RECSERVE_KERNELS=torch` takes the plain twins on CUDA and on a
+CPU too, when a kernel is suspected; `=triton` takes the kernels everywhere, interpreted, in tests.
+Triton is imported inside the functions: it is not installed where there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import accept_reference, reference, trie_children
+from recserve.kernels import accept_reference, native, reference, trie_children
 from recserve.kernels.accept_reference import Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
+from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
@@ -31,9 +33,26 @@ if KERNELS not in PATHS:
     raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
 
 
-def in_triton(x: Tensor) -> bool:
+def in_triton(x: Stored) -> bool:
     """Whether kernels on this tensor run in Triton."""
     return x.is_cuda if KERNELS == "auto" else KERNELS == "triton"
+
+
+def in_native(x: Stored) -> bool:
+    """Whether kernels on this tensor run in C: on a CPU with a compiler, outside training."""
+    return KERNELS == "auto" and native.takes(x)
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether products with a weight [n, m], in panels, run in C."""
+    return KERNELS == "auto" and native.multiplies(weight)
+
+
+def turns(pool: Stored) -> bool:
+    """Whether `rope_write` is one pass for such a pool [..., D]."""
+    if in_triton(pool):
+        return True
+    return in_native(pool) and pool.shape[-1] % (2 * native.LANES) == 0
 
 
 def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
@@ -53,7 +72,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
             return lambda query, key, value, keys, values: reference.padded_tree_attention(
                 query, keys, values, batch
             )
-        return CpuTreeAttention(batch, activation)
+        return CpuTreeAttention(batch, activation, native=KERNELS == "auto")
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return reference.tree_attention(query, keys, values, batch, activation)
@@ -82,7 +101,7 @@ def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: i
 
 
 def move_paths(
-    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """`reference.move_paths`."""
     if not in_triton(keys):
@@ -93,14 +112,32 @@ def move_paths(
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
     """`reference.rope_write`."""
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        if in_native(qkv) and turns(keys) and qkv.dtype == keys.dtype:
+            return native.rope_write(qkv, cos, sin, slots, keys, values)
     if not in_triton(qkv):
         return reference.rope_write(qkv, cos, sin, slots, keys, values)
     from recserve.kernels import rope_write as kernel
 
     return kernel.rope_write(qkv, cos, sin, slots, keys, values)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E], weight [E] -> x / rms(x) * weight over the last dimension, in x's dtype."""
+    if in_native(x) and weight.dtype == x.dtype:
+        return native.rms_norm(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+    if in_native(gate_up):
+        return native.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.fp8 import copy_rows, put, vector_bytes, zeros
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 
@@ -24,12 +25,13 @@ class KVShape:
     head_dim: int
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one slot, keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of one slot, keys and values of all layers, in a pool of this type."""
+        return 2 * self.num_layers * self.num_kv_heads * vector_bytes(self.head_dim, dtype)
 
 
 class KVPool:
-    """All pages of one model. keys, values: [num_layers, (P + 1) * S, K, D].
+    """All pages of one model. keys, values: [num_layers, (P + 1) * S, K, D]; dtype: a float type or
+    FP8.
 
     The page after the last is handed out to nobody: what fills up a batch is written to its
     first slot, `spare_slot`.
@@ -50,18 +52,20 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = page_size
         # A masked key may still be read and weighed by zero, so unwritten slots must be finite.
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros(size, dtype=dtype, device=device)
+        self.keys = zeros(size, dtype, device)
+        self.values = zeros(size, dtype, device)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store n tokens of one layer. slots [n] distinct; key, value [n, K, D]."""
-        self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        put(self.keys[layer], slots, key)
+        put(self.values[layer], slots, value)
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy tokens of all layers from one place to another. source, target [n], disjoint."""
-        self.keys.index_copy_(1, target, self.keys.index_select(1, source))
-        self.values.index_copy_(1, target, self.values.index_select(1, source))
+        """Copy tokens of all layers from one place to another. source, target [n]; all are read
+        before one is written.
+        """
+        copy_rows(self.keys, 1, source, target)
+        copy_rows(self.values, 1, source, target)
 
 
 def slots_of_pages(pages: Tensor, page_size: int, length: int) -> Tensor:
@@ -118,5 +122,8 @@ class TreeBatch:
 
     def positions(self) -> Tensor:
         """[Tq] absolute position of each computed node: root length + depth."""
-        position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
+        if isinstance(self.root_slots, tuple) and len(self.root_slots) == 1:
+            position = self.tree.depths + self.root_slots[0].shape[0]
+        else:
+            position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
         return position if self.queries is None else position[self.queries]

@@ -1,4 +1,5 @@
-"""The accepted paths' keys and values to consecutive slots, all layers in one launch.
+"""The accepted paths' keys and values to consecutive slots, all layers in one launch; in FP8 a
+second one moves the exponents.
 
     pool[l, targets[b, d]] = pool[l, sources[b, d]]   for d < lengths[b], keys and values
 
@@ -8,15 +9,22 @@ token that lies right already. Twin: `reference.move_paths`.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from recserve.kernels.fp8 import Stored, parts
 
 BLOCK_DEPTH = 8
 BLOCK_WIDTH = 512
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["longest"],
+    do_not_specialize_on_alignment=["sources", "targets", "lengths"],
+)
 def move_kernel(
     keys, values, sources, targets, lengths, longest, layer_size, width,
     BLOCK_DEPTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
@@ -35,8 +43,8 @@ def move_kernel(
         mask = (valid & (source != target))[:, None] & (column < width)[None, :]
         read = source[:, None] * width + column[None, :]
         write = target[:, None] * width + column[None, :]
-        key = tl.load(keys + read, mask=mask, other=0.0)
-        value = tl.load(values + read, mask=mask, other=0.0)
+        key = tl.load(keys + read, mask=mask, other=0)
+        value = tl.load(values + read, mask=mask, other=0)
         # A target may be a later source of the same block: all is read before any is written.
         tl.debug_barrier()
         tl.store(keys + write, key, mask=mask)
@@ -45,13 +53,15 @@ def move_kernel(
 
 
 def move_paths(
-    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """As `reference.move_paths`."""
-    layers, slots, kv_heads, dim = keys.shape
     paths, longest = sources.shape
-    width = kv_heads * dim
-    move_kernel[paths, layers, triton.cdiv(width, BLOCK_WIDTH)](
-        keys, values, sources.contiguous(), targets.contiguous(), lengths,
-        longest, slots * width, width, BLOCK_DEPTH=BLOCK_DEPTH, BLOCK_WIDTH=BLOCK_WIDTH,
-    )  # fmt: skip
+    sources, targets = sources.contiguous(), targets.contiguous()
+    for key, value in zip(parts(keys), parts(values), strict=True):
+        layers, slots, *vector = key.shape
+        width = math.prod(vector)
+        move_kernel[paths, layers, triton.cdiv(width, BLOCK_WIDTH)](
+            key, value, sources, targets, lengths,
+            longest, slots * width, width, BLOCK_DEPTH=BLOCK_DEPTH, BLOCK_WIDTH=BLOCK_WIDTH,
+        )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.fp8 import Stored, copy_rows, put
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 
@@ -30,8 +31,8 @@ SOFTMAX = Activation()
 
 def tree_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     batch: TreeBatch,
     activation: Activation = SOFTMAX,
 ) -> Tensor:
@@ -72,7 +73,7 @@ def tree_attention(
     return out
 
 
-def padded_tree_attention(query: Tensor, keys: Tensor, values: Tensor, batch: TreeBatch) -> Tensor:
+def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: TreeBatch) -> Tensor:
     """The same softmax where the roots are a table: every node gathers the W places of its tree's
     row and all T nodes, and masks what it does not see. Shapes depend on T, W and B alone.
 
@@ -96,7 +97,7 @@ def padded_tree_attention(query: Tensor, keys: Tensor, values: Tensor, batch: Tr
 
 
 def move_paths(
-    keys: Tensor, values: Tensor, sources: Tensor, targets: Tensor, lengths: Tensor
+    keys: Stored, values: Stored, sources: Tensor, targets: Tensor, lengths: Tensor
 ) -> None:
     """Accepted paths to where the next step looks for them, in place, in all layers.
 
@@ -115,11 +116,11 @@ def move_paths(
     source = torch.where(inside, sources, idle_source)
     target = torch.where(inside, targets, idle_target)
     for pool in (keys, values):
-        pool.index_copy_(1, target, pool.index_select(1, source))
+        copy_rows(pool, 1, source, target)
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Stored, values: Stored
 ) -> Tensor:
     """Queries and keys turned by their positions; keys and values written to their slots.
 
@@ -133,8 +134,8 @@ def rope_write(
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     query, key = torch.split(turned, [turned.shape[1] - kv_heads, kv_heads], dim=1)
-    keys.index_copy_(0, slots, key.to(keys.dtype))
-    values.index_copy_(0, slots, value.to(values.dtype))
+    put(keys, slots, key)
+    put(values, slots, value)
     return query.to(qkv.dtype)
 
 

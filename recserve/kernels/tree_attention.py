@@ -6,7 +6,14 @@
 Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once (all query
 heads of the group and all nodes of the block share them), of the tree only the key blocks that some
 node of the block can see, and 4 to 8 bytes of slot number per key. A long root is split over
-programs, whose partial results are merged by their log-sum-exp (plain sums for silu).
+programs, whose partial results are merged by their log-sum-exp (plain sums for silu). FP8 halves
+the bytes: it is decoded in registers, on the way from shared memory to the product.
+
+One machine code for each BLOCK_Q (blocks of 16, 32, 64 and 128 rows) and for parts or results; all
+other constants are the model's, and what changes from step to step is not specialised. On an H200 a
+block of 128 rows (8 warps of 226 registers) has a multiprocessor to itself and computes, by
+estimate, for as long as its next keys and values take to come, so one block ahead is enough; of 16
+rows three share one. Slots are read one block further ahead (STAGES; benchmarks/tuning.py).
 Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
 split.
 """
@@ -20,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recserve.kernels.fp8 import Fp8, Stored, parts
+from recserve.kernels.fp8_kernel import decoded, has_native, powers
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
@@ -32,27 +41,53 @@ SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
 PROGRAMS = 256  # of split roots: two for each of 132 multiprocessors; each more writes its part
 MAX_SPLITS = 64
 STAGES = 3
+# Arrays of int64 that are slices now and then: aligned or not, one code serves.
+TABLES = [
+    *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
+    *("ends", "root_starts", "root_lengths", "root_slots", "root_limits", "shared"),
+    *("key_exponents", "value_exponents"),
+]
 LOG2E = tl.constexpr(1.4426950408889634)  # exp is exp2 and a product: one product fewer per score
 
 
 @triton.jit
-def _load_rows(base, slots, valid, head, kv_heads, dims, dim_valid, DIM: tl.constexpr):
+def _load_rows(
+    base, exponents, slots, valid, head, kv_heads, dims, dim_valid,
+    DIM: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """[n, BLOCK_DIM] rows of keys or values at the given slots; zeros where not valid."""
-    rows = base + (slots.to(tl.int64) * kv_heads + head) * DIM
-    return tl.load(
-        rows[:, None] + dims[None, :], mask=valid[:, None] & dim_valid[None, :], other=0.0
+    place = slots.to(tl.int64) * kv_heads + head
+    rows = tl.load(
+        base + place[:, None] * DIM + dims[None, :],
+        mask=valid[:, None] & dim_valid[None, :],
+        other=0,
     )
+    if FP8:
+        # The way to bfloat16 leads through float32, where the power of two is one product.
+        scale = powers(tl.load(exponents + place, mask=valid, other=0))
+        rows = decoded(rows, NATIVE).to(tl.float32) * scale[:, None]
+    return rows
 
 
 @triton.jit
-def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
-    """One key block into the running result. scores, seen [rows, keys], in powers of two for
-    softmax; v [keys, dim].
-    """
+def _attend_block(
+    q, keys, values, key_exponents, value_exponents, slots, valid, seen, head, kv_heads, dims,
+    dim_valid, scale, acc, peak, total,
+    DIM: tl.constexpr, SILU: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One key block into the running result. slots, valid [keys]; seen [rows, keys]."""
+    k = _load_rows(
+        keys, key_exponents, slots, valid, head, kv_heads, dims, dim_valid, DIM, FP8, NATIVE
+    ).to(q.dtype)
+    v = _load_rows(
+        values, value_exponents, slots, valid, head, kv_heads, dims, dim_valid, DIM, FP8, NATIVE
+    ).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     if SILU:
         weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
         acc += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
     else:
+        # Scores are in powers of two.
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that has seen nothing yet keeps a finite peak, so that no inf - inf appears.
@@ -65,15 +100,16 @@ def _accumulate(scores, seen, v, acc, peak, total, SILU: tl.constexpr):
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=TABLES)
 def _attend(
-    query, keys, values, out, lse,
+    query, keys, values, key_exponents, value_exponents, out, lse,
     block_trees, block_starts, query_offsets, query_nodes,
     node_offsets, node_slots, ends, root_starts, root_lengths, root_slots, root_limits, shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of nodes of one tree, one KV head, one split of the root."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -114,11 +150,11 @@ def _attend(
             column = start + tl.arange(0, BLOCK_N)
             valid = column < root_length
             slots = tl.load(root_slots + root_first + column, mask=valid, other=0)
-            k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-            v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
             seen = valid[None, :] & (column[None, :] < limit[:, None])
-            acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
+            acc, peak, total = _attend_block(
+                q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
+                kv_heads, dims, dim_valid, scale, acc, peak, total, DIM, SILU, FP8, NATIVE,
+            )  # fmt: skip
 
         if split == num_splits - 1:
             tree_first = tl.load(node_offsets + tree)
@@ -139,12 +175,12 @@ def _attend(
                 # No subtree of this block reaches a node of ours: nothing of it is read.
                 if (tl.max(end) > lowest) | (start < both_ways):
                     slots = tl.load(node_slots + tree_first + column, mask=valid, other=0)
-                    k = _load_rows(keys, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-                    v = _load_rows(values, slots, valid, head, kv_heads, dims, dim_valid, DIM)
-                    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
                     seen = (column[None, :] <= local[:, None]) & (local[:, None] < end[None, :])
                     seen = (seen | (column[None, :] < both_ways)) & valid[None, :]
-                    acc, peak, total = _accumulate(scores, seen, v, acc, peak, total, SILU)
+                    acc, peak, total = _attend_block(
+                        q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
+                        kv_heads, dims, dim_valid, scale, acc, peak, total, DIM, SILU, FP8, NATIVE,
+                    )  # fmt: skip
 
         if SILU:
             acc = acc * inverse_normalizer
@@ -161,7 +197,7 @@ def _attend(
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge(
     parts, lse, out, num_rows, num_splits,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_S: tl.constexpr, SILU: tl.constexpr,
@@ -212,6 +248,7 @@ class TritonTreeAttention:
         tree = batch.tree
         device = batch.slots.device
         self.batch, self.activation = batch, activation
+        self.native = has_native(device)
         nodes = batch.queries
         self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
@@ -230,14 +267,20 @@ class TritonTreeAttention:
         self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
     ) -> Tensor:
         """query [Tq, H, D]; keys, values [slots, K, D] of the pool, the computed nodes written.
 
         key and value [Tq, K, D] of the computed nodes are read from the pool. Returns [Tq, H, D].
+        Raises ValueError where a gradient is wanted.
         """
+        if query.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "the kernel of tree attention has no gradient and query.requires_grad is true; "
+                "train through reference.tree_attention, or serve in torch.inference_mode()"
+            )
         num_queries, heads, dim = query.shape
-        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * keys.dtype.itemsize
+        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * query.dtype.itemsize
         if sizes not in self._laid_out:
             plan = self.plan(*sizes)
             self._laid_out[sizes] = plan, *self.blocks(plan)
@@ -246,16 +289,16 @@ class TritonTreeAttention:
         query = query.contiguous()
         silu = self.activation.normalizer is not None
         out = torch.empty_like(query)
-        parts, lse = out, torch.empty(0, device=device)
+        partial, lse = out, torch.empty(0, device=device)
         if plan.num_splits > 1:
-            parts = torch.empty(plan.num_splits, *query.shape, device=device)
+            partial = torch.empty(plan.num_splits, *query.shape, device=device)
         if not silu:
             lse = torch.empty(plan.num_splits, rows, device=device)
         tree, block_dim = self.batch.tree, max(triton.next_power_of_2(dim), 16)
         nothing = tree.offsets
         _attend[plan.num_blocks, keys.shape[1], plan.num_splits](
-            query, keys, values, parts, lse,
-            trees, starts, self.query_offsets, self.query_nodes,
+            query, parts(keys)[0], parts(values)[0], parts(keys)[-1], parts(values)[-1],
+            partial, lse, trees, starts, self.query_offsets, self.query_nodes,
             tree.offsets, self.batch.slots, tree.ends, self.root_starts, self.root_lengths,
             self.root_slots,
             nothing if tree.root_limits is None else tree.root_limits,
@@ -264,11 +307,12 @@ class TritonTreeAttention:
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
             DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys, SPLIT=SPLIT_KEYS,
             SILU=silu, HAS_LIMITS=tree.root_limits is not None,
-            HAS_SHARED=tree.shared is not None, num_warps=plan.warps, num_stages=STAGES,
+            HAS_SHARED=tree.shared is not None,
+            FP8=isinstance(keys, Fp8), NATIVE=self.native, num_warps=plan.warps, num_stages=STAGES,
         )  # fmt: skip
         if plan.num_splits > 1:
             _merge[(rows,)](
-                parts, lse, out, rows, plan.num_splits,
+                partial, lse, out, rows, plan.num_splits,
                 DIM=dim, BLOCK_DIM=block_dim,
                 BLOCK_S=triton.next_power_of_2(plan.num_splits), SILU=silu,
             )  # fmt: skip

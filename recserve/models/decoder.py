@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.paged_attention import PagedAttention
@@ -26,7 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape [..., size] -> the same shape."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return dispatch.rms_norm(x, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -67,8 +68,8 @@ class DecoderLayer(nn.Module):
         if rows is not None:
             x, mixed = x.index_select(-2, rows), mixed.index_select(-2, rows)
         x = x + self._dropout(self.output(mixed))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self._dropout(self.down(self.silu(gate) * up))
+        gated = self.silu.gate(self.gate_up(self.mlp_norm(x)))
+        return x + self._dropout(self.down(gated))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recserve.models.config import DecoderConfig, RopeScaling
@@ -51,15 +51,17 @@ def load_language_model(
         model = LanguageModel(config)
     files = _tensor_files(folder)
     weights = {}
+    used: set[str] = set()
     with ExitStack() as stack:
         opened = {
-            path: stack.enter_context(safe_open(path, framework="pt", device=str(device)))
+            path: stack.enter_context(_opened(path, str(device)))
             for path in sorted(set(files.values()))
         }
 
         def read(name: str) -> Tensor:
             if name not in files:
                 raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
+            used.add(name)
             tensor: Tensor = opened[files[name]].get_tensor(name)
             return tensor.to(dtype)
 
@@ -71,6 +73,11 @@ def load_language_model(
                     f"{tuple(empty.shape)}"
                 )
             weights[name] = weight
+    left = {name for name in set(files) - used if not name.endswith(UNREAD)}
+    if left:
+        raise UnsupportedModel(
+            f"{folder.name} has a tensor {min(left)!r} that its config.json has no place for"
+        )
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -161,6 +168,8 @@ OUTSIDE = {
     "decoder.norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+# A tied head is the embedding again, and old files carry the angles that rope.py computes.
+UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
 def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
@@ -183,11 +192,21 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "
             "safetensors only"
         )
-    with safe_open(single, framework="pt") as file:
+    with _opened(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def _opened(path: Path, device: str = "cpu") -> Any:
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except SafetensorError as error:
+        raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
 
 
 def _read_json(path: Path) -> Any:
     if not path.exists():
         raise UnsupportedModel(f"{path.parent.name} has no {path.name}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from error

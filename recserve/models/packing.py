@@ -1,10 +1,10 @@
 """Weights laid out as the processor's matrix products read them, for serving on a CPU.
 
 A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
-that and not by memory. Packed once, a row costs what reading the weights costs, and a result does
-not depend on how many rows are computed with it, bit for bit, as long as they are two or more
-(`tests/test_packing.py`): a single row has an arithmetic of its own over long sums, which
-`keep_rows_alike` forgoes.
+that and not by memory. Packed once, a row costs what reading the weights costs. The products are
+those of `kernels/native.py`, whose rows do not know how many there are, or oneDNN's, where a single
+row has an arithmetic of its own over long sums, which `keep_rows_alike` forgoes
+(`tests/test_packing.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch, native
 from recserve.models.language_model import LanguageModel
 from recserve.models.silu import Silu
 
@@ -21,31 +22,55 @@ ROWS = 64  # the layout for so many rows is as fast for one, and the same arithm
 TYPES = (torch.float32, torch.bfloat16)
 
 
+class _Panels:
+    """x W^T + b in C: a row has the same bits in any company."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.size = weight.shape[0]
+        self.weight = native.panels(weight)
+        self.bias = torch.zeros(self.weight.shape[0] * native.PANEL)
+        if bias is not None:
+            self.bias[: self.size] = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return native.linear(x, self.weight, self.bias, self.size)
+
+
+class _OneDnn:
+    """x W^T + b by oneDNN, W in its own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = _onednn()._reorder_linear_weight(weight, ROWS), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = _onednn()._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
 class PackedLinear(nn.Module):
-    """nn.Linear for inference: x W^T + b with W in oneDNN's own layout."""
+    """nn.Linear for inference: x W^T + b, W as the quickest product of this machine reads it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight [n, m], bias [n], on the CPU in one of TYPES."""
         super().__init__()
-        self._packed: Tensor = _onednn()._reorder_linear_weight(weight.detach(), ROWS)
-        self._bias = None if bias is None else bias.detach()
         self.never_alone = False
+        kind = _Panels if dispatch.packs(weight) else _OneDnn
+        self._product = kind(weight.detach(), None if bias is None else bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., m] -> [..., n]. never_alone: a single row is computed twice."""
-        if self.never_alone and x.numel() == x.shape[-1]:
+        """x [..., m] -> [..., n]. never_alone: oneDNN computes a single row twice."""
+        alone = self.never_alone and x.numel() == x.shape[-1]
+        if alone and isinstance(self._product, _OneDnn):
             return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
         return self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        product: Tensor = _onednn()._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return product
 
 
 def packable(weight: Tensor) -> bool:
     """Whether this machine has products of packed weights for it."""
     if weight.device.type != "cpu" or weight.dtype not in TYPES:
         return False
+    if dispatch.packs(weight):
+        return True
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return weight.dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())

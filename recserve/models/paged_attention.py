@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.kernels import dispatch
+from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.models.rope import Rope
@@ -24,9 +25,10 @@ class PagedAttention:
         attention: dispatch.BatchAttention = dispatch.tree_attention,
     ) -> None:
         """attention: how the nodes of a batch attend."""
+        attention = attention_to(pool.keys, attention)
         self.pool = pool
         self.slots = batch.query_slots()
-        self.turns = dispatch.in_triton(self.slots)
+        self.turns = type(pool) is KVPool and dispatch.turns(pool.keys)
         self._attention = attention(batch, activation)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

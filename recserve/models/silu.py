@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch
+
 
 class Silu(nn.Module):
     """placeless: composed of exp and a division, in float32; slower."""
@@ -23,3 +25,11 @@ class Silu(nn.Module):
             return F.silu(x)
         wide = x.float()
         return (wide / ((-wide).exp_() + 1.0)).to(x.dtype)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+        if not self.placeless or dispatch.in_native(gate_up):  # which has no places
+            return dispatch.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        product: Tensor = self(gate) * up
+        return product

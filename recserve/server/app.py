@@ -102,6 +102,7 @@ def load(config: ServerConfig) -> Served:
         sizes = EngineConfig(
             max_queue=config.max_queue,
             kv_bytes=config.kv_bytes,
+            kv_dtype=config.kv_dtype,
             load_aware=config.load_aware,
             graphs=config.graphs,
             invariant=config.invariant,
@@ -115,6 +116,7 @@ def load(config: ServerConfig) -> Served:
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         max_queue=config.max_queue,
         kv_bytes=config.kv_bytes,
+        kv_dtype=config.kv_dtype,
         load_aware=config.load_aware,
         graphs=config.graphs,
         invariant=config.invariant,

@@ -109,7 +109,13 @@ TABLE: dict[type[Exception], Row] = {
 }
 # What routing itself refuses: unknown path, wrong method.
 ROUTING: dict[int, Row] = {
-    404: Row(404, "not_found_error", "unknown_route", "not_found", "no such route"),
+    404: Row(
+        404,
+        "not_found_error",
+        "unknown_route",
+        "not_found",
+        "no such route; GET /openapi.json lists them",
+    ),
     405: Row(405, "invalid_request_error", "method_not_allowed", "not_found", "wrong method"),
 }
 REASONS = tuple(sorted({r.reason for r in (*TABLE.values(), *ROUTING.values(), INTERNAL)}))
@@ -129,6 +135,8 @@ def error_answer(error: BaseException) -> ErrorAnswer:
     """The body of an error, without any internal name."""
     row = row_of(error)
     message = row.message or str(error) or row.code.replace("_", " ")
+    if isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
+        message += f"; this route takes {error.headers['Allow']}"
     param = error.param if isinstance(error, InvalidRequest) else None
     return ErrorAnswer(
         error=ErrorDetail(message=message, type=row.type, param=param, code=row.code)

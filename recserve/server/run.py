@@ -54,7 +54,8 @@ def show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)-9s %(message)s"))
         ours.addHandler(handler)
-        ours.setLevel(logging.INFO)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(logging.INFO)
 
 
 def serve(config: ServerConfig) -> int:

@@ -8,10 +8,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from recserve.messages import InvalidRequest, TimingMs
+from recserve.messages import REQUEST_ID, InvalidRequest, TimingMs
 
 HEADER = "x-request-id"
-_SHAPE = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
+_SHAPE = re.compile(REQUEST_ID.pattern or "")
 SCOPE_KEY = "recserve.trace"
 
 
@@ -36,7 +36,8 @@ class Trace:
         if request_id is None:
             return
         if not _SHAPE.match(request_id):
-            raise InvalidRequest("X-Request-Id", "expected 1 to 128 of A-Z a-z 0-9 . _ : -")
+            came = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
+            raise InvalidRequest("X-Request-Id", came)
         self.request_id = request_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -13,6 +13,8 @@ from recserve.service import Service
 from recserve.service.served import Served
 
 log = logging.getLogger(__name__)
+# Their words are for whoever started the server; anything else is a bug of ours and has a trace.
+TOLD = (ValueError, LookupError, OSError, RuntimeError)
 
 
 class Worker:
@@ -45,7 +47,9 @@ class Worker:
             gc.freeze()
             self._served = served
         except BaseException as error:
-            log.exception("the service could not be started")
+            quiet = isinstance(error, TOLD) and not log.isEnabledFor(logging.DEBUG)
+            trace = None if quiet else error
+            log.error("the service could not be started: %s", error, exc_info=trace)
             self.failure = error
         finally:
             self.loaded.set()

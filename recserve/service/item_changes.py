@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from recserve.features.id_assignment import IdAssigner
@@ -15,6 +14,7 @@ from recserve.features.live_catalog import ItemChange
 from recserve.features.new_vectors import NewVectors
 from recserve.features.vectors import unit
 from recserve.messages import ItemBody, Rejection
+from recserve.misfit import converted
 from recserve.service.snapshot import Snapshot
 
 FIELDS = frozenset(ItemBody.__struct_fields__)
@@ -154,7 +154,4 @@ class ItemChanges:
 
 def _converted(raw: dict[str, Any]) -> ItemBody:
     """The fields that every item may have; what else it says are attributes."""
-    try:
-        return msgspec.convert({k: v for k, v in raw.items() if k in FIELDS}, ItemBody)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error).replace("`", "").replace("$.", "")) from None
+    return converted({k: v for k, v in raw.items() if k in FIELDS}, ItemBody)

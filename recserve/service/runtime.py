@@ -84,4 +84,7 @@ def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
         illegal_items,
         {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
         {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+        graph_steps=stats.graph_steps,
+        graph_seconds=stats.graph_seconds,
+        graph_bytes=stats.graph_bytes,
     )

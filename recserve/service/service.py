@@ -46,15 +46,13 @@ from recserve.messages import (
 from recserve.metrics import Gauges
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.live_items import LiveItems
-from recserve.service.loading import (
-    Device,
-    Models,
-)
+from recserve.service.loading import Device, Models
 from recserve.service.opening import open_parts
-from recserve.service.rank import LikelihoodScorer, RankerScorer, Rankings, Scorer
+from recserve.service.rank import Rankings
 from recserve.service.recommend import POPULAR, Recommendations
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
+from recserve.service.scorers import LikelihoodScorer, RankerScorer, Scorer
 from recserve.service.shadow import Shadow
 from recserve.service.text_loading import LoadedText
 from recserve.service.warming import Warming
@@ -121,6 +119,7 @@ class Service:
         journal: Path | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_bytes: int = EngineConfig.kv_bytes,
+        kv_dtype: Literal["fp8"] | None = None,
         load_aware: bool = False,
         graphs: bool | None = None,
         invariant: bool = False,
@@ -128,13 +127,11 @@ class Service:
     ) -> Service:
         """Load everything.
 
-        journal: folder of the changes of items, None: beside the bundle. dtype: of the recommender.
-
         store: URL of the history store, None: `default_store`. An empty store is filled with the
-        bundle's own events. signing_key: None draws one, whose tokens end with the process. text: a
-        language model that shares the engine.
-        Raises BundleError, StoreUnavailable, JournalError, or ValueError for a device that is not
-        here, or for `invariant` where this machine cannot keep it.
+        bundle's own events. signing_key: None draws one, whose tokens end with the process.
+        journal: folder of item changes, None: beside the bundle. dtype: of the recommender.
+        kv_dtype: of caches, None: the models'. text: a language model beside them.
+        Raises BundleError, StoreUnavailable, JournalError, or ValueError for device or `invariant`.
         """
         opened = open_parts(
             Path(bundle),
@@ -145,6 +142,7 @@ class Service:
             EngineConfig(
                 max_queue=max_queue,
                 kv_bytes=kv_bytes,
+                kv_dtype=kv_dtype,
                 load_aware=load_aware,
                 graphs=graphs,
                 invariant=invariant,

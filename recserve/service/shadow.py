@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from recserve.core.request import QueueFull, RecommendRequest, Result, Slate
+from recserve.core.request import QueueFull, RecommendRequest, Result, Slate, Timing
 from recserve.engine.engine import Engine
 from recserve.metrics import ShadowCounts
 
@@ -46,14 +46,21 @@ class Shadow:
             future = self.engine.submit(again)
         except (QueueFull, RuntimeError, ValueError):
             return
-        future.add_done_callback(lambda done: self._compare(given.rows, done))
+        future.add_done_callback(lambda done: self._compare(given, done))
 
-    def _compare(self, given: np.ndarray, done: Future[Result]) -> None:
+    def _compare(self, given: Slate, done: Future[Result]) -> None:
         if done.cancelled() or done.exception() is not None:
             return
         result = done.result()
         assert isinstance(result, Slate)
         with self._lock:
+            shared = float(np.isin(result.rows, given.rows).sum())
+            self.counts.shared += shared / max(given.rows.size, 1)
+            self.counts.identical += bool(np.array_equal(result.rows, given.rows))
+            self.counts.given_seconds += _engine_s(given.timing)
+            self.counts.seconds += _engine_s(result.timing)
             self.counts.answers += 1
-            self.counts.shared += float(np.isin(result.rows, given).sum()) / max(given.size, 1)
-            self.counts.identical += bool(np.array_equal(result.rows, given))
+
+
+def _engine_s(timing: Timing) -> float:
+    return (timing.total_ms - timing.queue_ms) / 1e3

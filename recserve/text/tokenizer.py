@@ -42,7 +42,7 @@ class TextTokenizer:
         if not file.exists():
             raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
         raw = file.read_bytes()
-        tokenizer, literal = _tokenizer(raw), _tokenizer(raw)
+        tokenizer, literal = _tokenizer(raw, file), _tokenizer(raw, file)
         literal.encode_special_tokens = True
         fields = json.loads(raw)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -76,8 +76,11 @@ class TextTokenizer:
         return spelled.decode("utf-8", "replace")
 
 
-def _tokenizer(raw: bytes) -> Tokenizer:
-    tokenizer = Tokenizer.from_buffer(raw)
+def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+    except ValueError as error:
+        raise UnsupportedTokenizer(f"{file} is no tokeniser: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -105,5 +108,10 @@ def _content(token: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedTokenizer(f"{path} is not JSON: {error}") from error
     return fields

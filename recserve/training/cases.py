@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
 from recserve.features.events import EventLog
 
@@ -51,10 +53,20 @@ class Cases:
         """[n] item rows of one case, oldest first."""
         return self.rows[self.starts[case] : self.stops[case]]
 
-    def batches(self, size: int) -> Iterator[Ints]:
-        """Numbers of cases, histories of like length together, at most `size` each."""
+    def batches(self, size: int, shown: str | None = None) -> Iterator[Ints]:
+        """Numbers of cases, histories of like length together, at most `size` each.
+
+        shown: what a progress bar on standard error is called, if that is a terminal; None: no bar.
+        """
         order = np.argsort(self.stops - self.starts, kind="stable")
-        for first in range(0, len(order), size):
+        console = Console(stderr=True)
+        for first in track(
+            range(0, len(order), size),
+            shown or "",
+            console=console,
+            transient=True,
+            disable=shown is None or not console.is_terminal,
+        ):
             yield order[first : first + size]
 
     def histories(self, which: Ints, limit: int | None = None) -> Ints:

@@ -71,13 +71,14 @@ def slate_columns(
     cutoffs: Sequence[int],
     batch: int = 256,
     columns: Sequence[str] = ("kept", "filtered"),
+    shown: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of each column. slates: numbers of cases and whether seen items are filtered -> [n,
-    k] rows."""
+    k] rows. shown: whose progress is shown."""
     metrics: dict[str, dict[str, float]] = {}
     for column in columns:
         ranks = np.empty(len(cases), dtype=np.int64)
-        for which in cases.batches(batch):
+        for which in cases.batches(batch, shown and f"{shown}, seen items {column}"):
             ranks[which] = ranks_of(slates(which, column == "filtered"), cases.held[which])
         metrics[column] = slate_metrics(ranks, cutoffs)
     return metrics
@@ -137,6 +138,6 @@ def evaluate_bundle(
                 options = answers.options(strategy, width, filtered, dense_weight)
                 return answers.slates(cases, which, most, options)
 
-    columns = slate_columns(cases, slates, k)
+    columns = slate_columns(cases, slates, k, shown=strategy)
     seconds = time.monotonic() - began
     return Evaluation(name, strategy, split, len(cases), width, weight, columns, seconds)

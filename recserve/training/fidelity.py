@@ -153,7 +153,7 @@ def compare_strategies(
     reference: list[Slate] = []
     for name in (n for n in ORDER if n in there):
         options = answers.options(name, width, True)
-        slates = _slates(answers, cases, max(k), options)
+        slates = _slates(answers, cases, max(k), options, name)
         reference = reference or slates
         cold, warm = _times(answers, timed, max(k), options)
         found.append(_figures(name, cases, slates, reference, k, cold, warm))
@@ -161,10 +161,12 @@ def compare_strategies(
     return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
 
 
-def _slates(answers: BundleSlates, cases: Cases, k: int, options: SlateOptions) -> list[Slate]:
+def _slates(
+    answers: BundleSlates, cases: Cases, k: int, options: SlateOptions, shown: str
+) -> list[Slate]:
     """One answer per case, in order."""
     slates: list[Slate | None] = [None] * len(cases)
-    for which in cases.batches(BATCH):
+    for which in cases.batches(BATCH, shown):
         for case, answer in zip(
             which.tolist(), answers.slates.answers(cases, which, k, options), strict=True
         ):

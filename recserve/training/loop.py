@@ -113,7 +113,8 @@ class _Run:
         with self._progress() as progress:
             for epoch in range(state.epoch, self.schedule.epochs):
                 finished = self._epoch(epoch, progress)
-                self.console.print(_line(self.state.history[-1], self.schedule.epochs))
+                line = _line(self.state.history[-1], self.schedule.epochs)
+                self.console.print(line, soft_wrap=True)
                 if not finished or self._out_of_time():
                     stopped = "max_minutes"
                     break

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from recserve.core.sampling import largest
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
-from recserve.kernels.accept_reference import largest
 from recserve.verify.path import follow, follow_chosen
 
 
@@ -27,5 +27,5 @@ class GreedyRule:
             return largest(scored.target(nodes))
 
         if scored.logits is not None:
-            return follow_chosen(scored, largest(scored.logits.float()))
+            return follow_chosen(scored, largest(scored.logits))
         return follow(scored, draw)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.text import Accepted, ScoredTrees
+from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.kernels import accept_reference
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
 
@@ -34,25 +37,58 @@ def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Acc
     draw: packed nodes [m] and the numbers of their trees [m] -> tokens [m]. Nodes off the path are
     not asked for.
     """
-    tree = scored.tree
-    owners = tree.tree_ids()
-    nodes = torch.full(
-        (tree.num_trees, scored.depth + 1), -1, dtype=torch.int64, device=owners.device
-    )
-    here = tree.offsets[:-1].clone()
-    bonus = torch.zeros_like(here)
-    rows = torch.arange(tree.num_trees, device=owners.device)
-    for depth in range(scored.depth + 1):
-        nodes[rows, depth] = here[rows]
-        bonus[rows] = draw(here[rows], rows)
-        if depth == scored.depth:
-            break
-        children = first_children(tree, here, tree.tokens == bonus[owners])[rows]
-        rows = rows[children >= 0]
-        if not rows.shape[0]:
-            break
-        here[rows] = children[children >= 0]
-    return Accepted(nodes, (nodes >= 0).sum(1) - 1, bonus)
+    tree, device = scored.tree, scored.tree.tokens.device
+    kinds = None if tree.kinds is None else tree.kinds.tolist()
+    leads = _leads(tree.tokens.tolist(), tree.parents.tolist(), kinds)
+    paths = [[node] for node in tree.offsets[:-1].tolist()]
+    bonus, rows = [0] * len(paths), list(range(len(paths)))
+    while rows:
+        here = [paths[row][-1] for row in rows]
+        drawn = draw(on_device(here, device), on_device(rows, device)).tolist()
+        going = []
+        for row, node, token in zip(rows, here, drawn, strict=True):
+            bonus[row], child = token, leads.get((node, token))
+            if child is not None:
+                paths[row].append(child)
+                going.append(row)
+        rows = going
+    nodes = [path + [-1] * (scored.depth + 1 - len(path)) for path in paths]
+    lengths = [len(path) - 1 for path in paths]
+    placed = on_device(np.array(nodes), device)
+    return Accepted(placed, on_device(lengths, device), on_device(bonus, device))
+
+
+def path_of(chosen: Seq[int], draft: TextDraft, start: int) -> list[int]:
+    """The same path where the token at every node is known on the host, as packed nodes.
+
+    start: packed node 0 of the draft's tree. A node costs a tenth of a microsecond here, far less
+    than in the forward before.
+    """
+    path, tokens = [start], draft.tokens.tolist() if len(draft) else []
+    if draft.depth == len(draft) and draft.kinds is None:
+        for node, token in enumerate(tokens, start):
+            if token != chosen[node]:
+                break
+            path.append(node + 1)
+        return path
+    kinds = None if draft.kinds is None else draft.kinds.tolist()
+    leads = _leads(tokens, draft.parents.tolist(), kinds)
+    child = leads.get((-1, chosen[start]))
+    while child is not None:
+        path.append(start + 1 + child)
+        child = leads.get((child, chosen[path[-1]]))
+    return path
+
+
+def _leads(
+    tokens: Seq[int], parents: Seq[int], kinds: Seq[int] | None
+) -> dict[tuple[int, int], int]:
+    """From a node and a token to the first of its candidate children that carries it."""
+    return {
+        (parents[node], tokens[node]): node
+        for node in reversed(range(len(tokens)))
+        if kinds is None or kinds[node] == CANDIDATE
+    }
 
 
 def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recserve.core.sampling import largest
 from recserve.core.text import Accepted, ScoredTrees, TextDraft
 from recserve.kernels import dispatch
-from recserve.kernels.accept_reference import Keys, largest
+from recserve.kernels.accept_reference import Keys
 from recserve.kernels.noise import gumbel, gumbel_of_tokens
 from recserve.verify.path import follow
 

@@ -1,0 +1,90 @@
+/* x W^T for weights in panels, of any number of rows.
+ *
+ * A panel is PANEL rows of W, stored as it is read: for each step along the sum four vectors that hold
+ * one element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows of x keeps
+ * its sums in registers while a panel streams by. One row moves the weights' bytes once; a sum is taken
+ * in the same order however many rows there are.
+ */
+#include "vectors.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define VECTORS 4
+#define PANEL (VECTORS * LANES)
+#define ROWS 6
+#define SPAN 256 /* steps that are summed before they are added to the total */
+#define MANY (1 << 18) /* multiply-adds from which threads share a product */
+
+/* sum + the products of a step: x is one float, or two bfloat16, for all lanes. */
+INLINE floats step(int type, floats sum, uint32_t x, const char *weights) {
+    words w;
+    memcpy(&w, weights, sizeof w);
+    words xs = x - (words){};
+    if (type == FLOAT32) return sum + (floats)xs * (floats)w;
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)xs, (__m512bh)w);
+#else
+    sum += (floats)(xs << 16) * (floats)(w << 16);
+    return sum + (floats)(xs & 0xffff0000u) * (floats)(w & 0xffff0000u);
+#endif
+}
+
+/* `count` rows of x times one panel; `left` of its columns are wanted. */
+INLINE void tile(int type, int count, const char *x, const char *panel, const float *bias,
+                 char *out, int64_t steps, int64_t size, int64_t left) {
+    floats totals[ROWS][VECTORS];
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) totals[r][v] = load(FLOAT32, bias, v * LANES);
+    for (int64_t start = 0; start < steps; start += SPAN) {
+        int64_t stop = start + SPAN < steps ? start + SPAN : steps;
+        floats sums[ROWS][VECTORS] = {};
+        for (int64_t k = start; k < stop; k++, panel += 4 * PANEL)
+#pragma GCC unroll 6
+            for (int r = 0; r < count; r++) {
+                uint32_t element;
+                memcpy(&element, x + (r * steps + k) * 4, sizeof element);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = step(type, sums[r][v], element, panel + v * 4 * LANES);
+            }
+        for (int r = 0; r < count; r++)
+            for (int v = 0; v < VECTORS; v++) totals[r][v] += sums[r][v];
+    }
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS && v * LANES < left; v++)
+            store_some(type, out, r * size + v * LANES, totals[r][v], left - v * LANES);
+}
+
+INLINE void rows_by_panel(int type, const char *x, const char *panel, const float *bias, char *out,
+                          int64_t rows, int64_t steps, int64_t size, int64_t left) {
+    int64_t in = 4 * steps, over = (type == FLOAT32 ? 4 : 2) * size;
+    for (; rows >= ROWS; rows -= ROWS, x += ROWS * in, out += ROWS * over)
+        tile(type, ROWS, x, panel, bias, out, steps, size, left);
+    switch (rows) {
+    case 5: tile(type, 5, x, panel, bias, out, steps, size, left); break;
+    case 4: tile(type, 4, x, panel, bias, out, steps, size, left); break;
+    case 3: tile(type, 3, x, panel, bias, out, steps, size, left); break;
+    case 2: tile(type, 2, x, panel, bias, out, steps, size, left); break;
+    case 1: tile(type, 1, x, panel, bias, out, steps, size, left); break;
+    }
+}
+
+/* x [rows, steps (x 2)], panels [ceil(size / PANEL), steps, PANEL (x 2)], bias [.. x PANEL] float32,
+ * out [rows, size]. */
+void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
+            int64_t steps, int64_t size) {
+    int64_t count = (size + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) if (rows * steps * size >= MANY)
+    for (int64_t i = 0; i < count; i++) {
+        const char *panel = panels + i * steps * 4 * PANEL;
+        int64_t first = i * PANEL;
+        if (type == FLOAT32)
+            rows_by_panel(FLOAT32, x, panel, bias + first, out + 4 * first, rows, steps, size,
+                          size - first);
+        else
+            rows_by_panel(BFLOAT16, x, panel, bias + first, out + 2 * first, rows, steps, size,
+                          size - first);
+    }
+}

@@ -1,0 +1,96 @@
+/* What happens to each row between a layer's products: norm, RoPE with the write to the pool, gate.
+ *
+ * What is left after whole vectors goes through the same instructions as the rest: a row's bits
+ * depend on the row alone, not on where it stands or how many there are. Bytes moved: what comes in
+ * once (a norm's row twice, from the nearest cache), what goes out once.
+ */
+#include "vectors.h"
+
+#define MANY 65536 /* elements from which threads share the rows */
+
+/* x / rms(x) * weight */
+INLINE void normalize(int type, const char *x, const char *weight, char *out, int64_t size,
+                      float eps) {
+    floats squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats v = load_some(type, x, i, size - i);
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum(squares) / size + eps);
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats v = load_some(type, x, i, size - i) * scale;
+        store_some(type, out, i, v * load_some(type, weight, i, size - i), size - i);
+    }
+}
+
+/* silu(gate) * up of a row [gate | up]; silu is rounded to the type first, as torch's is. */
+INLINE void gate(int type, const char *x, char *out, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats g = load_some(type, x, i, size - i), up = load_some(type, x, size + i, size - i);
+        floats e = exponential(choose(g < -87.0f, all(87.0f), -g));
+        char silu[4 * LANES];
+        store(type, silu, 0, g / (e + 1.0f));
+        store_some(type, out, i, load(type, silu, 0) * up, size - i);
+    }
+}
+
+/* One head's pairs (i, half + i) turned. */
+INLINE void turn(int type, const char *from, char *to, const float *cos, const float *sin,
+                 int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        floats low = load(type, from, i), high = load(type, from, half + i);
+        floats c = load(FLOAT32, cos, i), s = load(FLOAT32, sin, i);
+        store(type, to, i, low * c - high * s);
+        store(type, to, half + i, high * c + low * s);
+    }
+}
+
+/* A row [queries | keys | values]: queries turned, keys turned and written, values written. */
+INLINE void rotate(int type, const char *qkv, const float *cos, const float *sin, char *key,
+                   char *value, char *query, int64_t heads, int64_t kv_heads, int64_t dim) {
+    int64_t size = dim * (type == FLOAT32 ? 4 : 2);
+    for (int64_t h = 0; h < heads; h++, qkv += size)
+        turn(type, qkv, query + h * size, cos, sin, dim / 2);
+    for (int64_t h = 0; h < kv_heads; h++, qkv += size)
+        turn(type, qkv, key + h * size, cos, sin, dim / 2);
+    memcpy(value, qkv, kv_heads * size);
+}
+
+/* x, out [rows, size], weight [size] */
+void rms_norm(int type, const char *x, const char *weight, char *out, int64_t rows, int64_t size,
+              float eps) {
+#pragma omp parallel for schedule(static) if (rows * size >= MANY)
+    for (int64_t r = 0; r < rows; r++)
+        if (type == FLOAT32)
+            normalize(FLOAT32, x + r * size * 4, weight, out + r * size * 4, size, eps);
+        else
+            normalize(BFLOAT16, x + r * size * 2, weight, out + r * size * 2, size, eps);
+}
+
+/* x [rows, 2 * size], out [rows, size] */
+void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size >= MANY)
+    for (int64_t r = 0; r < rows; r++)
+        if (type == FLOAT32)
+            gate(FLOAT32, x + r * size * 8, out + r * size * 4, size);
+        else
+            gate(BFLOAT16, x + r * size * 4, out + r * size * 2, size);
+}
+
+/* qkv [rows, heads + 2 kv_heads, dim], cos and sin [rows, dim / 2], slots [rows], keys and values
+ * [.., kv_heads, dim], query [rows, heads, dim]; dim / 2 a multiple of LANES. */
+void rope_write(int type, const char *qkv, const float *cos, const float *sin, const int64_t *slots,
+                char *keys, char *values, char *query, int64_t rows, int64_t heads,
+                int64_t kv_heads, int64_t dim) {
+    int64_t size = dim * (type == FLOAT32 ? 4 : 2);
+#pragma omp parallel for schedule(static) if (rows * heads * dim >= MANY)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *row = qkv + r * (heads + 2 * kv_heads) * size;
+        const float *c = cos + r * dim / 2, *s = sin + r * dim / 2;
+        char *key = keys + slots[r] * kv_heads * size, *value = values + slots[r] * kv_heads * size;
+        if (type == FLOAT32)
+            rotate(FLOAT32, row, c, s, key, value, query + r * heads * size, heads, kv_heads, dim);
+        else
+            rotate(BFLOAT16, row, c, s, key, value, query + r * heads * size, heads, kv_heads, dim);
+    }
+}

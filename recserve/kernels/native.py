@@ -1,0 +1,213 @@
+"""What a decoder does on a CPU, in C: products with packed weights, and what lies between them.
+
+Torch composes a norm of seven operators and RoPE of eight, and oneDNN takes ten microseconds to
+begin a product; beside small matrices that is most of a layer's time. The sources in `cpu/` are
+compiled for this processor by the system's C compiler when they are first needed, in two seconds,
+and kept in the user's cache folder. Where there is no compiler, torch does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.fp8 import Stored
+
+log = logging.getLogger(__name__)
+
+SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
+FLAGS = "-O3 -march=native -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno"
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+LANES, PANEL = 16, 64  # of the sources
+
+P, N, FLOAT, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+SIGNATURES = {
+    "rms_norm": (INT, P, P, P, N, N, FLOAT),
+    "silu_mul": (INT, P, P, N, N),
+    "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
+    "linear": (INT, P, P, P, P, N, N, N),
+    "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None, and a line in the log, where they cannot be had."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        log.info("no C compiler; torch does what the C sources do")
+        return None
+    try:
+        loaded = _loaded(compiler)
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = getattr(error, "stderr", None) or error
+        log.warning("the C sources cannot be used; torch does the same: %s", said)
+        return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _loaded(compiler: str) -> ctypes.CDLL:
+    """The library from the cache folder, or newly compiled and put there if that can be written."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = home / "recserve" / f"native-{_fingerprint(compiler)}.so"
+    try:
+        return ctypes.CDLL(str(kept))
+    except OSError:
+        log.info("compiling the C sources for this processor")
+    with tempfile.TemporaryDirectory() as folder:
+        built = _compile(compiler, Path(folder))
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(built, part)
+            part.replace(kept)
+        except OSError as error:
+            log.info("the compiled sources are not kept: %s", error)
+        return ctypes.CDLL(str(built))
+
+
+def _compile(compiler: str, folder: Path) -> Path:
+    """OpenMP is not linked: its functions are those of the runtime that torch has loaded, so that
+    both share its threads.
+    """
+    sources = [source for source in SOURCES if source.suffix == ".c"]
+    for command in (
+        [compiler, "-c", *FLAGS.split(), *map(str, sources)],
+        [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "native.so"],
+    ):
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return folder / "native.so"
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of all that the compiled code depends on: sources, flags, compiler, processor."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    about = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
+    parts = [FLAGS.encode(), said, *map(str.encode, about), *(s.read_bytes() for s in SOURCES)]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compiled() -> ctypes.CDLL:
+    """The library, where `takes` or `multiplies` has said that there is one."""
+    found = library()
+    assert found is not None
+    torch.get_num_threads()  # tells OpenMP how many this thread may use
+    return found
+
+
+def takes(x: Stored) -> bool:
+    """Whether these functions compute on such a tensor: on a CPU, nothing being trained."""
+    if not x.is_cpu or x.dtype not in TYPES or torch.is_grad_enabled():
+        return False
+    return library() is not None
+
+
+def multiplies(weight: Tensor) -> bool:
+    """Whether `linear` is the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
+    if not weight.is_cpu or weight.dtype not in TYPES or weight.shape[1] % 2:
+        return False
+    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
+        return False
+    if weight.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return False
+    return library() is not None
+
+
+def panels(weight: Tensor) -> Tensor:
+    """weight [n, m] as `linear` reads it: [n / PANEL, m / e, PANEL, e], e elements in four bytes;
+    rows of zeros up to whole panels.
+    """
+    each = 4 // weight.itemsize
+    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    return rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
+    """x [..., m] times `panels` of a weight [size, m] of the same type, plus bias [n] float32, of
+    whole panels -> [..., size].
+    """
+    x = x.contiguous()
+    inner = weight.shape[1] * weight.shape[3]
+    if x.dtype != weight.dtype or x.shape[-1] != inner:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; weights: {weight.dtype}, {inner} in")
+    out = x.new_empty(*x.shape[:-1], size)
+    compiled().linear(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        weight.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // inner,
+        weight.shape[1],
+        size,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension; x [..., E], weight [E] of the same type."""
+    x = x.contiguous()
+    out, size = torch.empty_like(x), x.shape[-1]
+    compiled().rms_norm(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.numel() // size,
+        size,
+        eps,
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+    gate_up = gate_up.contiguous()
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    compiled().silu_mul(
+        TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size
+    )
+    return out
+
+
+def rope_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """`reference.rope_write`; D a multiple of twice LANES, all of one type."""
+    rows, all_heads, dim = qkv.shape
+    kv_heads = keys.shape[1]
+    heads = all_heads - 2 * kv_heads
+    query = qkv.new_empty(rows, heads, dim)
+    compiled().rope_write(
+        TYPES[qkv.dtype],
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slots.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        query.data_ptr(),
+        rows,
+        heads,
+        kv_heads,
+        dim,
+    )
+    return query

@@ -1,0 +1,112 @@
+"""Tree attention of few rows on a CPU, in C: nothing is planned, gathered or masked beforehand.
+
+Where a tree has more rows, products are faster (cpu_attention.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.cpu_plan import Form
+from recserve.kernels.native import LANES, TYPES, N, P, compiled, library
+from recserve.kernels.paged_kv import RootTable, TreeBatch
+
+MOST_NUMBERS = 2**16  # of the queries of one tree and KV head, which lie on the stack
+MOST_ROWS, MOST_SCORES = 128, 2**17  # of them on average; with more, products are faster
+PARALLEL = 2**15  # scores of all heads from which threads share a call
+
+
+class _Tree(ctypes.Structure):
+    """`Tree` of attention.c."""
+
+    _fields_ = [
+        ("root", P),
+        ("root_length", N),
+        ("slots", P),
+        ("ends", P),
+        ("first", N),
+        ("nodes", N),
+        ("queries", P),
+        ("row", N),
+        ("count", N),
+    ]
+
+
+class NativeTreeAttention:
+    """Attention of one batch, called once per layer."""
+
+    def __init__(self, batch: TreeBatch, counts: list[int]) -> None:
+        """counts: rows of each tree."""
+        self.batch = batch  # whose tensors are read by address
+        assert not isinstance(batch.root_slots, RootTable)
+        offsets = batch.tree.offsets.tolist()
+        self._trees = (_Tree * len(counts))()
+        self._scores = row = 0
+        for b, (root, count) in enumerate(zip(batch.root_slots, counts, strict=True)):
+            first, nodes = offsets[b], offsets[b + 1] - offsets[b]
+            self._trees[b] = _Tree(
+                root.data_ptr(),
+                root.shape[0],
+                _place(batch.slots, first),
+                _place(batch.tree.ends, first),
+                first,
+                nodes,
+                None if batch.queries is None else _place(batch.queries, row),
+                row,
+                count,
+            )
+            row += count
+            self._scores += count * (root.shape[0] + nodes)
+
+    @staticmethod
+    def of(batch: TreeBatch, form: Form) -> NativeTreeAttention | None:
+        """None where it cannot attend, or is not the quickest."""
+        tree = batch.tree
+        if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
+            return None
+        if tree.root_limits is not None or tree.shared is not None:
+            return None
+        if isinstance(batch.root_slots, RootTable):
+            return None
+        bounds = tree.offsets
+        if batch.queries is not None:
+            bounds = torch.searchsorted(batch.queries, bounds)
+        counts = bounds.diff().tolist()
+        trees, rows = len(counts), batch.num_queries * form.group
+        keys = tree.num_nodes + sum(root.shape[0] for root in batch.root_slots)
+        if max(counts) * form.group * form.dim > MOST_NUMBERS or rows > MOST_ROWS * trees:
+            return None
+        if rows * keys > MOST_SCORES * trees * trees:
+            return None
+        return NativeTreeAttention(batch, counts)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """As `dispatch.tree_attention`'s; key and value are read from the pool."""
+        heads, (kv_heads, dim) = query.shape[1], keys.shape[1:]
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        compiled().tree_attention(
+            TYPES[query.dtype],
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            ctypes.addressof(self._trees),
+            len(self._trees),
+            heads,
+            kv_heads,
+            dim,
+            dim**-0.5,
+            self._scores * heads >= PARALLEL,
+        )
+        return out
+
+
+def _place(column: Tensor, index: int) -> int:
+    """Address of an element of an int64 column."""
+    return column.data_ptr() + 8 * index

@@ -1,0 +1,101 @@
+"""What operators read about recorded steps: in the log, on /metrics, from `recserve doctor`."""
+
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from test_fixed_step import Counted, with_graphs
+from test_text_engine import engine_for, prompts
+from text_plain import TableDrafter, drawn_model
+
+from recserve import doctor
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.fixed_step import StepShape
+from recserve.metrics import Metrics
+from recserve.service.runtime import gauges_of
+
+SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Steps of every fate: replayed; with a prompt; rejection; too many words; too many texts."""
+    model = drawn_model(1)
+    made = with_graphs(model, Counted(lambda step: step), SHAPES)
+    prompt = prompts(8)[2]
+    made.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
+    plain = SamplingParams(max_tokens=5)
+    words = tuple((n % 40, n % 7) for n in range(100))
+    made.run(TextRequest(prompt, plain))
+    made.run(TextRequest(prompt, plain, Speculation("table", "rejection")))
+    made.run(TextRequest(prompt, SamplingParams(max_tokens=5, bad_words=words)))
+    made.run_many([TextRequest(p, plain) for p in prompts(4)])
+    return made
+
+
+def test_steps_are_counted_by_what_became_of_them(engine):
+    counts = dict(engine.stats().graph_steps)
+    assert counts["rows"] == 0
+    assert all(counts[name] > 0 for name in ("replayed", "prompt", "rule", "parameters", "size"))
+    before = counts
+    engine.run(TextRequest(prompts(8)[2], SamplingParams(max_tokens=3)))
+    counts = engine.stats().graph_steps
+    gained = {name: counts[name] - before[name] for name in counts}
+    assert gained.pop("replayed") + gained.pop("prompt") == 3 and not any(gained.values())
+
+
+def test_a_row_that_is_not_there_is_counted(engine):
+    rows = engine._lanes["text"].graphs.rows
+    kept, rows._free = rows._free, []
+    before = engine.stats().graph_steps["rows"]
+    try:
+        engine.run(TextRequest(prompts(8)[5], SamplingParams(max_tokens=3)))
+    finally:
+        rows._free = kept
+    assert engine.stats().graph_steps["rows"] > before
+
+
+def test_metrics_name_the_buckets(engine):
+    metrics = Metrics((), (), lambda: gauges_of(engine.stats()))
+    found = {
+        sample.name: {
+            **{tuple(s.labels.values()): s.value for s in family.samples if s.name == sample.name}
+        }
+        for family in text_string_to_metric_families(metrics.page().decode())
+        for sample in family.samples
+    }
+    buckets = {("4x2",), ("9x2",), ("4x2+",), ("9x2+",)}
+    assert set(found["recserve_graph_record_seconds"]) == buckets
+    assert set(found["recserve_graph_record_bytes"]) == buckets
+    assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
+    results = ("replayed", "prompt", "rule", "parameters", "size", "rows")
+    assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
+
+
+def test_nothing_is_said_where_nothing_is_recorded():
+    stats = engine_for(drawn_model(1)).stats()
+    page = Metrics((), (), lambda: gauges_of(stats)).page().decode()
+    assert "recserve_graph_steps_total{" not in page and "recserve_graph_record_bytes{" not in page
+
+
+def test_the_log_names_what_was_recorded(caplog):
+    with caplog.at_level(logging.INFO, "recserve"):
+        with_graphs(drawn_model(1), Counted(lambda step: step), SHAPES[:1])
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "recorded step 4x2",
+        "recorded step 4x2+",
+    ]
+
+
+def test_the_doctor_names_them_too(engine):
+    finding = doctor.describe_graphs(engine.stats())
+    assert finding.state == "ok"
+    for name in ("4 steps in", "4x2 ", "9x2 ", "4x2+ ", "9x2+ ", " MiB"):
+        assert name in finding.detail
+    bare = engine_for(drawn_model(1)).stats()
+    assert doctor.describe_graphs(bare).state == "warn"
+
+
+def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
+    findings = {f.name: f for f in doctor.examine(llm=tmp_path / "none")}
+    assert findings["graphs"].state == "fail" and "no folder" in findings["graphs"].detail

@@ -1,0 +1,125 @@
+"""How many machine codes serving asks for: none may be compiled in the middle of it.
+
+Triton compiles anew for every value of a constant, and where a number is 1 or a multiple of 16 or
+an address a multiple of 16, unless it is told not to look. Launches are keyed here as it would key
+them for an sm_90, without one.
+"""
+
+import pytest
+import torch
+import triton_interpreter
+from device_worlds import text_engine, texts
+from pretend_cuda import PretendCuda, PretendTensor
+from test_tree_attention import draw_tree
+
+from recserve.kernels import dispatch, fp8, path_move, rope_write, tree_attention
+from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
+from recserve.kernels.tree import merge
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+KERNELS = (
+    tree_attention._attend, tree_attention._merge, path_move.move_kernel, rope_write.rope_kernel,
+)  # fmt: skip
+
+
+class Keys:
+    """The keys of all launches by kernel, with and without what the kernels tell Triton."""
+
+    def __init__(self):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.found = {kernel.fn.__name__: set() for kernel in KERNELS}
+        self.eager = {name: set() for name in self.found}
+        self.binders = {
+            kernel.fn.__name__: [
+                create_function_from_signature(made.signature, made.params, backend)
+                for made in (JITFunction(kernel.fn, **kernel.kwargs), JITFunction(kernel.fn))
+            ]
+            for kernel in KERNELS
+        }
+
+    def add(self, name, arguments, options):
+        arguments = [x.inner if isinstance(x, PretendTensor) else x for x in arguments]
+        for binder, keys in zip(self.binders[name], (self.found, self.eager), strict=True):
+            _, specialization, rest = binder(*arguments, **options)
+            keys[name].add((*specialization, *rest.items()))
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    return Keys()
+
+
+def batches(count, seed=0):
+    """What a text lane launches: 1 to 64 texts, drafts of any size, slots that are slices."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=g))
+
+    for _ in range(count):
+        trees = [draw_tree("tree", number(1, 40), g) for _ in range(number(1, 8) ** 2)]
+        tree = merge(trees) if len(trees) > 1 else trees[0]
+        own = torch.arange(tree.num_nodes + 16)[number(0, 16) :][: tree.num_nodes]
+        lengths = [0 if number(0, 5) == 0 else number(1, 9000) for _ in trees]
+        roots = tuple(torch.arange(n + 3)[number(0, 3) :][:n] for n in lengths)
+        if number(0, 3) == 0:
+            table = torch.zeros(len(trees) + 1, 4096, dtype=torch.int64)
+            rows = torch.arange(len(trees) + 1)[1:]
+            roots = RootTable(table, rows, torch.tensor(lengths))
+        yield TreeBatch(tree, None, own, roots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, fp8.FP8], ids=["halves", "fp8"])
+def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
+    """Rows of a block 16 to 128, with parts of a split root and without: eight codes, no more."""
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda self, *a, **o: keys.add(self.fn.__name__, a, o)
+    )
+    heads, kv_heads, dim = 8, 2, 32
+    pool = KVPool(KVShape(2, kv_heads, dim), 400, 16, dtype)
+    for number, batch in enumerate(batches(300)):
+        query = torch.empty(batch.num_queries, heads, dim, dtype=torch.float16)
+        layer = number % 2
+        attention = tree_attention.TritonTreeAttention(batch)
+        attention(query, query, query, pool.keys[layer], pool.values[layer])
+        paths = torch.zeros(batch.tree.num_trees, 1 + number % 17, dtype=torch.int64)
+        lengths = torch.zeros(len(paths) + 1, dtype=torch.int64)[number % 2 :][: len(paths)]
+        path_move.move_paths(pool.keys, pool.values, paths, paths, lengths)
+        qkv = torch.empty(len(batch.slots), heads + 2 * kv_heads, dim, dtype=torch.float16)
+        turns = torch.empty(len(batch.slots), dim // 2)
+        rope_write.rope_write(qkv, turns, turns, batch.slots, pool.keys[layer], pool.values[layer])
+    counts = {name: len(found) for name, found in keys.found.items()}
+    blocks = {4 * 2**n for n in range(4)}
+    assert counts.pop("_attend") <= 2 * len(blocks)
+    assert counts.pop("_merge") <= 6  # splits 2 to 64, to a power of two
+    assert counts == {"move_kernel": 1 if dtype != fp8.FP8 else 2, "rope_kernel": 1}
+    assert len(keys.eager["_attend"]) > 2 * len(keys.found["_attend"])
+    assert all(len(keys.eager[name]) > n for name, n in counts.items())
+
+
+def test_attention_of_an_engine(keys, monkeypatch):
+    """Prefills and steps of drafted texts on a pretended device: nothing beside the same forms."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    triton_interpreter.interpret_pretended(monkeypatch)
+    launch = GridExecutor.__call__
+
+    def keyed(self, *arguments, **options):
+        if self.fn.__name__ in keys.found:
+            keys.add(self.fn.__name__, arguments, options)
+        return launch(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", keyed)
+    with PretendCuda():
+        text_engine("cuda", ("ngram",)).run_many(
+            texts("ngram", "sample", "greedy", count=2, most=4)
+        )
+    place = tree_attention._attend.arg_names.index("BLOCK_Q")
+    blocks = {key[place] for key in keys.found["_attend"]}
+    assert len(keys.found["_attend"]) == len(blocks) <= 4  # no root is long enough to be split
+    assert len(keys.found["rope_kernel"]) == 1
+    assert len(keys.eager["_attend"]) > 2 * len(blocks)
