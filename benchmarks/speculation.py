@@ -8,8 +8,8 @@
 pays. "auto": what the server does, after as many answers as it needs to make up its mind. The three
 take turns over the same users; a ratio is the median over those turns, so that what else the
 machine does meets all of them. All slates are compared: the run fails where one differs in float32.
-"warm": the user again. "cold": a user never seen. benchmarks/joined_bundle.py makes a bundle with
-long histories.
+"again": a user who asked the same before. "first": one whose root is computed, who has not asked
+yet. "cold": one never seen. benchmarks/joined_bundle.py makes a bundle with long histories.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from report import Report, options_of
 from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
-from recserve.core.request import Root, Slate
+from recserve.core.request import Root, Slate, WarmRequest
 from recserve.engine.plan_choice import TRIALS, Group, PlanChoice
 from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.calibration import DraftPlan
@@ -37,7 +37,7 @@ from recserve.service.choosing import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)
-VISITS = ("warm", "cold")
+VISITS = ("again", "first", "cold")
 
 
 @dataclass(frozen=True)
@@ -96,22 +96,28 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
     groups = len(subject.roots) // cell.batch
 
     def ask(name: str, roots: list[Root], work: Work | None) -> list[Slate]:
-        if cell.visit == "cold":
+        return subject.ask(roots, cell.k, cell.beam, name, work)
+
+    def before(roots: list[Root]) -> None:
+        if cell.visit != "again":
             for root in roots:
                 subject.engine.forget(root.keys)
-        return subject.ask(roots, cell.k, cell.beam, name, work)
+        if cell.visit == "first":
+            subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
 
     def users(number: int) -> list[Root]:
         first = number % groups * cell.batch
         return subject.roots[first : first + cell.batch]
 
-    for number in range(2 * TRIALS + 2):
-        for name in METHODS:
+    for number in range(max(2 * groups if cell.visit == "again" else 0, 2 * TRIALS + 2)):
+        for name in METHODS[1:]:
+            before(users(number))
             ask(name, users(number), None)
     began = time.monotonic()
     for number in range(options.repeats):
         slates: dict[str, list[Slate]] = {}
         for name in np.roll(METHODS, number).tolist():
+            before(users(number))
             started = clock()
             slates[name] = ask(name, users(number), found.work[name])
             found.times[name].append((clock() - started) * 1e3)
@@ -153,7 +159,7 @@ def main() -> int:
     parser.add_argument("--beams", nargs="+", type=int, default=[10, 50, 256])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--visits", nargs="+", choices=VISITS, default=list(VISITS))
-    parser.add_argument("--users", type=int, default=128)
+    parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--least-events", type=int, default=1, help="of a user's history")
     options = parser.parse_args()
     report = Report(options)

@@ -20,7 +20,6 @@ from recserve.kernels.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
-from recserve.models.packing import pack_weights
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.choosing import AUTO, BEAM, Chooser
 from recserve.service.loading import item_index, load_heads
@@ -61,7 +60,7 @@ class Subject:
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
-        pack_weights(model.decoder)  # as the server does when it loads a bundle
+        model.pack()  # as the server does when it loads a bundle
         self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 65_536), heads=heads)
         self.engine.prepare(trie)  # so does the server
         self.chooser = Chooser(self.engine.strategies)

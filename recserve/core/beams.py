@@ -95,7 +95,7 @@ class Beams:
     last root token. parents [B, W]: each beam's parent, as a column of the level above. rounds [B]:
     forwards that scored a node of the request. places [B, 1]: as in core/bounds.py; None: nothing
     is left out. missing [n]: keys of prefixes that a draft should have held, each with all above
-    it; None: whatever the beams lack.
+    it; None: whatever the beams lack. repairs: rounds that scored such.
     """
 
     sequences: tuple[Sequence, ...]
@@ -112,6 +112,7 @@ class Beams:
     rivals: Rivals | None = None
     places: Tensor | None = None
     missing: Tensor | None = None
+    repairs: int = 0
 
     def alive(self) -> Tensor:
         """[B, W] bool."""

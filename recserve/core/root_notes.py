@@ -14,33 +14,54 @@ from recserve.kernels.trie_overlay import AnyTrie
 
 @dataclass(frozen=True)
 class KeptDraft:
-    """Prefixes that a draft head thinks likely behind a root.
+    """Prefixes that proved an answer: scored in one forward they prove it again.
 
-    nodes [n]: of the trie. width, place: how many of each length were kept, and the place of the
-    item that set the floor. excluded: what the request did not want.
+    asked: the request, but for its root, which is the one this is kept with, and its catalogue
+    version, which is not kept alive. nodes [n]: of the trie, in ascending order. trimmed: none of
+    them is known to be of no use.
     """
 
     trie: weakref.ref[AnyTrie]
     width: int
-    place: int
+    k: int
+    dense_weight: float
     excluded: np.ndarray | None
     nodes: Tensor
+    trimmed: bool = False
 
-    def fits(self, request: RecommendRequest, width: int, place: int) -> bool:
-        """Whether the head would draft the same for this request."""
+    @staticmethod
+    def of(request: RecommendRequest, nodes: Tensor) -> KeptDraft:
+        """What is kept after an answer to this request."""
+        return KeptDraft(
+            weakref.ref(request.trie),
+            request.width,
+            request.k,
+            request.dense_weight,
+            request.excluded,
+            nodes,
+        )
+
+    def fits(self, request: RecommendRequest) -> bool:
+        """Whether a request on the same root asks the same; one that is not plain never does."""
         return (
             self.trie() is request.trie
-            and (self.width, self.place) == (width, place)
-            and request.allowed is None
+            and (self.width, self.k) == (request.width, request.k)
+            and self.dense_weight == request.dense_weight
+            and is_plain(request)
             and _same(self.excluded, request.excluded)
         )
 
 
 @dataclass
 class RootNotes:
-    """Of one cached root. draft: the newest one, None: none was made."""
+    """Of one cached root. draft: of its newest answer, None: there was none."""
 
     draft: KeptDraft | None = None
+
+
+def is_plain(request: RecommendRequest) -> bool:
+    """Whether it has neither filter nor caps, of which there are too many to keep a draft for."""
+    return request.allowed is None and not request.caps
 
 
 def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:

@@ -15,23 +15,15 @@ from recserve.models.inputs import NodeInputs
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How far a draft goes for each of B requests: widths and places of `likely_prefixes`."""
-
-    widths: list[int]
-    places: list[int]
-
-
-@dataclass(frozen=True)
 class PrefixDraft(Draft):
     """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. guessed: it
-    may lack what beam search needs, and hold what it does not. reach: of a guess that can be kept
-    with the roots (draft/kept.py), None: it cannot.
+    may lack what beam search needs, and hold what it does not. kept: it is one that proved the same
+    answers before.
     """
 
     query_keys: Tensor | None = None
     guessed: bool = False
-    reach: Reach | None = None
+    kept: bool = False
 
 
 def draft_of_keys(

@@ -20,12 +20,7 @@ import numpy as np
 import torch
 
 from recserve.core.drafting import Strategy
-from recserve.core.request import (
-    DeadlineExceeded,
-    QueueFull,
-    Request,
-    Result,
-)
+from recserve.core.request import DeadlineExceeded, QueueFull, Request, Result
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
@@ -178,10 +173,9 @@ class Engine:
 
     def prepare(self, trie: AnyTrie) -> None:
         """Learn how fast this machine is over such a catalogue: no request measures anything."""
-        with self._stepping:
-            for strategy in self._strategies.values():
-                if isinstance(strategy, SpeculativeStrategy):
-                    strategy.measure(trie)
+        if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
+            with self._stepping:
+                strategy.measure(trie)
 
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""

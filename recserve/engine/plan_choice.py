@@ -16,6 +16,7 @@ HOPELESS = 1.3  # and one that is expected to cost so much is not tried
 TRIALS = 4  # of each, before their times are compared
 RETRY = 64  # every so many groups the slower one is tried again
 NEWEST = 0.1  # weight of the newest time in a running mean
+SURELY = 0.97  # times are running means: a draft has to be faster by more than their noise
 OUTLIER = 2.0  # a time that is so many times the mean was interrupted by something else
 
 
@@ -75,7 +76,7 @@ class PlanChoice:
         if times.count[promising] >= TRIALS:
             drafting = not promising
         if min(times.count.values()) >= TRIALS:
-            faster = times.mean_ms[True] < times.mean_ms[False]
+            faster = times.mean_ms[True] < SURELY * times.mean_ms[False]
             drafting = faster == (times.asked % RETRY > 0)
         return plan if drafting else NO_DRAFT
 

@@ -31,8 +31,8 @@ SEARCH_S = 0.6
 @dataclass(frozen=True)
 class StepCosts:
     """Milliseconds of a forward by its nodes; and by the beams of all requests, what comes with it:
-    in a round of beam search, and in the first of a draft with MARGIN, the draft included, or kept
-    from an earlier visit.
+    in a round of beam search, in the first of a draft with MARGIN, and in one whose draft was kept
+    from an earlier visit, which is what a repair takes too.
     """
 
     forward: Cost
@@ -42,13 +42,17 @@ class StepCosts:
 
     def expected_ms(self, plan: DraftPlan, width: int, batch: int, kept: bool = False) -> float:
         """Of a plan for each of `batch` requests that step together and keep `width` beams. kept:
-        their drafts were.
+        their drafts were, and need one round.
         """
-        around, again = self.round(batch * width), further_rounds(plan, batch)
+        again, beams = further_rounds(plan, batch), batch * width
         if not plan.margin:
-            return (1 + again) * (self.forward(batch * plan.nodes / (1 + again)) + around)
-        first = (self.kept if kept else self.drafted)(plan.margin / MARGIN * batch * width)
-        return first + self.forward(batch * plan.nodes) + again * (self.forward(batch) + around)
+            return (1 + again) * (
+                self.forward(batch * plan.nodes / (1 + again)) + self.round(beams)
+            )
+        if kept:
+            return self.forward(batch * plan.nodes) + self.kept(beams)
+        first = self.forward(batch * plan.nodes) + self.drafted(plan.margin / MARGIN * beams)
+        return first + again * (self.forward(batch) + self.kept(beams))
 
 
 def further_rounds(plan: DraftPlan, batch: int) -> float:
@@ -101,8 +105,8 @@ def step_costs(model: Recommender, ways: Ways, trie: AnyTrie) -> StepCosts:
             left.append(max(rest, 0.0))
         return Cost(whole.sizes, tuple(left))
 
-    each = around(ways.beam, None)
-    return StepCosts(forward, each, around(ways.drafted, each), around(ways.kept, each))
+    kept = around(ways.kept, None)
+    return StepCosts(forward, around(ways.beam, None), around(ways.drafted, kept), kept)
 
 
 def _requests(model: Recommender, trie: AnyTrie, beams: int) -> list[RecommendRequest]:

@@ -60,6 +60,9 @@ class CpuTreeAttention:
                 self._parts = plan(self.batch, form)
         if self._native is not None:
             return self._native(query, key, value, keys, values)
+        if key is query:  # the projections went straight to the pool
+            slots = self.batch.query_slots()
+            key, value = keys[slots], values[slots]
         attend = _softmax if softmax else self._silu
         if len(self._parts) == 1:
             return attend(self._parts[0], query, keys, values)

@@ -103,24 +103,27 @@ def _expand_scored(beams: Beams, needed: Tensor, row: Tensor, model: Recommender
 @dataclass(frozen=True)
 class Found:
     """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
-    [n]: keys of the prefixes that could still change it, each with all above it.
+    [n]: keys of the prefixes that could still change it, each with all above it. needed [n]: keys
+    of the scored ones without which this would not be known; none where nobody asked.
     """
 
     beams: Beams
     proven: bool
     missing: Tensor
+    needed: Tensor
 
 
-def search_scored(beams: Beams, model: Recommender) -> Found:
+def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Found:
     """Beam search in which what is not scored leads nowhere.
 
     What it finds above the best prefix that it had to leave out is what full beam search has there
-    (core/bounds.py), so k items above it are the answer.
+    (core/bounds.py), so k items above it are the answer. collect: what was needed.
     """
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     places = on_device(wants, beams.nodes.device)[:, None]
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
     left_out: list[tuple[Tensor, Tensor]] = []
+    used: list[tuple[Tensor, Tensor]] = []
     skip_single = model.config.normalization == "children"
     while not beams.finished:
         needed = wanted(beams, skip_single)
@@ -131,14 +134,29 @@ def search_scored(beams: Beams, model: Recommender) -> Found:
             lost = torch.maximum(lost, held.amax(1, keepdim=True))
             left_out.append((held, beams.keys(beams.paths)))
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
+        if collect:
+            held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
+            used.append((held, beams.keys(beams.paths)))
         beams = _expand_scored(beams, needed & ~gone, row, model)
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
-    keys, matter = [beams.nodes[:0, 0]], [beams.nodes[:0, 0].bool()]
-    for held, paths in left_out:
+    missing = _that_matter([] if proven else left_out, kth)
+    return Found(beams, proven, missing, _that_matter(used, kth))
+
+
+def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
+    """Keys of those that reach the score of the k-th item, each with all above it.
+
+    prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
+    their paths [B, W, level]. kth [B, 1].
+    """
+    if not prefixes:
+        return kth[:0, 0].long()
+    keys, matter = [], []
+    for held, paths in prefixes:
         keys.append(paths.flatten())
         matter.append(((held > DEAD) & (held >= kth))[..., None].expand_as(paths).flatten())
-    return Found(beams, proven, torch.cat(keys)[torch.cat(matter)])
+    return torch.cat(keys)[torch.cat(matter)]
 
 
 def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:

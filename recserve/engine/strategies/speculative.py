@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,9 +15,9 @@ from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
-from recserve.draft.kept import keep, kept_keys
+from recserve.draft.kept import are_kept, are_trimmed, keep, kept_keys, trim
 from recserve.draft.nezha import likely_prefixes
-from recserve.draft.prefixes import PrefixDraft, Reach, draft_of_keys
+from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
 from recserve.engine.step_costs import Ways, step_costs
 from recserve.engine.strategies.beam import BeamStrategy
@@ -28,14 +29,25 @@ from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
+REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A group that began to be answered."""
+
+    group: Group
+    began_s: float
+
 
 class SpeculativeStrategy(BeamStrategy):
     """Full beam search, its prefixes drafted ahead by the self-draft head.
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. The draft leaves out what lies below the score that the
-    k-th item is thought to reach, and it stays with the cached root. What it missed is scored in
-    further rounds, as far as it could still change the answer. How much is drafted follows from the
+    k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
+    still change the answer. What proved an answer stays with the cached root, and is the draft when
+    the same is asked again. How much is drafted follows from the
     head's calibration, from what steps cost on this machine, which `measure` learns before requests
     come, and from what answers took; where drafting does not pay nothing is drafted.
     """
@@ -53,7 +65,9 @@ class SpeculativeStrategy(BeamStrategy):
         super().__init__(model)
         self.head, self.only, self.keeps = head, only, keeps
         self.choice = PlanChoice(head.calibration)
-        self._asked: WeakKeyDictionary[Sequence, Group] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Sequence, _Asked] = WeakKeyDictionary()
+        on_cpu = self.level_offsets.device.type == "cpu"
+        self._now = time.thread_time if on_cpu else time.perf_counter
 
     def measure(self, trie: AnyTrie) -> None:
         """Learn what steps cost on this machine, in a few seconds, over a catalogue like this one.
@@ -68,8 +82,8 @@ class SpeculativeStrategy(BeamStrategy):
             self.choice.costs = step_costs(self.model, ways, trie)
 
     def tree_room(self, request: RecommendRequest) -> int:
-        """The widest plan's nodes at each level but the last, those of a first repair, and all of
-        beam search's own.
+        """The widest plan's nodes at each level but the last, those of all repairs, and all of beam
+        search's own.
         """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         margin = self.choice.widest(request.width, request.k)
@@ -77,7 +91,7 @@ class SpeculativeStrategy(BeamStrategy):
             margin = self.only.margin
         drafted = sum(min(math.ceil(margin * request.width), size) for size in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + repair + super().tree_room(request)
+        return drafted + REPAIRS * repair + super().tree_room(request)
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
@@ -92,29 +106,27 @@ class SpeculativeStrategy(BeamStrategy):
             return self._draft(state, rivals)
         for sequence, margin in zip(state.sequences, margins, strict=True):
             sequence.timing.drafted = margin > 0
-        reach = self._reach(state, margins)
-        kept = kept_keys(state, reach)
-        likely = self._likely(state, reach) if kept is None else kept
+        kept = self.keeps and are_kept(state)
+        likely = kept_keys(state) if kept else self._likely(state, margins)
         keys = likely if rivals is None else torch.cat([likely, rivals])
-        guess = self._guess(state, keys)
-        return replace(guess, reach=reach) if kept is None and self.keeps else guess
+        return replace(self._guess(state, keys), kept=kept)
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """At first, and after one repair, whatever the scored prefixes prove together; after that
-        level by level, as beam search.
+        """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
+        level by level, as beam search, which needs more where a request was proved already.
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
-        missing = state.missing
-        if draft.reach is not None:
-            keep(state, draft, draft.reach)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
-        found = beam_verify.search_scored(scored, self.model)
+        trims = draft.kept and not are_trimmed(scored)
+        found = beam_verify.search_scored(scored, self.model, trims)
         if found.proven:
+            if trims:
+                trim(scored, found.needed)
             return found.beams
-        if missing is None:
-            return replace(scored, missing=found.missing)
+        if scored.repairs < REPAIRS:
+            return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
         return beam_verify.advance(scored, self.model)
 
     def _guess(self, state: Beams, keys: Tensor) -> PrefixDraft:
@@ -122,28 +134,27 @@ class SpeculativeStrategy(BeamStrategy):
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _reach(self, state: Beams, margins: list[float]) -> Reach:
-        asked = list(zip(margins, state.requests, strict=True))
-        return Reach(
-            [math.ceil(margin * request.width) for margin, request in asked],
-            [
-                NEVER
-                if request.caps or request.dense_weight or not self.skip_single
-                else math.ceil(margin * request.k) - 1
-                for margin, request in asked
-            ],
-        )
-
-    def _likely(self, state: Beams, reach: Reach) -> Tensor:
-        at = on_device(reach.places, state.nodes.device).clamp(min=0)[:, None]
-        return likely_prefixes(state, self.head, reach.widths, at, self.skip_single)
+    def _likely(self, state: Beams, margins: list[float]) -> Tensor:
+        requests = state.requests
+        widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
+        places = [
+            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
+            for m, r in zip(margins, requests, strict=True)
+        ]
+        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
+        return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
     def finish(self, state: Beams) -> list[Result]:
-        """Slates; what they took is remembered."""
+        """Slates; what they took is remembered, where all were asked alike. On a CPU that is the
+        thread's own time: what other processes take says nothing about drafts.
+        """
         asked = {self._asked.pop(sequence, None) for sequence in state.sequences}
-        group, timing = asked.pop(), state.sequences[0].timing
-        if group is not None and not asked:
-            self.choice.took(group, timing.drafted, timing.draft_ms + timing.verify_ms)
+        first = asked.pop()
+        if first is not None and not asked:
+            drafted = state.sequences[0].timing.drafted
+            self.choice.took(first.group, drafted, (self._now() - first.began_s) * 1e3)
+        if self.keeps:
+            keep(state)
         return super().finish(state)
 
     def _margins(self, state: Beams) -> list[float]:
@@ -151,8 +162,10 @@ class SpeculativeStrategy(BeamStrategy):
         if self.only is not None:
             return [self.only.margin] * len(state.sequences)
         batch = len(state.sequences)
-        kept = all(sequence.notes.draft is not None for sequence in state.sequences)
+        kept = self.keeps and are_kept(state)
         asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
         plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
-        self._asked.update(zip(state.sequences, asked, strict=True))
+        now = self._now()
+        for sequence, group in zip(state.sequences, asked, strict=True):
+            self._asked[sequence] = _Asked(group, now)
         return [plans[group].margin for group in asked]
