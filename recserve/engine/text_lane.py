@@ -245,13 +245,17 @@ class TextLane:
         """The answers of the texts that ended; drafters hear of the others."""
         # The one look at the device in a step: what was written decides what is done next.
         found = outputs.read()
-        hidden, logits, last = outputs.hidden, outputs.logits, outputs.last.clone()
+        hidden, logits, tails = outputs.hidden, outputs.logits, outputs.last.clone().unbind()
+        sizes = [1 + len(draft) for draft in group.drafts]
+        sizes.append(hidden.shape[0] - sum(sizes))
+        # One call for all texts: a view of each takes longer than all that is done with it here.
+        own_hidden, own_logits = hidden.split(sizes), logits.split(sizes)
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
         for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
             length, path, tokens = found.length(number), found.path(number), found.tokens(number)
-            own = slice(start, start + 1 + len(draft))
+            first, start = start, start + sizes[number]
             try:
                 top = sequence.request.params.logprobs
                 logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
@@ -260,10 +264,9 @@ class TextLane:
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
-                start = own.stop
                 continue
             used = min(length, len(added))
-            tail = last[number] if used == length else hidden[path[used]].clone()
+            tail = tails[number] if used == length else hidden[path[used]].clone()
             ranked = None if found.ranked is None else found.ranked[number]
             sequence.computed(before + used, tail, ranked)
             if len(draft):
@@ -276,12 +279,11 @@ class TextLane:
                 self.pages.keep(sequence)
                 self._drop([sequence])
             elif not isinstance(sequence.drafter, NoDrafter):
-                kept = tuple(node - start - 1 for node in path[1:])
+                kept = tuple(node - first - 1 for node in path[1:])
                 outcome = TextOutcome(
-                    sequence.context, draft, kept, added, hidden[own], logits[own]
+                    sequence.context, draft, kept, added, own_hidden[number], own_logits[number]
                 )
                 outcomes.setdefault(id(sequence.drafter), (sequence.drafter, []))[1].append(outcome)
-            start = own.stop
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
         return done
