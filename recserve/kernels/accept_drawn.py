@@ -38,6 +38,12 @@ def _sum_of(parts, node, turn, num_splits, ROUNDS: tl.constexpr, BLOCK_SPLITS: t
 
 
 @triton.jit
+def _and_one(sums, rest):
+    """One sum more."""
+    return sums + (rest,)
+
+
+@triton.jit
 def _left(p, q, sums, refused, ROUNDS: tl.constexpr):
     """r after `refused` refusals and its sum, from p, q and the sums of all rounds."""
     weight, total = p, 1.0
@@ -74,7 +80,7 @@ def rest_kernel(
             rest = 0.0
             if turn < TURN:
                 rest = _sum_of(parts, node, turn, num_splits, ROUNDS, BLOCK_SPLITS)
-            sums = sums + (rest,)
+            sums = _and_one(sums, rest)
         first = split * tiles_per_split
         last = tl.minimum(first + tiles_per_split, tl.cdiv(vocabulary, TILE))
         lane = tl.arange(0, TILE)
@@ -110,7 +116,8 @@ def drawn_walk_kernel(
         target, draft = p + node * vocabulary, q + node * vocabulary
         sums = ()
         for turn in tl.static_range(ROUNDS):
-            sums = sums + (_sum_of(parts, node, turn, num_splits, ROUNDS, BLOCK_SPLITS),)
+            rest = _sum_of(parts, node, turn, num_splits, ROUNDS, BLOCK_SPLITS)
+            sums = _and_one(sums, rest)
         source, total = target, 1.0
         position = tl.load(positions + node)
         accepted = node * 0 - 1
@@ -147,7 +154,7 @@ def drawn_walk_kernel(
                             tl.store(residual + column, weight, mask=inside)
                             rest += tl.sum(weight, 0)
                         tl.debug_barrier()
-                        kept = (rest > 0).to(tl.int64)
+                        kept = tl.where(rest > 0, tree * 0 + 1, tree * 0)
                         source = tl.where(rest > 0, residual, target)
                         total = tl.where(rest > 0, rest, 1.0)
                     refused = tl.minimum(refused + 1, ROUNDS + 1)
@@ -180,7 +187,8 @@ def bonus_kernel(
     position, refused = tl.load(positions + node), tl.load(refusals + tree)
     sums = ()
     for turn in tl.static_range(ROUNDS):
-        sums = sums + (_sum_of(parts, node, turn, num_splits, ROUNDS, BLOCK_SPLITS),)
+        rest = _sum_of(parts, node, turn, num_splits, ROUNDS, BLOCK_SPLITS)
+        sums = _and_one(sums, rest)
     past = refused > ROUNDS
     source = tl.where(past, residuals + tree * vocabulary, p + node * vocabulary)
     lane = tl.arange(0, LANES)
