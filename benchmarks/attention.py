@@ -165,6 +165,7 @@ def flex(problem: Problem) -> Callable[[], Tensor]:
         return (j < root) | inside
 
     device = str(problem.query.device)
+    torch._dynamo.reset()  # a shape of its own, not the ninth variant of one function
     mask = create_block_mask(sees, s.batch, None, s.nodes, s.root + s.nodes, device)
     compiled = torch.compile(flex_attention)
     grouped = s.heads != s.kv_heads

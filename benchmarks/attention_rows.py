@@ -56,14 +56,12 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
 
 
 def rivals(device: str, number: int) -> dict[str, Callable[..., Any]]:
-    """Who is measured at the shape of this number."""
+    """Who is measured at the shape of this number; FlexAttention is in `flex_rows`."""
     found: dict[str, Callable[..., Any]] = {"ours": attention.ours, "sdpa": attention.sdpa}
     if number < FP8_SHAPES:
         found["fp8"] = attention.ours_fp8
     if device == "cuda":
         found["flash (no tree mask)"] = attention.flash
-        if number < FLEX_SHAPES:
-            found["flex"] = attention.flex
     return found
 
 
@@ -88,19 +86,43 @@ def attention_rows(
                 row |= {f"{name}_us": 1e3 * ms for name, ms in alternating(calls, cpu_s).items()}
             row["sdpa_to_ours"] = row["sdpa_us"] / row["ours_us"]
         for name, build in rivals(device, number).items() if device == "cuda" else ():
-            try:
-                row[f"{name}_us"] = 1e3 * milliseconds(build(problem), device)
-            except Exception as error:  # a rival that cannot run this is a finding, not a failure
-                if name == "ours":
-                    raise
-                row[f"{name}_us"] = None
-                row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
+            row |= timed(name, build, problem, device)
         if device == "cuda":
             call = attention.ours(problem)
             row["graph_us"], row["host_us"] = in_graph(call), host_microseconds(call)
         row["gb_s"] = problem.bytes() / row["ours_us"] / 1e3
         row["tflop_s"] = problem.operations() / row["ours_us"] / 1e6
         yield row
+
+
+def flex_rows(
+    shapes: list[Shape], dtype: torch.dtype, device: str, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """FlexAttention beside ours at the first shapes, once all others are measured: it compiles for
+    each, which takes longer than all that is measured there.
+    """
+    for shape in shapes[:FLEX_SHAPES]:
+        if time.monotonic() > deadline:
+            return
+        problem = attention.draw(shape, dtype, device)
+        row: dict[str, Any] = {"shape": f"{shape.name()}, flex", "dtype": str(dtype)[6:]}
+        row |= timed("ours", attention.ours, problem, device)
+        row |= timed("flex", attention.flex, problem, device)
+        row["gb_s"] = problem.bytes() / row["ours_us"] / 1e3
+        row["tflop_s"] = problem.operations() / row["ours_us"] / 1e6
+        yield row
+
+
+def timed(
+    name: str, build: Callable[..., Any], problem: attention.Problem, device: str
+) -> dict[str, Any]:
+    """Microseconds of one of them. A rival that cannot run this is a finding, not a failure."""
+    try:
+        return {f"{name}_us": 1e3 * milliseconds(build(problem), device)}
+    except Exception as error:
+        if name == "ours":
+            raise
+        return {f"{name}_us": None, f"{name}_error": f"{type(error).__name__}: {error}"[:200]}
 
 
 def in_graph(call: Callable[[], Any]) -> float | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_rows import attention_rows, cuda_shapes, line, with_share
+from attention_rows import attention_rows, cuda_shapes, flex_rows, line, with_share
 from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
 from gpu_text import text_checks, text_rows
@@ -64,7 +64,10 @@ def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[[str, bool
 def measured_attention(device: str, smoke: bool, deadline: float) -> Rows:
     """Tree attention and its rivals, the most telling shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return attention_rows(cuda_shapes(smoke), dtype, device, deadline)
+    shapes = cuda_shapes(smoke)
+    yield from attention_rows(shapes, dtype, device, deadline)
+    if device == "cuda":
+        yield from flex_rows(shapes, dtype, device, deadline)
 
 
 def measured_kernels(device: str, smoke: bool, deadline: float) -> Rows:

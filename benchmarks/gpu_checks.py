@@ -137,20 +137,20 @@ class AttentionCase:
         return worst_error([got], [expected])
 
 
-def many_nodes(device: str) -> float:
-    """8,192 nodes of one tree over a root of 2,000."""
-    tree = draw_tree("tree", 8192, torch.Generator().manual_seed(1)).to(device)
-    slots = torch.arange(8192 + 2000, device=device)
-    batch = TreeBatch(tree, None, slots[2000:], (slots[:2000],))
-    keys, values = torch.randn(2, 10_192, 2, 64, device=device).bfloat16()
-    query = torch.randn(8192, 2, 64, device=device).bfloat16()
-    got = dispatch.tree_attention(batch)(query, query, query, keys, values)
+def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
+    """So many nodes of one tree over a root."""
+    tree = draw_tree("tree", nodes, torch.Generator().manual_seed(1)).to(device)
+    slots = torch.arange(nodes + root, device=device)
+    batch = TreeBatch(tree, None, slots[root:], (slots[:root],))
+    keys, values = torch.randn(2, nodes + root, 2, 64, device=device).bfloat16()
+    query = torch.randn(nodes, 2, 64, device=device).bfloat16()
+    got = dispatch.tree_attention(batch)(query, keys[root:], values[root:], keys, values)
     return worst_error([got], [reference.tree_attention(query.float(), keys, values, batch)])
 
 
-def far_slots(device: str) -> float:
+def far_slots(device: str, elements: int = 2**31) -> float:
     """The last slots of a pool that 32-bit offsets cannot reach hold the same tree as the first."""
-    slots = 2**31 // (8 * 128) + 300
+    slots = elements // (8 * 128) + 600
     keys, values = (torch.empty(slots, 8, 128, dtype=torch.bfloat16, device=device) for _ in "kv")
     tree = draw_tree("tree", 64, torch.Generator().manual_seed(1)).to(device)
     near = torch.arange(264, device=device)
@@ -162,7 +162,8 @@ def far_slots(device: str) -> float:
     out = []
     for place in (near, far):
         batch = TreeBatch(tree, None, place[200:], (place[:200],))
-        out.append(dispatch.tree_attention(batch)(query, query, query, keys, values))
+        own = keys[place[200:]], values[place[200:]]
+        out.append(dispatch.tree_attention(batch)(query, *own, keys, values))
     expected = reference.tree_attention(query.float(), keys, values, batch)
     return max(worst_error(out[1:], out[:1]), worst_error(out[:1], [expected]))
 

@@ -15,6 +15,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from recserve.kernels import (
     accept,
+    accept_drawn,
     grouped_rms_norm,
     head_topk,
     path_move,
@@ -71,17 +72,29 @@ def merge(dtype, dim):
 
 def acceptance(dtype, kinds_of_nodes):
     sizes = {"LANES": accept.LANES, "TILE": accept.TILE}
-    floats = dict.fromkeys(["logits", "p", "q", "residuals"], "*" + dtype)
+    floats = {"logits": "*" + dtype}
     small = dict.fromkeys(["vocabulary", "tiles_per_split", "num_splits", "max_depth"], "i32")
     yield accept.choose_kernel, sizes, {
         **floats, **small, "temperatures": "*fp32", "values": "*fp32", "tokens": "*i32"
     }  # fmt: skip
     yield accept.walk_kernel, {
-        "BLOCK_SPLITS": 32, "BLOCK_NODES": accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
+        "BLOCK_SPLITS": 256, "BLOCK_NODES": accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
     }, {**small, "values": "*fp32", "choices": "*i32"}  # fmt: skip
-    yield accept.drawn_kernel, {
-        **sizes, "TILES": accept.BLOCK_TILES, "HAS_KINDS": kinds_of_nodes
-    }, {**dict.fromkeys(["p", "q", "residuals"], "*fp32"), **small}  # fmt: skip
+    yield from drawn_acceptance(kinds_of_nodes, small)
+
+
+def drawn_acceptance(kinds_of_nodes, small):
+    sizes = {"ROUNDS": accept_drawn.ROUNDS, "TILE": accept.TILE, "BLOCK_SPLITS": 256}
+    kinds = {
+        **dict.fromkeys(["p", "q", "parts", "residuals", "values"], "*fp32"), **small,
+        "choices": "*i32",
+    }  # fmt: skip
+    for turn in (0, accept_drawn.ROUNDS - 1):
+        named = {**sizes, "TURN": turn, "HAS_KINDS": kinds_of_nodes}
+        yield accept_drawn.rest_kernel, named, kinds
+    yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
+    yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
+    yield accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 
 def small_kernels(dtype):

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
+import triton_interpreter
 from test_accept import CASES, draw
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from recserve.kernels import accept, noise, noise_kernel  # noqa: E402
+from recserve.kernels import accept, accept_drawn, noise, noise_kernel  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
+from recserve.kernels.accept_reference import Keys  # noqa: E402
+from recserve.kernels.tree import from_parents, merge  # noqa: E402
 
 
 @triton.jit
@@ -81,13 +83,134 @@ def test_ties_go_to_the_lowest_token(monkeypatch):
     assert walk.bonus.tolist() == [300, 300]
 
 
+def check_drawn(p, q, tree, keys, monkeypatch):
+    depth = int(tree.depths.max())
+    expected = twin.accept_drawn(p, q, tree, keys, depth)
+    with monkeypatch.context() as patch:
+        poison(patch)
+        assert_same(accept_drawn.accept_drawn(p, q, tree, keys, depth), expected)
+    return expected
+
+
 @pytest.mark.parametrize("kinds", [False, True], ids=["all-candidates", "some-auxiliary"])
-@pytest.mark.parametrize("sizes,vocabulary", CASES)
+@pytest.mark.parametrize("sizes,vocabulary", [*CASES, ((3, 2), 2500)])
 def test_rejection_matches_reference(sizes, vocabulary, kinds, monkeypatch):
     tree, logits, keys, _ = draw(sizes, vocabulary, 4, kinds)
-    depth = int(tree.depths.max())
     p = logits.softmax(-1)
     q = (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    expected = twin.accept_drawn(p, q, tree, keys, depth)
-    poison(monkeypatch)
-    assert_same(accept.accept_drawn(p, q, tree, keys, depth), expected)
+    check_drawn(p, q, tree, keys, monkeypatch)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_more_refusals_than_are_worked_out_before(rounds, monkeypatch):
+    """Seven children that are nearly always refused: the walk goes over the vocabulary itself."""
+    monkeypatch.setattr(accept_drawn, "ROUNDS", rounds)
+    refused = 0
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        parents = torch.tensor([-1] + [0] * 7)
+        p, q = (5 * torch.randn(2, 13, 1030, generator=g)).softmax(-1)
+        q[8] = q[0]
+        tokens = torch.multinomial(q[0], 8, replacement=True, generator=g)
+        tree = merge([from_parents(tokens, parents), from_parents(tokens[:5], parents[:5])])
+        keys = Keys(torch.tensor([seed, -seed]), torch.tensor([5, 2**33]))
+        walk = check_drawn(p, q, tree, keys, monkeypatch)
+        refused += int((walk.lengths == 0).sum())
+    assert refused > 2
+
+
+def test_a_refusal_says_nothing_where_p_is_q(monkeypatch):
+    """The coins of these seeds refuse what is all of p: it is drawn from p again."""
+    q = torch.zeros(6, 9)
+    q[:, 4] = 1.0
+    p = q * (1 - 2**-24)  # as rounding may leave it, so that a coin near 1 refuses
+    p[:, 2] = 0.0
+    tree = from_parents(torch.tensor([0, 4, 4, 4, 4, 4]), torch.tensor([-1, 0, 0, 0, 0, 0]))
+    lower = p.clone()
+    lower[0] = 0.0
+    lower[0, 4] = 1e-3  # refused nearly always, and nothing is left: p again
+    for seed in range(5):
+        keys = Keys(torch.tensor([seed]), torch.tensor([1]))
+        check_drawn(lower, q, tree, keys, monkeypatch)
+
+
+VOCABULARY, NODES = 1500, 6
+SHIFT = 2**31 // VOCABULARY + 3  # rows before the first that is there
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A tensor whose row `SHIFT` is its first: all of them together hold more than 2**31 numbers.
+
+    Outputs are poisoned already.
+    """
+
+    def moved(tensor):
+        row = tensor[0].numel() if tensor.ndim else 1
+        return triton_interpreter.Far(tensor, SHIFT * row, monkeypatch)
+
+    return moved
+
+
+def poisoned(*sizes):
+    return torch.full(sizes, float("nan"))
+
+
+def far_tree(tree, far):
+    """Its columns as at nodes SHIFT and on."""
+    return far(tree.tokens), far(tree.ends + SHIFT), torch.tensor([SHIFT, SHIFT + NODES])
+
+
+def test_logits_past_2_31_elements_are_addressed(far, monkeypatch):
+    tree, logits, keys, temperatures = draw((NODES,), VOCABULARY, 1)
+    expected = twin.accept(logits, tree, keys, temperatures, 5)
+    values, choices = poisoned(NODES, 2), torch.full((NODES, 2), -(2**30), dtype=torch.int32)
+    with monkeypatch.context() as patch:
+        triton_interpreter.start_programs_at(SHIFT, patch)
+        accept.choose_kernel[NODES, 2](
+            far(logits), keys.seeds, far(keys.positions(tree)), far(tree.tree_ids()), temperatures,
+            far(values), far(choices), VOCABULARY, 1, LANES=noise.LANES, TILE=noise.TILE,
+        )  # fmt: skip
+    walk = accept.empty_walk(1, 5, logits.device)
+    tokens, ends, offsets = far_tree(tree, far)
+    parents = far(torch.where(tree.parents < 0, -1, tree.parents + SHIFT))
+    accept.walk_kernel[(1,)](
+        far(values), far(choices), tokens, parents, ends, parents, offsets,
+        walk.nodes, walk.lengths, walk.bonus, 2, 5,
+        BLOCK_SPLITS=2, BLOCK_NODES=16, HAS_KINDS=False,
+    )  # fmt: skip
+    walk.nodes[walk.nodes >= 0] -= SHIFT
+    assert_same(walk, expected)
+    assert int(expected.lengths) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_probabilities_past_2_31_elements_are_addressed(seed, far, monkeypatch):
+    tree, logits, keys, _ = draw((NODES,), VOCABULARY, seed)
+    p, q = logits.softmax(-1), (logits * 0.5).softmax(-1)
+    expected = twin.accept_drawn(p, q, tree, keys, 5)
+    rounds, parts = 3, poisoned(NODES, 3, 2)
+    tokens, ends, offsets = far_tree(tree, far)
+    sizes = {"ROUNDS": rounds, "TILE": noise.TILE, "BLOCK_SPLITS": 2}
+    with monkeypatch.context() as patch:
+        triton_interpreter.start_programs_at(SHIFT, patch)
+        for turn in range(rounds):
+            accept_drawn.rest_kernel[NODES, 2](
+                far(p), far(q), ends, ends, far(parts), VOCABULARY, 1,
+                TURN=turn, HAS_KINDS=False, **sizes,
+            )  # fmt: skip
+    walk = accept.empty_walk(1, 5, p.device)
+    residuals, last, refusals = poisoned(1, VOCABULARY), torch.tensor([0]), torch.tensor([0])
+    positions = far(keys.positions(tree))
+    accept_drawn.drawn_walk_kernel[(1,)](
+        far(p), far(q), far(parts), residuals, tokens, ends, ends, positions, keys.seeds, offsets,
+        walk.nodes, walk.lengths, last, refusals, VOCABULARY, 2, 5, HAS_KINDS=False, **sizes,
+    )  # fmt: skip
+    values, choices = poisoned(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    accept_drawn.bonus_kernel[1, 2](
+        far(p), far(q), far(parts), residuals, positions, keys.seeds, last, refusals,
+        values, choices, VOCABULARY, 1, LANES=noise.LANES, **sizes,
+    )  # fmt: skip
+    accept_drawn.pick_kernel[(1,)](values, choices, walk.bonus, 2, BLOCK_SPLITS=2)
+    walk.nodes[walk.nodes >= 0] -= SHIFT
+    assert_same(walk, expected)

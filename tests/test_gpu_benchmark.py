@@ -14,7 +14,7 @@ import small_kernels
 import torch
 import triton_interpreter
 import tuning
-from gpu_checks import kernel_checks
+from gpu_checks import far_slots, kernel_checks, many_nodes
 from pretend_cuda import PretendCuda
 
 from recserve.kernels import dispatch
@@ -100,15 +100,28 @@ def test_kernel_checks_pass_on_a_pretended_gpu(pretended):
     assert {"_attend", "move_kernel", "rope_kernel", "norm_kernel", "head_kernel"} <= set(pretended)
 
 
+def cannot(problem):
+    raise RuntimeError("a rival that does not compile")
+
+
+@pytest.mark.parametrize("check", [many_nodes, far_slots])
+def test_large_checks_pass_in_small(check):
+    """What is left out of the smoke run because of its size, by its own code."""
+    assert check("cpu", 60) < 1e-2
+
+
 @pytest.mark.parametrize("part", ["attention", "kernels", "tuning"])
 def test_kernels_are_measured_on_a_pretended_gpu(part, pretended, monkeypatch):
-    monkeypatch.setattr(attention_rows, "FLEX_SHAPES", 0)  # compiled for minutes
+    monkeypatch.setattr(attention_rows.attention, "flex", cannot)
     monkeypatch.setattr(tuning, "SHAPES", attention_rows.cuda_shapes(smoke=True) * 2)
     monkeypatch.setattr(tuning, "VARIANTS", tuning.VARIANTS[:2])
     rows = list(gpu.PARTS[part].rows("cuda", True, float("inf")))
     assert rows and pretended
     figures = [v for row in rows for k, v in row.items() if k.endswith("ours_us") or " B" in k]
     assert figures and all(isinstance(figure, float) for figure in figures)
+    if part == "attention":
+        flexed = [row for row in rows if "flex_us" in row]
+        assert len(flexed) == 2 and all("does not compile" in r["flex_error"] for r in flexed)
 
 
 def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, monkeypatch):

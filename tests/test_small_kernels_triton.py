@@ -157,3 +157,54 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     far_keys.shape = far_values.shape = (1, 2**25, kv_heads, dim)
     path_move.move_paths(far_keys, far_values, sources, targets, torch.tensor([2]))
     assert torch.equal(keys, moved)
+
+
+def test_states_past_2_31_elements_are_addressed(monkeypatch):
+    """Rows far down a batch: those before are not there."""
+    rows, size, vocabulary, k = 5, 60, 300, 4
+    hidden, weight = torch.randn(rows, 1, size), torch.randn(1, vocabulary, size)
+    expected = reference.head_topk(hidden, weight, k)
+    blocks, tiles = 2**31 // (size * 16) + 3, 3
+    shift = blocks * 16
+    best = torch.full((rows, 1, tiles * k), -(2**62))
+    lse = torch.full((rows, 1, tiles), float("nan"))
+    assert shift * size > 2**31
+
+    def far(tensor, row):
+        return triton_interpreter.Far(tensor, shift * row, monkeypatch)
+
+    with monkeypatch.context() as patch:
+        triton_interpreter.start_programs_at(blocks, patch)
+        head_topk.head_kernel[1, tiles, 1](
+            far(hidden, size), weight, far(best, tiles * k), far(lse, tiles),
+            shift + rows, 1, vocabulary, vocabulary * size,
+            K=k, SIZE=size, BLOCK_ROWS=16, BLOCK_TOKENS=128, BLOCK_SIZE=64,
+        )  # fmt: skip
+    torch.testing.assert_close(torch.logsumexp(lse, -1), expected.log_sums, rtol=1e-5, atol=1e-4)
+    keys = best.topk(k, dim=-1).values
+    assert torch.equal(4294967295 - (keys & 4294967295), expected.tokens)
+
+
+def test_the_weights_of_heads_past_2_31_elements_are_addressed(monkeypatch):
+    """The second head's matrix lies 2**31 elements behind the first's, of which none is there."""
+    rows, size, vocabulary, k, tiles = 5, 60, 300, 4, 3
+    hidden, weight = torch.randn(rows, 2, size), torch.randn(2, vocabulary, size)
+    stride = 2**31 + 5
+    expected = reference.head_topk(hidden, weight, k).tokens
+    best = torch.full((rows, 2, tiles * k), -(2**62))
+    lse = torch.full((rows, 2, tiles), float("nan"))
+    builder = type(triton_interpreter.interpreter.interpreter_builder)
+    far = triton_interpreter.Far(weight[1], stride, monkeypatch)
+    for head, matrices in ((0, weight), (1, far)):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                builder,
+                "set_grid_idx",
+                lambda self, x, y, z, head=head: setattr(self, "grid_idx", (x, y, head)),
+            )
+            head_topk.head_kernel[1, tiles, 1](
+                hidden, matrices, best, lse, rows, 2, vocabulary, stride,
+                K=k, SIZE=size, BLOCK_ROWS=16, BLOCK_TOKENS=128, BLOCK_SIZE=64,
+            )  # fmt: skip
+    keys = best.topk(k, dim=-1).values
+    assert torch.equal(4294967295 - (keys & 4294967295), expected)

@@ -9,7 +9,7 @@ from test_trie import CATALOGUES, draw_codes
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.selection import keep_best
 from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import best_children, leaf_bits, popcount
+from recserve.kernels.trie_children import best_children, leaf_bits, popcount, unpacked
 
 DEAD = float("-inf")
 
@@ -160,3 +160,50 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         torch.testing.assert_close(got.log_probs, expected.log_probs)
         assert torch.equal(got.nodes, expected.nodes)
         assert torch.equal(got.parents, expected.parents)
+
+
+@pytest.mark.parametrize("form", ["allowed", "excluded"])
+def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
+    """The first beam is far down the batch: logits, keys and filters of those above are not there,
+    but their numbers count.
+    """
+    import triton_interpreter
+
+    from recserve.kernels import trie_topk
+
+    trie = build(CATALOGUES["drawn"])
+    nodes, log_probs, logits = draw_level(trie, 1, 2, 9, seed=1)
+    allowed, excluded = draw_filters(trie, 2, seed=1)
+    beams, width, codes = nodes.shape[1], trie.widths[1], logits.shape[1]
+    filler = 64 * beams
+    shift = (2**31 // min(codes, width) // beams + 3) * beams
+    bits = leaf_bits(allowed)
+    words, counts, ranks = (
+        torch.cat([x, x.new_full((2, filler), fill)], dim=1)
+        for x, fill in ((bits.words, 0), (bits.counts, 0), (excluded, 2**31 - 1))
+    )
+    options = {"allowed": {"allowed": bits}, "excluded": {"excluded": excluded}}[form]
+    expected = best_children(trie, nodes, log_probs, logits, width, 12, **options)
+    size = words.shape[1] if form == "allowed" else ranks.shape[1]
+    assert shift * codes > 2**31 < shift * width and shift // beams * size > 2**31
+    kind = trie_topk.ALLOWED if form == "allowed" else trie_topk.EXCLUDED
+
+    def far(tensor, row):
+        return triton_interpreter.Far(tensor, shift * row, monkeypatch)
+
+    filters = [
+        triton_interpreter.Far(x, shift // beams * size, monkeypatch)
+        for x in (ranks, words, counts)
+    ]
+    keys = torch.full((2, beams * width), -(2**62))
+    triton_interpreter.start_programs_at(shift, monkeypatch)
+    trie_topk.children_kernel[(2 * beams,)](
+        trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf,
+        far(nodes, 1), far(log_probs, 1), far(logits, codes), far(log_probs, 1), *filters,
+        far(keys, width), beams, codes, width, size,
+        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value, STEPS=size.bit_length(),
+        NORMALIZED=False,
+    )  # fmt: skip
+    got = unpacked(keys, width, 12)
+    torch.testing.assert_close(got.log_probs, expected.log_probs)
+    assert torch.equal(got.nodes, expected.nodes) and torch.equal(got.parents, expected.parents)

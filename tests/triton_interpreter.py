@@ -42,6 +42,17 @@ class Far:
         return self.tensor.data_ptr() - self.elements * self.tensor.element_size()
 
 
+def start_programs_at(first, monkeypatch):
+    """Programs of a launch are numbered from `first` on along the first axis: addresses of rows
+    that follow from a program's number are far without a launch of that size.
+    """
+
+    def set_grid_idx(self, x, y, z):
+        self.grid_idx = (x + first, y, z)
+
+    monkeypatch.setattr(type(interpreter.interpreter_builder), "set_grid_idx", set_grid_idx)
+
+
 def interpret_pretended(monkeypatch):
     """Kernels launched on tensors of pretend_cuda.py are interpreted on the CPU tensors in them.
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -90,9 +91,11 @@ class TextDraft:
     probs: Tensor | None = None
     kinds: Tensor | None = None
     proposers: Tensor | None = None
+    _size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
+        object.__setattr__(self, "_size", n)  # asked for often, and slow to read of a tensor
         for name in ("parents", "probs", "kinds", "proposers"):
             column = getattr(self, name)
             if column is not None and column.shape[0] != n:
@@ -105,7 +108,7 @@ class TextDraft:
             )
 
     def __len__(self) -> int:
-        return self.tokens.shape[0]
+        return self._size
 
 
 def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
@@ -115,8 +118,9 @@ def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
     return TextDraft(tokens, parents, n, "chosen" if probs is None else "independent", probs)
 
 
+@lru_cache
 def empty_draft(device: torch.device | str = "cpu") -> TextDraft:
-    """The draft that makes a step plain decoding."""
+    """The draft that makes a step plain decoding; one for each device."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return TextDraft(nothing, nothing, 0)
 

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from recserve.core.text import Budget
@@ -45,12 +45,19 @@ class RankTree:
     def __len__(self) -> int:
         return len(self.paths)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.paths)
+
+    @cached_property
     def depth(self) -> int:
         """Most nodes on a path."""
         return max(map(len, self.paths), default=0)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Ranks that are needed of a level."""
         return 1 + max((path[-1] for path in self.paths), default=-1)
@@ -71,7 +78,8 @@ class RankTree:
         """
         if len(self) <= budget.num_nodes and self.depth <= budget.depth:
             return self
-        return _within(self, budget)
+        # What a budget has beyond the tree makes no difference, and would be a tree of its own.
+        return _within(self, Budget(budget.num_nodes, min(budget.depth, self.depth)))
 
 
 def rank_tree(paths: Iterable[Seq[int]]) -> RankTree:

@@ -44,7 +44,7 @@ def stats_of(
         sum(lane.allocator.num_pages for lane in pools),
         sum(lane.cache.num_hit_tokens for lane in pools),
         sum(lane.cache.num_missed_tokens for lane in pools),
-        {} if graphs is None else dict(graphs.counts.items()),
+        {} if graphs is None else {str(name): n for name, n in graphs.counts.items()},
         {made.bucket.name: made.seconds for made in recorded},
         {made.bucket.name: made.bytes for made in recorded},
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recserve.core.request import DeadlineExceeded
@@ -251,14 +252,18 @@ class TextLane:
     def _commit(self, group: TextGroup, kept: Kept, hidden: Tensor, logits: Tensor) -> list[Answer]:
         """The answers of the texts that ended; drafters hear of the others.
 
-        hidden [T, E], logits [T, V]: of the group's nodes.
+        hidden [T, E], logits [T, V]: of the group's nodes, and of what fills up behind them.
         """
+        sizes = [1 + len(draft) for draft in group.drafts]
+        sizes.append(hidden.shape[0] - sum(sizes))
+        # One call for all texts: a view of each takes longer than all that is done with it here.
+        own_hidden, own_logits = torch.split(hidden, sizes), torch.split(logits, sizes)
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0
         for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
             path, tokens = kept.paths[number], kept.tokens[number]
-            own = slice(start, start + 1 + len(draft))
+            first, start = start, start + sizes[number]
             try:
                 top = sequence.request.params.logprobs
                 logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
@@ -267,7 +272,6 @@ class TextLane:
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
-                start = own.stop
                 continue
             used = min(len(path) - 1, len(added))
             ranked = None if kept.ranked is None else kept.ranked[number]
@@ -282,12 +286,11 @@ class TextLane:
                 self.pages.keep(sequence)
                 self._drop([sequence])
             elif sequence.context.id in self._drafting.asked:
-                accepted = tuple(node - start - 1 for node in path[1:])
+                accepted = tuple(node - first - 1 for node in path[1:])
                 outcome = TextOutcome(
-                    sequence.context, draft, accepted, added, hidden[own], logits[own]
+                    sequence.context, draft, accepted, added, own_hidden[number], own_logits[number]
                 )
                 outcomes.setdefault(id(sequence.drafter), (sequence.drafter, []))[1].append(outcome)
-            start = own.stop
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
         return done

@@ -95,17 +95,16 @@ class TextSequence:
         request's listener asks for it.
         """
         params = self.request.params
-        kept: list[int] = []
-        for token in tokens:
+        room = min(params.max_tokens - self.context.num_output, self.limit - self.length)
+        added = tuple(tokens[:room])
+        if len(added) == room:
+            self.finish_reason = "length"
+        for place, token in enumerate(added) if params.stop_token_ids else ():
             if token in params.stop_token_ids:
                 self.finish_reason, self.stop_token = "stop", token
+                added = added[:place]
                 break
-            self.context.tokens.append(token)
-            kept.append(token)
-            if self.context.num_output >= params.max_tokens or self.length >= self.limit:
-                self.finish_reason = "length"
-                break
-        added = tuple(kept)
+        self.context.tokens += added
         if self.token_counts is not None:
             self.token_counts.add(added)
         self.logprobs += logprobs[: len(added)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -123,15 +124,24 @@ def pack_trees(
             told.append((draft.kinds, KINDS, 0))
         for column, row, shift in told:
             if column.device.type == "cpu":
-                columns[row, place] = column.numpy() + shift
+                columns[row, place] = column.numpy() + shift if shift else column.numpy()
             else:
                 late.append((column + shift, row, place))
     drafted = int(offsets[len(drafts)])
     shaped = not any(row == PARENTS for _, row, _ in late)
     if forks and shaped:
         own = columns[:, :drafted]
-        own[DEPTHS], own[ENDS] = _shape(torch.from_numpy(own[PARENTS]), depth)
+        own[DEPTHS : ENDS + 1] = _known_shape(own[PARENTS].tobytes(), depth)
     return PackedTrees(columns, offsets, late, drafted, depth, shaped)
+
+
+@lru_cache(maxsize=256)
+def _known_shape(parents: bytes, depth: int) -> NDArray[np.int64]:
+    """[2, T] depths and ends. parents: the bytes of [T] int64; static trees have the same ones at
+    every step.
+    """
+    columns = _shape(torch.from_numpy(np.frombuffer(parents, np.int64).copy()), depth)
+    return torch.stack(columns).numpy()
 
 
 def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:

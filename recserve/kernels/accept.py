@@ -5,8 +5,7 @@
 
 Bytes moved: the logits once (T V elements; the noise is computed, not read), split over programs
 so that few nodes of a large vocabulary still fill the device; then per accepted node its subtree's
-parents and tokens. With draft probabilities: two numbers per child tried, and p, q and the residual
-(12 V bytes) per refusal. Twins: accept_reference.py.
+parents and tokens. Twin: accept_reference.accept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from recserve.kernels.tree import TokenTree
 
 BLOCK_NODES = 128
 BLOCK_TILES = 4
-MAX_SPLITS = 64
+FEW_NODES = 8  # of which each tile of the vocabulary is a program of its own
+MAX_SPLITS = 256
 NONE = tl.constexpr(2**31 - 1)
 
 
@@ -62,7 +62,7 @@ def choose_kernel(
 
 
 @triton.jit
-def _chosen(values, tokens, node, num_splits, BLOCK_SPLITS: tl.constexpr):
+def chosen_of(values, tokens, node, num_splits, BLOCK_SPLITS: tl.constexpr):
     """Best token over the shares of one node's vocabulary, the lowest on ties."""
     split = tl.arange(0, BLOCK_SPLITS)
     valid = split < num_splits
@@ -83,7 +83,7 @@ def walk_kernel(
     node = tl.load(offsets + tree)
     out = nodes + tree * (max_depth + 1)
     tl.store(out, node)
-    chosen = _chosen(values, choices, node, num_splits, BLOCK_SPLITS)
+    chosen = chosen_of(values, choices, node, num_splits, BLOCK_SPLITS)
     length = tree * 0
     alive = length == 0
     for depth in range(1, max_depth + 1):
@@ -101,7 +101,7 @@ def walk_kernel(
         node = tl.where(alive, found, node)
         tl.store(out + depth, tl.where(alive, node, -1))
         length += alive.to(tl.int64)
-        chosen = _chosen(values, choices, node, num_splits, BLOCK_SPLITS)
+        chosen = chosen_of(values, choices, node, num_splits, BLOCK_SPLITS)
     tl.store(lengths + tree, length)
     tl.store(bonus + tree, chosen.to(tl.int64))
 
@@ -113,7 +113,8 @@ def accept(
     rows, vocabulary = logits.shape
     device, trees = logits.device, tree.num_trees
     tiles = triton.cdiv(vocabulary, TILE)
-    splits = min(triton.cdiv(tiles, BLOCK_TILES), MAX_SPLITS)
+    share = 1 if rows <= FEW_NODES else BLOCK_TILES
+    splits = min(triton.cdiv(tiles, share), MAX_SPLITS)
     per_split = triton.cdiv(tiles, splits)
     values = torch.empty(rows, splits, device=device)
     tokens = torch.empty(rows, splits, dtype=torch.int32, device=device)
@@ -122,7 +123,7 @@ def accept(
         values, tokens, vocabulary, per_split,
         LANES=LANES, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
-    walk = _empty_walk(trees, max_depth, device)
+    walk = empty_walk(trees, max_depth, device)
     walk_kernel[(trees,)](
         values, tokens, tree.tokens, tree.parents, tree.ends,
         tree.parents if tree.kinds is None else tree.kinds, tree.offsets,
@@ -133,100 +134,10 @@ def accept(
     return walk
 
 
-def _empty_walk(trees: int, max_depth: int, device: torch.device) -> Walk:
+def empty_walk(trees: int, max_depth: int, device: torch.device) -> Walk:
+    """Room for the walks of so many trees."""
     return Walk(
         torch.empty(trees, max_depth + 1, dtype=torch.int64, device=device),
         torch.empty(trees, dtype=torch.int64, device=device),
         torch.empty(trees, dtype=torch.int64, device=device),
     )
-
-
-@triton.jit
-def drawn_kernel(
-    p, q, residuals, tokens, ends, kinds, positions, seeds, offsets, nodes, lengths, bonus,
-    vocabulary, max_depth,
-    LANES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, HAS_KINDS: tl.constexpr,
-):  # fmt: skip
-    """One tree: children tried in order, the residual kept beside, the bonus drawn at the end.
-
-    The residual is kept unnormalised with its sum; where nothing was refused yet p itself is it.
-    """
-    tree = tl.program_id(0).to(tl.int64)
-    seed, node = tl.load(seeds + tree), tl.load(offsets + tree)
-    out, residual = nodes + tree * (max_depth + 1), residuals + tree * vocabulary
-    tl.store(out, node)
-    lane = tl.arange(0, TILES * LANES)
-    length = tree * 0
-    source, total = p + node * vocabulary, 1.0
-    accepted = node
-    while accepted >= 0:
-        source, total = p + node * vocabulary, 1.0
-        position, draft = tl.load(positions + node), q + node * vocabulary
-        accepted = node * 0 - 1
-        tried = tree.to(tl.int32) * 0
-        child, stop = node + 1, tl.load(ends + node)
-        while child < stop:
-            kind = node * 0
-            if HAS_KINDS:
-                kind = tl.load(kinds + child)
-            if kind == 0:
-                token = tl.load(tokens + child)
-                coin = noise.uniform(seed, position, tried, noise.ACCEPT)
-                share = tl.div_rn(tl.load(source + token), total)
-                if coin * tl.load(draft + token) < share:
-                    accepted = child
-                else:
-                    rest = 0.0
-                    for start in range(0, vocabulary, 4 * TILES * LANES):
-                        for part in tl.static_range(4):
-                            column = start + part * TILES * LANES + lane
-                            inside = column < vocabulary
-                            weight = tl.load(source + column, mask=inside, other=0.0)
-                            drawn = tl.load(draft + column, mask=inside, other=0.0)
-                            weight = tl.maximum(tl.div_rn(weight, total) - drawn, 0.0)
-                            tl.store(residual + column, weight, mask=inside)
-                            rest += tl.sum(weight, 0)
-                    tl.debug_barrier()
-                    # p and q equal but for rounding: a refusal says nothing about p.
-                    source = tl.where(rest > 0, residual, p + node * vocabulary)
-                    total = tl.where(rest > 0, rest, 1.0)
-                tried += 1
-            child = tl.where(accepted >= 0, stop, tl.load(ends + child))
-        if accepted >= 0:
-            node = accepted
-            length += 1
-            tl.store(out + length, node)
-    for depth in range(length + 1, max_depth + 1):
-        tl.store(out + depth, -1)
-    position = tl.load(positions + node)
-    best = tl.full([TILES * LANES], -1.0, dtype=tl.float32)
-    where = tl.full([TILES * LANES], 0, dtype=tl.int32)
-    for start in range(0, tl.cdiv(vocabulary, TILE), TILES):
-        block = start * LANES + lane
-        drawn = noise.words(seed, position, block, noise.RESIDUAL)
-        for word in tl.static_range(4):
-            token = block // LANES * TILE + word * LANES + block % LANES
-            weight = tl.load(source + token, mask=token < vocabulary, other=-1.0)
-            value = tl.div_rn(weight, noise.exponential(drawn[word]))
-            value = tl.where(weight < 0, -1.0, value)
-            better = value > best
-            best = tl.where(better, value, best)
-            where = tl.where(better, token, where)
-    peak = tl.max(best, 0)
-    tl.store(bonus + tree, tl.min(tl.where(best == peak, where, NONE), 0).to(tl.int64))
-    tl.store(lengths + tree, length)
-
-
-def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """As `accept_reference.accept_drawn`, one launch."""
-    vocabulary, trees = p.shape[1], tree.num_trees
-    walk = _empty_walk(trees, max_depth, p.device)
-    drawn_kernel[(trees,)](
-        p.contiguous(), q.contiguous(), torch.empty(trees, vocabulary, device=p.device),
-        tree.tokens, tree.ends, tree.tokens if tree.kinds is None else tree.kinds,
-        keys.positions(tree), keys.seeds, tree.offsets, walk.nodes, walk.lengths, walk.bonus,
-        vocabulary, max_depth,
-        LANES=LANES, TILE=TILE, TILES=BLOCK_TILES, HAS_KINDS=tree.kinds is not None,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return walk

@@ -95,7 +95,7 @@ def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: i
     """`accept_reference.accept_drawn`."""
     if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)
-    from recserve.kernels import accept as kernel
+    from recserve.kernels import accept_drawn as kernel
 
     return kernel.accept_drawn(p, q, tree, keys, max_depth)
 

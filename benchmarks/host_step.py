@@ -1,0 +1,137 @@
+"""Microseconds that the host needs for a recorded text step: everything but the replay.
+
+    OMP_NUM_THREADS=1 python benchmarks/host_step.py [--json host.json]
+
+The replay is left out: what it would find lies there already, a path of the draft's first nodes of
+each level. So this runs anywhere; on a GPU the host would launch one graph instead, and wait.
+CPU time of one thread, median of the steps of a warm loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from drawn import drawn_language_model
+from gpu_text import WalkDrafter, drawn_heads
+from timing import machine
+
+from recserve.core.text import Drafter
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.graphs import SHAPES, GraphLimits, Step, StepGraphs
+from recserve.engine.text_lane import TextLane
+from recserve.engine.text_step import StepOutputs
+
+VOCABULARY = 1500
+GOAL_US = 50.0
+NODES = 6  # of a draft
+ACCEPTED = 2  # drafted tokens of every step
+PARAMETERS = {
+    "temperature": SamplingParams(temperature=0.8),
+    "every parameter": SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1
+    ),
+}
+
+
+class NoReplay:
+    """Records what the step would find once, and gives that back."""
+
+    def __init__(self) -> None:
+        self.accept = 0
+
+    def __call__(self, step: Step) -> Step:
+        outputs = step()
+        forms = {0: found(outputs, 0), ACCEPTED: found(outputs, ACCEPTED)}
+        return lambda: forms[self.accept]
+
+
+def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
+    """The same but for what was accepted: so many tokens of every text, and a bonus token."""
+    columns, depth = outputs.found.clone(), outputs.depth
+    accepted = min(accepted, depth)
+    columns[:, : depth + 1] = -1
+    columns[:, : accepted + 1] = torch.arange(accepted + 1)
+    columns[:, depth + 1], columns[:, depth + 2] = accepted, 1
+    columns[:, depth + 3 : depth + 4 + accepted] = 2
+    return replace(outputs, found=columns)
+
+
+def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row for texts and drafter."""
+    model = drawn_language_model(64, 1, VOCABULARY, torch.float32)
+    model.config = replace(model.config, decoder=replace(model.config.decoder, max_positions=4096))
+    drafters: dict[str, Drafter] = {
+        "walk": WalkDrafter(VOCABULARY, 3),
+        "medusa": drawn_heads(model),
+    }
+    engine = Engine(text=model, drafters=drafters, config=EngineConfig(kv_bytes=2**27))
+    lane: Any = engine._lanes["text"]
+    none = NoReplay()
+    shapes = tuple(shape for shape in SHAPES if shape.nodes <= (40 if smoke else 264))
+    limits = GraphLimits(shapes, seconds=float("inf"))
+    graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
+    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    for name in PARAMETERS:
+        for drafter in ("none", "walk", "medusa"):
+            for texts in (1, 2) if smoke else (1, 8, 32):
+                none.accept = 0 if drafter == "none" else ACCEPTED
+                yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)
+
+
+def measured(
+    engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
+) -> dict[str, Any]:
+    """Texts that run side by side for so many replayed steps."""
+    rng = np.random.default_rng(0)
+    futures = []
+    for n in range(texts):
+        params = replace(PARAMETERS[name], seed=n, max_tokens=3 * steps + 60)
+        prompt = rng.integers(0, VOCABULARY, 20)
+        futures.append(
+            engine.submit(TextRequest(prompt, params, Speculation(drafter, num_tokens=NODES)))
+        )
+    taken = []
+    for _ in range(30 + steps):
+        replayed, began = graphs.counts["replayed"], time.thread_time()
+        engine.step()
+        spent = time.thread_time() - began
+        if graphs.counts["replayed"] > replayed:
+            taken.append(spent * 1e6)
+    for future in futures:
+        engine.cancel(future)
+    while engine.step():
+        pass
+    host_us = statistics.median(taken[10:]) if len(taken) > 10 else None
+    row = {"host": f"{name}, drafter {drafter}, {texts} texts", "replayed": len(taken)}
+    return row | {"host_us": host_us, "in_goal": host_us is not None and host_us <= GOAL_US}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="few steps of few texts")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args(arguments)
+    rows = []
+    for row in host_rows(chosen.smoke):
+        shown = "was not replayed" if row["host_us"] is None else f"{row['host_us']:8.0f} us"
+        print(f"{row['host']:<48} {shown}", flush=True)
+        rows.append(row)
+    if chosen.json is not None:
+        content = {"machine": machine(), "goal_us": GOAL_US, "rows": rows}
+        chosen.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
