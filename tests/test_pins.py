@@ -1,4 +1,4 @@
-"""The pins of constraints.txt: all that the package needs, and nothing that torch pins by itself."""
+"""The pins of constraints.txt: all that the package needs, nothing that torch pins by itself."""
 
 import re
 import tomllib
