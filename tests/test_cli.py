@@ -225,6 +225,8 @@ def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
     assert "user_id" in result.stderr
     pq.write_table(pa.table({"user_id": ["a"]}), source)
     assert run(*arguments, "--input", source, "-k", 0).exit_code == 2
+    wrong = run(*arguments, "--input", source, "--strategy", "bean")
+    assert wrong.exit_code == 2 and "strategy is 'bean'; there are auto, beam" in wrong.stderr
     assert run(*arguments, "--input", tmp_path / "none.parquet").exit_code == 2
 
 

@@ -64,7 +64,8 @@ def nested(depth):
     [
         (nested(8), "not.not.not.not.not.not.not.not", "8 levels"),
         ({"or": [{"eq": ["colour", "red"]}] * 64}, "or[63]", "64"),
-        ({}, "", "only key"),
+        ({}, "", "only key, got an object with nothing"),
+        ({"eq": ["colour", "red"], "or": []}, "", "only key, got an object with eq, or"),
         ({"and": []}, "and", "one condition"),
         ({"near": ["colour", "red"]}, "near", "unknown operator"),
         ({"and": [{"eq": ["colr", "x"]}]}, "and[0].eq", "did you mean colour"),
@@ -75,9 +76,11 @@ def nested(depth):
         ({"eq": ["stock", 1]}, "eq", "true or false"),
         ({"range": ["colour", 1, 2]}, "range", "text"),
         ({"range": ["price", "1", 2]}, "range", "numbers or null"),
-        ({"in": ["colour", ["red"] * 1001]}, "in", "1000"),
-        ({"eq": "colour"}, "eq", "[field, value]"),
+        ({"in": ["colour", ["red"] * 1001]}, "in", "1 to 1000 values, got a list of 1001"),
+        ({"eq": "colour"}, "eq", '[field, value], got "colour"'),
         ({"eq": [["colour"], 1]}, "eq", "[field, value]"),
+        ({"eq": ["colour", ["red"]]}, "eq", "text, number or bool, got a list of 1"),
+        ({"in": ["price", [1, {}]]}, "in", "text, number or bool, got an object"),
     ],
     ids=lambda v: json.dumps(v)[:50],
 )
@@ -85,6 +88,17 @@ def test_refuses_and_names_the_place(filters, tree, param, words):
     with pytest.raises(FilterError, match=words.replace("[", r"\[")) as caught:
         filters.allowed(tree)
     assert caught.value.param == param
+
+
+def test_a_value_nested_to_the_end_of_the_stack_is_refused(filters):
+    """As deep as a decoder makes it, where nothing that walks it recursively would come back."""
+    for depth in range(900, 1000):
+        value = "red"
+        for _ in range(depth):
+            value = [value]
+        for tree in ({"eq": ["colour", value]}, {"in": ["colour", value]}, {"not": value}):
+            with pytest.raises(FilterError):
+                filters.allowed(tree)
 
 
 def test_nesting_up_to_the_bound_works(filters):

@@ -108,6 +108,15 @@ def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
     assert "Traceback" not in said
 
 
+def test_the_log_says_when_it_is_ready(caplog):
+    with caplog.at_level("INFO", "recserve"):
+        worker = Worker(lambda: None)
+        worker.start()
+        assert worker.loaded.wait(10)
+        worker.close()
+    assert "ready after" in caplog.text
+
+
 @pytest.mark.parametrize("error, traced", [(ValueError("no"), False), (KeyboardInterrupt(), True)])
 def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog):
     def load():

@@ -14,6 +14,7 @@ from live_server import live
 from tiny_bundle import shared_bundle
 
 from recserve.engine.engine import Engine
+from recserve.features.item_journal import JournalError
 from recserve.service import Service
 
 KEY, OTHER = "a-key-of-sixteen", "another-key-of-24-chars!"
@@ -324,3 +325,18 @@ def test_what_goes_wrong_inside_stays_inside(tmp_path, caplog):
         assert secret not in answer.text and "Traceback" not in answer.text
         assert answer.headers["x-request-id"] in caplog.text and secret in caplog.text
         assert client.get("/health/ready").status_code == 200
+
+
+def test_a_disk_that_refuses_is_named_to_the_operator_alone(tmp_path, caplog):
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
+    secret = "/srv/secret/place: No space left on device"
+
+    def full(*_):
+        raise JournalError(secret)
+
+    with live(service) as client:
+        service.put_items = full
+        answer = client.put("/v1/items", json={"items": [{"item_id": "a"}]})
+    assert answer.status_code == 503 and error_of(answer)["code"] == "items_read_only"
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"] in caplog.text and secret in caplog.text

@@ -130,12 +130,15 @@ def batch(
         unused = check(job)[1]
         defaults = Defaults(k, strategy, beam_width=beam_width)
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
+        raise _called_wrongly(str(error)) from None
     if unused:
         typer.echo(f"{input}: columns not used: {', '.join(unused)}", err=True)
-    with _service(bundle, store, device) as service, job_progress(progress) as tell:
-        report = run(job, Generator(together(service), defaults, in_flight), tell)
+    with _service(bundle, store, device) as service:
+        there = ("auto", *service.runtime.engine.strategies)
+        if strategy not in there:
+            raise _called_wrongly(f"strategy is {strategy!r}; there are {', '.join(there)}")
+        with job_progress(progress) as tell:
+            report = run(job, Generator(together(service), defaults, in_flight), tell)
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     typer.echo(
         f"{report.users} users, {report.rows} rows in {len(report.parts)} parts"
@@ -157,6 +160,11 @@ def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
     typer.echo(f"nothing is stored of {user}")
+
+
+def _called_wrongly(message: str) -> typer.Exit:
+    typer.echo(f"error: {message}", err=True)
+    return typer.Exit(BAD_USAGE)
 
 
 def _service(bundle: Path, store: str | None, device: Device) -> Service:

@@ -62,7 +62,7 @@ class Texts:
     def equal(self, value: Any, out: np.ndarray) -> None:
         """Set `out` [I] where the column has the value. Raises ValueError for another type."""
         if not isinstance(value, str):
-            raise ValueError(f"is compared with text, got {json.dumps(value)[:60]}")
+            raise ValueError(f"is compared with text, got {_shown(value)}")
         out[self.rows.get(value, [])] = True
 
 
@@ -77,7 +77,7 @@ class Numbers:
         """Set `out` [I] where the column has the value. Raises ValueError for another type."""
         if isinstance(value, bool) != self.is_bool or not isinstance(value, int | float):
             kind = "true or false" if self.is_bool else "a number"
-            raise ValueError(f"is compared with {kind}, got {json.dumps(value)[:60]}")
+            raise ValueError(f"is compared with {kind}, got {_shown(value)}")
         out |= self.values == _number(value)
 
 
@@ -125,14 +125,16 @@ class ItemFilters:
         if nodes[0] > MAX_NODES:
             raise FilterError(place, f"at most {MAX_NODES} conditions, got more")
         if not isinstance(tree, dict) or len(tree) != 1:
-            raise FilterError(place, f"expected one of {', '.join(OPERATORS)} as the only key")
+            keys = f"one of {', '.join(OPERATORS)} as the only key"
+            raise FilterError(place, f"expected {keys}, got {_shown(tree)}")
         ((operator, operand),) = tree.items()
         here = f"{place}.{operator[:40]}" if place else operator[:40]
         if operator == "not":
             self._check(operand, here, depth + 1, nodes)
         elif operator in ("and", "or"):
             if not isinstance(operand, list) or not operand:
-                raise FilterError(here, "expected a list of one condition or more")
+                came = _shown(operand)
+                raise FilterError(here, f"expected a list of one condition or more, got {came}")
             for index, part in enumerate(operand):
                 self._check(part, f"{here}[{index}]", depth + 1, nodes)
         elif operator in OPERATORS:
@@ -144,7 +146,7 @@ class ItemFilters:
         size = 3 if operator == "range" else 2
         if not isinstance(operand, list) or len(operand) != size or not isinstance(operand[0], str):
             shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
-            raise FilterError(here, f"expected [field, {shape}]")
+            raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.fields)}"
@@ -152,11 +154,15 @@ class ItemFilters:
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
         ):
-            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values")
+            came = _shown(operand[1])
+            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values, got {came}")
+        for value in operand[1] if operator == "in" else operand[1:]:
+            if isinstance(value, list | dict):
+                raise FilterError(here, f"expected text, number or bool, got {_shown(value)}")
         if operator == "range":
             for end in operand[1:]:
                 if end is not None and (isinstance(end, bool) or not isinstance(end, int | float)):
-                    raise FilterError(here, f"ends are numbers or null, got {json.dumps(end)[:60]}")
+                    raise FilterError(here, f"ends are numbers or null, got {_shown(end)}")
 
     def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
         ((operator, operand),) = tree.items()
@@ -246,6 +252,15 @@ def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(
         kind.value_type
     )
+
+
+def _shown(value: Any) -> str:
+    """What came, in a few words; lists and objects by their size, however deep they are."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
+    return json.dumps(value)[:60]
 
 
 def _usable(kind: Any) -> bool:

@@ -61,6 +61,9 @@ class Gate:
                 trace.failure = row.reason
                 if row.status == 500:
                     log.error("request %s failed", trace.request_id, exc_info=error)
+                elif row.status == 503 and row.message is not None:
+                    # The client reads less than the operator, who has a disk or a store to mend.
+                    log.warning("request %s failed: %s", trace.request_id, error)
                 if not started and not isinstance(error, ClientGone):
                     await error_response(error)(scope, receive, answer)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from recserve.metrics import Gauges
@@ -39,6 +40,7 @@ class Worker:
         self._thread.start()
 
     def _run(self) -> None:
+        began_s = time.monotonic()
         try:
             served = self._load()
             # Models and catalogue live as long as the process: out of the collector's sight, or
@@ -46,6 +48,7 @@ class Worker:
             gc.collect()
             gc.freeze()
             self._served = served
+            log.info("ready after %.1f s", time.monotonic() - began_s)
         except BaseException as error:
             quiet = isinstance(error, TOLD) and not log.isEnabledFor(logging.DEBUG)
             trace = None if quiet else error
