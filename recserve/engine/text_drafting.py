@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence as Seq
 
 from recserve.core.text import Budget, Drafter, TextDraft, empty_draft
 from recserve.draft.none import NoDrafter
 from recserve.engine.budget import Asking, DraftBudget
-from recserve.engine.costs import text_cost
+from recserve.engine.text_cost import step_clock, text_cost
 from recserve.engine.text_sequence import TextSequence
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import RULES
@@ -26,9 +25,7 @@ class TextDrafting:
         self._met: set[int] = set()
         self._nothing = empty_draft()
         self.asked: set[int] = set()  # texts whose drafter was called for this step
-        # On a CPU the thread's own time: what other processes take is no cost of ours.
-        on_cpu = model.tokens.weight.device.type == "cpu"
-        self._now = time.thread_time if on_cpu else time.perf_counter
+        self._now = step_clock(model.tokens.weight.device)
         self._nodes, self._drafted = 0, Counter[str]()
         self._began_s, self._drafting_s = 0.0, 0.0
 
@@ -103,7 +100,7 @@ class TextDrafting:
             drafts[number] = draft
             self.asked.add(number)
             if self._budget is not None:
-                self._budget.proposed(asking[number], len(draft), draft.depth)
+                self._budget.proposed(asking[number], budget, len(draft), draft.depth)
         free = sum(budget.num_nodes > 0 for budget in budgets)
         if self._budget is not None and free:
             name = texts[0].request.speculation.drafter
