@@ -191,7 +191,7 @@ class DraftBudget:
         silence = self._silences.get(text.drafter)
         if silence is not None and silence.probe == text.id:
             silence.probe = None
-            surcharge = max(self.times.surcharge_ms(text.drafter, self._num_texts), 0.0)
+            surcharge = self.times.surcharge_ms(text.drafter, self._num_texts)
             gained_ms = CLEARLY * kept / max(self._rate, 1e-9)
             silence.spare_ms += gained_ms - self._slope * nodes - surcharge
         record.drafts += 1
@@ -261,7 +261,7 @@ class DraftBudget:
             return depths
         self._silent.append(drafter)
         chances = self._of(drafter)
-        surcharge = max(self.times.surcharge_ms(drafter, self._num_texts), 0.0)
+        surcharge = self.times.surcharge_ms(drafter, self._num_texts)
         drafting = float(chances.drafting_ms(PROBE)[-1])
         silence.price_ms = self._slope * chances.width * PROBE + drafting + surcharge
         if not self._is_due(drafter):
@@ -312,10 +312,9 @@ class DraftBudget:
         filled = chances.filled
         columns = (chances.survival(levels) * filled, filled * chances.width)
         gains, nodes = (np.append(0.0, column.cumsum()) for column in columns)
-        # Of those that draft at all; nodes may turn out cheaper than was measured, but not free.
+        # The surcharge is of those that draft at all.
         surcharge = self.times.surcharge_ms(drafter, self._num_texts) * filled[:1]
-        extra = chances.drafting_ms(levels, count) + np.maximum(surcharge, -nodes[1:] * self._slope)
-        extra = np.append(0.0, extra)
+        extra = np.append(0.0, chances.drafting_ms(levels, count) + surcharge)
         self._extra[drafter] = extra.tolist()
         spent = nodes * self._slope + extra + 1e-9 * np.arange(levels + 1)
         blocks, low = [], 0
