@@ -13,6 +13,8 @@ from recserve.engine.text_sequence import TextSequence
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import RULES
 
+NOBODY = Counter[str]()
+
 
 class TextDrafting:
     """draft_nodes: most nodes of a draft. load_aware: drafts are as large as the load lets them
@@ -26,7 +28,7 @@ class TextDrafting:
         self._nothing = empty_draft()
         self.asked: set[int] = set()  # texts whose drafter was called for this step
         self._now = step_clock(model.tokens.weight.device)
-        self._nodes, self._drafted = 0, Counter[str]()
+        self._nodes, self._drafted = 0, NOBODY
         self._began_s, self._drafting_s = 0.0, 0.0
 
     def propose(
@@ -43,10 +45,12 @@ class TextDrafting:
         if drafting and not self._rests(drafting, prefill, len(texts) - len(drafting)):
             failed = self._draft(drafting, prefill, len(texts) - len(drafting), drafts)
         if self._budget is not None:
-            self._drafted = Counter(
-                s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
-            )
-            self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
+            self._drafted, self._nodes = NOBODY, 0 if prefill else len(drafts)
+            if self.asked:
+                self._drafted = Counter(
+                    s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
+                )
+                self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
         return drafts, failed
 
     def _draft(
