@@ -36,7 +36,7 @@ PROBE_SHARE = 0.01  # of the time, that probes may lose
 MARGIN = 1.02  # that a purchase must gain, being an estimate
 # Steps after which the purchase is made anew, even if the same texts ask; nothing new is learnt
 # where nothing was bought.
-HOLDS, HOLDS_NOTHING = 16, 64
+HOLDS, HOLDS_NOTHING = 32, 64
 
 
 @dataclass(frozen=True)
