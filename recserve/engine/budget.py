@@ -22,16 +22,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recserve.core.text import Budget
-from recserve.engine.chances import Chances
+from recserve.engine.chances import DEPTHS, Chances
 from recserve.engine.costs import Cost
 from recserve.engine.step_times import StepTimes
 
 NOTHING = Budget(0, 0)
 TRIAL = 8  # drafts after which a text is judged by itself
+CLEARLY = 0.7  # a few drafts say no more than this of a text
 PAUSE, LONGEST_PAUSE = 32, 512  # steps that a text is left out, doubled each time
 PROBE = 2  # levels that one text drafts for a drafter that has been silent
+NO_EXTRA = (0.0,)
 PROBE_SHARE = 0.01  # of the time, that probes may lose
-HOLDS = 16  # steps after which the purchase is made anew, even if the same texts ask
+MARGIN = 1.02  # that a purchase must gain, being an estimate
+# Steps after which the purchase is made anew, even if the same texts ask; nothing new is learnt
+# where nothing was bought.
+HOLDS, HOLDS_NOTHING = 32, 64
 
 
 @dataclass(frozen=True)
@@ -107,9 +112,12 @@ class DraftBudget:
         self._full: set[int] = set()
         self._slope = self._rate = 0.0
         self._num_texts = 0
-        self._counts: dict[str, int] = {}  # texts that asked, by drafter
+        # By drafter: milliseconds of a draft beside its nodes, by its depth.
+        self._extra: dict[str, Seq[float]] = {}
         self._purchase = _Purchase(None, {}, {}, 0)
+        # What was asked when nobody got anything, and for how many steps to come; how many it held.
         self._resting: tuple[tuple[int, int, int], int] | None = None
+        self._rested = 0
 
     def spend(self, texts: Seq[Asking], other_nodes: int, num_plain: int = 0) -> list[Budget]:
         """A budget for each text, in order: those named first are served first.
@@ -117,10 +125,11 @@ class DraftBudget:
         other_nodes: of the same forward, prefill. num_plain: texts beside them that never draft.
         """
         self._num_texts = len(texts) + num_plain
+        passed, self._rested = 1 + self._rested, 0
         asking: dict[str, list[Asking]] = {}
         budgets: dict[int, Budget] = {}
         for text in texts:
-            if self._may_draft(text):
+            if self._may_draft(text, passed):
                 asking.setdefault(text.drafter, []).append(text)
         self._full, self._silent = set(), []
         for drafter in [name for name in asking if not self._of(name).known]:
@@ -131,15 +140,18 @@ class DraftBudget:
         for drafter, own in asking.items():
             depths = self._probed(drafter, own, bought.depths[drafter])
             for text, depth in zip(own, depths, strict=True):
-                if depth >= bought.levels[drafter]:
+                if depth and depth >= bought.levels[drafter]:
                     budgets[text.id] = text.most
                     self._full.add(text.id)
                 elif depth:
                     nodes = math.ceil(self._of(drafter).width * depth)
                     most = text.most
                     budgets[text.id] = Budget(min(nodes, most.num_nodes), min(depth, most.depth))
-        same = (len(texts), other_nodes, num_plain)
-        self._resting = None if budgets else (same, bought.holds)
+        self._resting = None
+        if not budgets:
+            pauses = [r.left_out for r in map(self._records.get, (t.id for t in texts)) if r]
+            ends = min((steps - 1 for steps in pauses if steps), default=bought.holds)
+            self._resting = ((len(texts), other_nodes, num_plain), min(ends, bought.holds))
         return [budgets.get(text.id, NOTHING) for text in texts]
 
     def rests(self, num_drafting: int, other_nodes: int, num_plain: int) -> bool:
@@ -152,6 +164,7 @@ class DraftBudget:
         if not left or any(self._is_due(drafter) for drafter in self._silent):
             return False
         self._resting = (self._resting[0], left - 1)
+        self._rested += 1
         return True
 
     def timed(self, drafter: str, depth: int, texts: int, milliseconds: float) -> None:
@@ -165,10 +178,11 @@ class DraftBudget:
         if depth:
             self._of(drafter).timed(depth, texts, milliseconds)
 
-    def proposed(self, text: Asking, nodes: int, depth: int) -> None:
+    def proposed(self, text: Asking, budget: Budget, nodes: int, depth: int) -> None:
         """What the drafter made of a budget of the last `spend`."""
-        if text.id in self._full and text.most.num_nodes:
-            self._of(text.drafter).proposed(nodes, depth)
+        if budget.num_nodes:
+            levels = DEPTHS if text.id in self._full else budget.depth
+            self._of(text.drafter).proposed(nodes, depth, levels)
 
     def judged(self, text: Asking, nodes: int, depth: int, kept: int) -> None:
         """What was kept of a draft that was not empty."""
@@ -177,16 +191,17 @@ class DraftBudget:
         silence = self._silences.get(text.drafter)
         if silence is not None and silence.probe == text.id:
             silence.probe = None
-            surcharge = max(self.times.surcharge_ms(text.drafter, self._num_texts), 0.0)
-            silence.spare_ms += kept / max(self._rate, 1e-9) - self._slope * nodes - surcharge
+            surcharge = self.times.surcharge_ms(text.drafter, self._num_texts)
+            gained_ms = CLEARLY * kept / max(self._rate, 1e-9)
+            silence.spare_ms += gained_ms - self._slope * nodes - surcharge
         record.drafts += 1
         record.kept += kept
-        count = self._counts.get(text.drafter, 1)
-        spent_ms = self._slope * nodes + self._draft_ms(text.drafter, depth, count)
+        extra = self._extra.get(text.drafter, NO_EXTRA)
+        spent_ms = self._slope * nodes + extra[min(depth, len(extra) - 1)]
         record.price += self._rate * spent_ms
         if record.drafts < TRIAL:
             return
-        if record.kept < record.price:
+        if record.kept < CLEARLY * record.price:
             record.left_out, record.pause = record.pause, min(2 * record.pause, LONGEST_PAUSE)
             record.drafts, record.kept, record.price = 0, 0.0, 0.0
         elif record.drafts >= 4 * TRIAL:
@@ -212,17 +227,12 @@ class DraftBudget:
             self._chances[drafter] = Chances()
         return self._chances[drafter]
 
-    def _may_draft(self, text: Asking) -> bool:
+    def _may_draft(self, text: Asking, passed: int) -> bool:
         if not text.most.num_nodes or not text.most.depth:
             return False
         record = self._records.setdefault(text.id, _Record())
-        record.left_out = max(record.left_out - 1, 0)
+        record.left_out = max(record.left_out - passed, 0)
         return not record.left_out
-
-    def _draft_ms(self, drafter: str, depth: int, texts: int) -> float:
-        """Of each of so many texts, beside its nodes."""
-        surcharge = max(self.times.surcharge_ms(drafter, self._num_texts), 0.0)
-        return surcharge + float(self._of(drafter).drafting_ms(depth, texts)[-1])
 
     def _is_due(self, drafter: str) -> bool:
         silence = self._silences[drafter]
@@ -239,7 +249,8 @@ class DraftBudget:
         else:
             depths = self._buy(asking, num_texts, other_nodes)
             levels = {drafter: self._of(drafter).levels for drafter in asking}
-            self._purchase = _Purchase(asked, depths, levels, HOLDS)
+            nothing = not any(map(any, depths.values()))
+            self._purchase = _Purchase(asked, depths, levels, HOLDS_NOTHING if nothing else HOLDS)
         return self._purchase
 
     def _probed(self, drafter: str, texts: list[Asking], depths: list[int]) -> list[int]:
@@ -249,8 +260,10 @@ class DraftBudget:
         if any(depths):
             return depths
         self._silent.append(drafter)
-        nodes = self._of(drafter).width * PROBE
-        silence.price_ms = self._slope * nodes + self._draft_ms(drafter, PROBE, 1)
+        chances = self._of(drafter)
+        surcharge = self.times.surcharge_ms(drafter, self._num_texts)
+        drafting = float(chances.drafting_ms(PROBE)[-1])
+        silence.price_ms = self._slope * chances.width * PROBE + drafting + surcharge
         if not self._is_due(drafter):
             return depths
         silence.probe = texts[0].id
@@ -261,7 +274,6 @@ class DraftBudget:
     ) -> dict[str, list[int]]:
         """Levels for every text, by drafter."""
         depths = {drafter: [0] * len(own) for drafter, own in asking.items()}
-        self._counts |= {drafter: len(own) for drafter, own in asking.items()}
         base = float(num_texts + other_nodes)
         nodes = sum(
             len(own) * self._of(d).width * self._of(d).filled.sum() for d, own in asking.items()
@@ -282,6 +294,7 @@ class DraftBudget:
         spent = self.times.of_nodes(base + totals[:, 1]) - prefill + totals[:, 2]
         spent += self.times.overhead_ms(num_texts)
         rates = (num_texts + totals[:, 0]) / np.maximum(spent, 1e-9)
+        rates[0] *= MARGIN
         left = int(rates.argmax())
         self._rate = float(rates[left])
         for block in blocks:
@@ -296,12 +309,13 @@ class DraftBudget:
         """
         chances = self._of(drafter)
         levels = chances.levels
-        filled = chances.filled[:levels]
+        filled = chances.filled
         columns = (chances.survival(levels) * filled, filled * chances.width)
         gains, nodes = (np.append(0.0, column.cumsum()) for column in columns)
-        surcharge = self.times.surcharge_ms(drafter, self._num_texts)
-        extra = chances.drafting_ms(levels, count) + np.maximum(surcharge, -nodes[1:] * self._slope)
-        extra = np.append(0.0, extra)
+        # The surcharge is of those that draft at all.
+        surcharge = self.times.surcharge_ms(drafter, self._num_texts) * filled[:1]
+        extra = np.append(0.0, chances.drafting_ms(levels, count) + surcharge)
+        self._extra[drafter] = extra.tolist()
         spent = nodes * self._slope + extra + 1e-9 * np.arange(levels + 1)
         blocks, low = [], 0
         while low < levels:

@@ -46,15 +46,7 @@ class Cost:
 
 def forward_cost(model: Recommender) -> Cost:
     """A forward of n tree nodes under a short root, as the engine makes it."""
-    return _cost_of_forwards(scratch_runner(model, SIZES[-1]), lambda hidden: None)
-
-
-def text_cost(model: LanguageModel) -> Cost:
-    """The same of a language model, with the logits of every node."""
-    return _cost_of_forwards(scratch_runner(model, SIZES[-1]), model.logits)
-
-
-def _cost_of_forwards(runner: Runner, read: Callable[[torch.Tensor], object]) -> Cost:
+    runner = scratch_runner(model, SIZES[-1])
     device = runner.pool.keys.device
     slots = torch.arange(ROOT + SIZES[-1], device=device)
 
@@ -64,7 +56,7 @@ def _cost_of_forwards(runner: Runner, read: Callable[[torch.Tensor], object]) ->
         starts = torch.arange(size + 1, device=device)
         tree = root_branch(tokens, starts)
         piece = Piece(tree, NodeInputs(tokens), None, slots[ROOT : ROOT + size], (slots[:ROOT],))
-        read(runner.forward([piece])[0])
+        runner.forward([piece])
 
     return measured(forward, SIZES, device)
 

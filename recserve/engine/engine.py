@@ -187,8 +187,9 @@ class Engine:
         for start in range(0, len(requests), self.config.max_queue):
             part = [self.submit(r) for r in requests[start : start + self.config.max_queue]]
             if self._thread is None:
-                while self.step():
-                    pass
+                with torch.inference_mode():
+                    while self._step():
+                        pass
             futures += part
             for future in part:
                 future.exception()
@@ -246,9 +247,15 @@ class Engine:
         graphs = text.graphs if isinstance(text, TextLane) else None
         return stats_of(len(self._waiting), list(self._lanes.values()), graphs)
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""
+        # To enter the mode costs more than to ask for it: who steps often enters it once.
+        if torch.is_inference_mode_enabled():
+            return self._step()
+        with torch.inference_mode():
+            return self._step()
+
+    def _step(self) -> bool:
         with self._stepping:
             began = time.monotonic()
             if self._waiting:
@@ -317,8 +324,9 @@ class Engine:
                     self._changed.wait()
                 if self._closing and not self._waiting:
                     return
-            while self.step():
-                pass
+            with torch.inference_mode():
+                while self._step():
+                    pass
 
     def _route(self, request: Request | TextRequest) -> tuple[AnyLane, Strategy | Drafter]:
         model, name = destination(request)

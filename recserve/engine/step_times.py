@@ -1,8 +1,8 @@
 """What steps take: their nodes as they were measured at start, corrected by the steps themselves.
 
 A step of n nodes takes `scale * cost(n)` in the network and `overhead` beside it. The scale falls
-where steps are faster than was measured, as on a machine that was busy at start, so that no
-overhead is ever negative; what they take longer is overhead, of its own for one, two, up to four,
+where steps are faster than was measured, as on a machine that was busy at start, so that nothing
+else is ever negative; what they take longer is overhead, of its own for one, two, up to four,
 up to eight … texts. What a step with drafts takes beyond that is a surcharge of its drafters, for
 each text that drafted.
 """
@@ -41,7 +41,7 @@ class StepTimes:
         return self._overheads.get(num_texts.bit_length(), 0.0)
 
     def surcharge_ms(self, drafter: str, num_texts: int) -> float:
-        """Of each text that drafts, in a step of so many texts; may be negative."""
+        """Of each text that drafts, in a step of so many texts, at least 0."""
         return self._surcharges.get((drafter, num_texts.bit_length()), 0.0)
 
     def stepped(
@@ -56,13 +56,15 @@ class StepTimes:
         known += sum(n * self.surcharge_ms(name, num_texts) for name, n in drafted.items())
         # A step that took far longer was interrupted by something else.
         error = min(milliseconds, 2 * known) - known
-        if drafted:
-            error /= sum(drafted.values())
-            for name in drafted:
-                key = (name, bucket)
-                self._surcharges[key] = self._surcharges.get(key, 0.0) + error * self._share(key)
-            return
-        overhead = self.overhead_ms(num_texts) + error * self._share(bucket)
+        error *= self._share((*sorted(drafted), bucket))
+        texts = sum(drafted.values())
+        for name in drafted:
+            before = self.surcharge_ms(name, num_texts)
+            after = max(before + error / texts, 0.0)
+            self._surcharges[name, bucket] = after
+            error -= (after - before) * drafted[name]
+            texts -= drafted[name]
+        overhead = self.overhead_ms(num_texts) + error
         if overhead < 0:
             self._scale *= max(1 + overhead / network, 0.5)
         self._overheads[bucket] = max(overhead, 0.0)

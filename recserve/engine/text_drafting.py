@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence as Seq
 
 from recserve.core.text import Budget, Drafter, TextDraft, empty_draft
 from recserve.draft.none import NoDrafter
 from recserve.engine.budget import Asking, DraftBudget
-from recserve.engine.costs import text_cost
+from recserve.engine.text_cost import step_clock, text_cost
 from recserve.engine.text_sequence import TextSequence
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import RULES
+
+NOBODY = Counter[str]()
 
 
 class TextDrafting:
@@ -26,10 +27,8 @@ class TextDrafting:
         self._met: set[int] = set()
         self._nothing = empty_draft()
         self.asked: set[int] = set()  # texts whose drafter was called for this step
-        # On a CPU the thread's own time: what other processes take is no cost of ours.
-        on_cpu = model.tokens.weight.device.type == "cpu"
-        self._now = time.thread_time if on_cpu else time.perf_counter
-        self._nodes, self._drafted = 0, Counter[str]()
+        self._now = step_clock(model.tokens.weight.device)
+        self._nodes, self._drafted = 0, NOBODY
         self._began_s, self._drafting_s = 0.0, 0.0
 
     def propose(
@@ -46,10 +45,12 @@ class TextDrafting:
         if drafting and not self._rests(drafting, prefill, len(texts) - len(drafting)):
             failed = self._draft(drafting, prefill, len(texts) - len(drafting), drafts)
         if self._budget is not None:
-            self._drafted = Counter(
-                s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
-            )
-            self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
+            self._drafted, self._nodes = NOBODY, 0 if prefill else len(drafts)
+            if self.asked:
+                self._drafted = Counter(
+                    s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
+                )
+                self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
         return drafts, failed
 
     def _draft(
@@ -103,7 +104,7 @@ class TextDrafting:
             drafts[number] = draft
             self.asked.add(number)
             if self._budget is not None:
-                self._budget.proposed(asking[number], len(draft), draft.depth)
+                self._budget.proposed(asking[number], budget, len(draft), draft.depth)
         free = sum(budget.num_nodes > 0 for budget in budgets)
         if self._budget is not None and free:
             name = texts[0].request.speculation.drafter

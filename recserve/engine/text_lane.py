@@ -327,6 +327,8 @@ class TextLane:
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
         """Out of the lane: pages given back, drafters told."""
+        if not sequences:
+            return
         for sequence in sequences:
             self.pages.release(sequence)
             self._drafting.forget(sequence)

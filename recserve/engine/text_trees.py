@@ -52,7 +52,7 @@ class TreePacker:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.device = device
+        self.device, self._on_cpu = device, torch.device(device).type == "cpu"
         self._chains: dict[tuple[int, ...], TokenTree] = {}
 
     def __call__(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
@@ -87,7 +87,7 @@ class TreePacker:
             if len(self._chains) == KEPT:
                 self._chains.clear()
             alike = self._chains[sizes] = self._packed(last, drafts)
-        placed = on_device(tokens, self.device)
+        placed = torch.tensor(tokens) if self._on_cpu else on_device(tokens, self.device)
         return TokenTree(placed, alike.parents, alike.depths, alike.ends, alike.offsets)
 
 
