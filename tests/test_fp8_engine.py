@@ -127,9 +127,9 @@ def test_as_many_more_tokens_fit_as_bytes_are_saved(model):
     assert engine_for(model, kv_dtype="fp8")._lanes["text"].runner.pool.shape.slot_bytes(FP8) == 72
 
 
-def test_another_type_is_refused():
+def test_another_type_is_refused(model):
     with pytest.raises(ValueError, match="kv_dtype is 'int8'; choose fp8, or None"):
-        EngineConfig(kv_dtype="int8")
+        engine_for(model, kv_dtype="int8")
 
 
 @pytest.mark.parametrize("form,normalization", FORMS)
