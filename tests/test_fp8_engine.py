@@ -18,7 +18,9 @@ from test_fixed_step import SHAPES, Counted
 from test_speculative import make_head
 from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
 from text_plain import TableDrafter, drawn_model, plain
+from tiny_bundle import shared_bundle
 
+from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
@@ -27,8 +29,10 @@ from recserve.engine.heads import Heads
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
+from recserve.messages import Candidate, EventBody, EventsBody, RankBody, RecommendBody, UserRef
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
+from recserve.server.app import load
 
 SMALL = EngineConfig(kv_bytes=4 * 2**20, kv_dtype="fp8")
 
@@ -123,9 +127,9 @@ def test_as_many_more_tokens_fit_as_bytes_are_saved(model):
     assert engine_for(model, kv_dtype="fp8")._lanes["text"].runner.pool.shape.slot_bytes(FP8) == 72
 
 
-def test_another_type_is_refused():
+def test_another_type_is_refused(model):
     with pytest.raises(ValueError, match="kv_dtype is 'int8'; choose fp8, or None"):
-        EngineConfig(kv_dtype="int8")
+        engine_for(model, kv_dtype="int8")
 
 
 @pytest.mark.parametrize("form,normalization", FORMS)
@@ -167,6 +171,35 @@ def test_invariant_texts_have_the_same_bits():
         engine = Engine(text=model, config=sizes, drafters={"t": TableDrafter(kind, known)})
         for _ in range(2):
             assert report(engine, test_invariance.asked("t")) == alone, kind
+
+
+def test_it_is_a_setting_of_the_server(tmp_path):
+    """Both models of a bundle answer, a little otherwise, and have room for more."""
+
+    def answered(kv_dtype):
+        config = ServerConfig(
+            bundle=shared_bundle(), store=f"lmdb:{tmp_path}/{kv_dtype}", journal=tmp_path,
+            device="cpu", kv_dtype=kv_dtype,
+        )  # fmt: skip
+        served = load(config)
+        try:
+            service = served.items
+            user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
+            events = [EventBody(user_id="me", item_id=item) for item in ids[50:61]]
+            service.add_events(EventsBody(events=events))
+            candidates = [Candidate(item_id=item) for item in ids[:40]]
+            slate = service.recommend(RecommendBody(user=user, k=10))
+            ranked = service.rank(RankBody(user=user, candidates=candidates))
+            rooms = [served.engine.room(name) for name in ("recommender", "ranker")]
+            return rooms, [i.score for i in slate.items], {i.item_id: i.score for i in ranked.items}
+        finally:
+            served.close()
+
+    (rooms, scores, ranks), (more, others, marks) = answered(None), answered("fp8")
+    assert all(3 < b / a < 4 for a, b in zip(rooms, more, strict=True))
+    assert scores != others and ranks != marks
+    np.testing.assert_allclose(others, scores, atol=0.2)
+    np.testing.assert_allclose([marks[item] for item in ranks], list(ranks.values()), atol=0.2)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from recserve.engine.strategies import (
     recommend_strategies,
 )
 from recserve.engine.text_lane import TextLane, TextLimits
-from recserve.kernels.fp8 import FP8
+from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.language_model import LanguageModel
@@ -74,10 +74,6 @@ class EngineConfig:
     graphs: bool | None = None
     graph_limits: GraphLimits = GraphLimits()
     invariant: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kv_dtype not in (None, "fp8"):
-            raise ValueError(f"kv_dtype is {self.kv_dtype!r}; choose fp8, or None for the model's")
 
 
 @dataclass
@@ -341,7 +337,7 @@ class Engine:
         return self._lanes[model], self._strategies[name]
 
     def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
-        size, dtype = self.config.page_size, trunk.dtype if self.config.kv_dtype is None else FP8
+        size, dtype = self.config.page_size, pool_dtype(self.config.kv_dtype, trunk.dtype)
         num_pages = max(self.config.kv_bytes // (trunk.kv_shape.slot_bytes(dtype) * size), 1)
         if self.config.invariant:
             return invariant_runner(trunk, num_pages, size, dtype)

@@ -93,6 +93,15 @@ class Fp8:
 Stored = Tensor | Fp8
 
 
+def pool_dtype(name: str | None, own: torch.dtype) -> torch.dtype:
+    """The type of a cache by its name in a configuration; None: the model's own. Raises ValueError
+    for a name that is none.
+    """
+    if name not in (None, "fp8"):
+        raise ValueError(f"kv_dtype is {name!r}; choose fp8, or None for the model's own type")
+    return own if name is None else FP8
+
+
 def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Stored:
     """[..., D] vectors of a type, FP8 among them."""
     if dtype != FP8:

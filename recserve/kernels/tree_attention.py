@@ -192,7 +192,8 @@ def _attend(
                 lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
             )
             # Nor is it read by the merge, so it need not be written.
-            q_mask = q_mask & ((begin < root_length) | (split == num_splits - 1))
+            written = tl.where((begin < root_length) | (split == num_splits - 1), DIM, 0)
+            q_mask = q_mask & (dims < written)[None, :]
         target = (split.to(tl.int64) * num_rows + q_row)[:, None] * DIM + dims[None, :]
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
 
