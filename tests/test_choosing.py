@@ -5,6 +5,9 @@ import time
 import pytest
 from tiny_bundle import shared_bundle
 
+from recserve.batch.together import together
+from recserve.engine.engine import Engine
+from recserve.engine.plan_choice import NO_DRAFT, NOT_CALIBRATED
 from recserve.messages import RecommendBody
 from recserve.metrics import ShadowCounts
 from recserve.service import Service
@@ -107,3 +110,43 @@ def test_a_shadow_compares_and_changes_nothing(service):
         service.compare_with("other", 0.5)
     with pytest.raises(ValueError, match="expected 0 to 1, got 2|shadow_share is 2"):
         service.compare_with("beam", 2)
+
+
+def test_auto_says_beam_where_nothing_was_drafted(service):
+    """Same slate either way; whoever names a strategy gets that name back."""
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    strategy = service.runtime.engine._strategies["speculative"]
+    found = {}
+    for plan in (NO_DRAFT, NOT_CALIBRATED):
+        strategy.only = plan
+        for asked in ("auto", "speculative"):
+            answer = service.recommend(RecommendBody(history=history, k=5, strategy=asked))
+            found[plan, asked] = answer.strategy
+            assert answer.exact
+    assert found == {
+        (NO_DRAFT, "auto"): "beam",
+        (NO_DRAFT, "speculative"): "speculative",
+        (NOT_CALIBRATED, "auto"): "speculative",
+        (NOT_CALIBRATED, "speculative"): "speculative",
+    }
+
+
+def test_a_batch_job_has_beam_search_for_auto(service):
+    """What it answers must not depend on the clock."""
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    bodies = [RecommendBody(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
+    assert [a.strategy for a in together(service)(bodies)] == ["beam", "speculative"]
+
+
+def test_costs_are_measured_before_the_engine_answers(tmp_path, monkeypatch):
+    order = []
+    for name in ("prepare", "start"):
+        original = getattr(Engine, name)
+
+        def noted(self, *rest, name=name, original=original):
+            order.append((name, *rest))
+            return original(self, *rest)
+
+        monkeypatch.setattr(Engine, name, noted)
+    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as opened:
+        assert order == [("prepare", opened.runtime.snapshot.trie), ("start",)]

@@ -58,19 +58,29 @@ class PlanChoice:
         self.calibration = calibration
         self.costs: StepCosts | None = None
         self._times: dict[Group, _Times] = {}
+        self._best: dict[Group, tuple[DraftPlan, bool]] = {}
 
     def widest(self, width: int, k: int) -> float:
         """The largest margin that may be chosen."""
-        return max(plan.margin for plan in self._plans(width, k))
+        if self.calibration is None:
+            return MARGIN
+        return max(plan.margin for plan in self.calibration.scaled(width, k))
 
     def plan(self, group: Group) -> DraftPlan:
         """What the group does next. The first groups of a cell try both, what is expected to be
         faster first; after that the faster one has it, and now and then the other.
         """
-        plan, promising = self._best(group)
-        if plan in (NO_DRAFT, NOT_CALIBRATED):
+        if self.calibration is None:
+            return NOT_CALIBRATED
+        if self.costs is None:
+            return NO_DRAFT
+        cell = group.cell
+        if cell not in self._best:
+            self._best[cell] = self._expected_best(self.calibration, self.costs, group)
+        plan, promising = self._best[cell]
+        if plan is NO_DRAFT:
             return plan
-        times = self._times.setdefault(group.cell, _Times())
+        times = self._times.setdefault(cell, _Times())
         times.asked += 1
         drafting = promising
         if times.count[promising] >= TRIALS:
@@ -88,15 +98,14 @@ class PlanChoice:
         weight = max(NEWEST, 1 / times.count[drafted])
         times.mean_ms[drafted] = before + weight * (min(milliseconds, OUTLIER * before) - before)
 
-    def _best(self, group: Group) -> tuple[DraftPlan, bool]:
+    @staticmethod
+    def _expected_best(
+        calibration: Calibration, costs: StepCosts, group: Group
+    ) -> tuple[DraftPlan, bool]:
         """The draft that is expected to end soonest, NO_DRAFT where none is worth a trial; and
         whether it is expected to be faster than beam search.
         """
-        plans, costs = self._plans(group.width, group.k), self.costs
-        if plans == [NOT_CALIBRATED]:
-            return NOT_CALIBRATED, True
-        if costs is None:
-            return NO_DRAFT, False
+        plans = calibration.scaled(group.width, group.k)
         expected = {
             plan: costs.expected_ms(plan, group.width, group.batch, group.kept) for plan in plans
         }
@@ -106,8 +115,3 @@ class PlanChoice:
         if best is NO_DRAFT or expected[best] > HOPELESS * beam_ms:
             return NO_DRAFT, False
         return best, expected[best] < CLEARLY * beam_ms
-
-    def _plans(self, width: int, k: int) -> list[DraftPlan]:
-        if self.calibration is None:
-            return [NOT_CALIBRATED]
-        return self.calibration.scaled(width, k)
