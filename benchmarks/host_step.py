@@ -78,7 +78,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     engine = Engine(text=model, drafters=drafters, config=EngineConfig(kv_bytes=2**27))
     lane: Any = engine._lanes["text"]
     none = NoReplay()
-    shapes = tuple(shape for shape in SHAPES if shape.nodes <= (40 if smoke else 264))
+    shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
     graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
     engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)

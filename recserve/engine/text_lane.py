@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recserve.core.request import DeadlineExceeded
@@ -257,7 +256,7 @@ class TextLane:
         sizes = [1 + len(draft) for draft in group.drafts]
         sizes.append(hidden.shape[0] - sum(sizes))
         # One call for all texts: a view of each takes longer than all that is done with it here.
-        own_hidden, own_logits = torch.split(hidden, sizes), torch.split(logits, sizes)
+        own_hidden, own_logits = hidden.split_with_sizes(sizes), logits.split_with_sizes(sizes)
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
         start = 0

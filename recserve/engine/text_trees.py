@@ -98,19 +98,9 @@ def pack_trees(
     what is left; there must be room for them. 0: as many as there are.
     """
     depth = max((draft.depth for draft in drafts), default=0)
-    sizes = np.ones(max(num_trees, len(drafts)), np.int64)
-    sizes[: len(drafts)] += np.array([len(draft) for draft in drafts], np.int64)
-    if num_nodes:
-        sizes[-1] = num_nodes - sizes[:-1].sum()
-    offsets = np.zeros(sizes.shape[0] + 1, np.int64)
-    stops = sizes.cumsum(out=offsets[1:])
-    columns = np.zeros((5, int(stops[-1])), np.int64)
-    index = np.arange(columns.shape[1])
     # All that a chain is follows from its length; what forks is told below.
-    columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
-    columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
-    columns[ENDS] = stops.repeat(sizes)
-    columns[KINDS] = CANDIDATE
+    chains = _chains(tuple(map(len, drafts)), num_nodes, num_trees)
+    columns, offsets = chains.columns.copy(), chains.offsets.copy()
     columns[TOKENS, offsets[: len(drafts)]] = last
     late: list[tuple[Tensor, int, slice]] = []
     forks = False
@@ -133,6 +123,32 @@ def pack_trees(
         own = columns[:, :drafted]
         own[DEPTHS : ENDS + 1] = _known_shape(own[PARENTS].tobytes(), depth)
     return PackedTrees(columns, offsets, late, drafted, depth, shaped)
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Columns [5, T] of trees that are chains, their tokens 0, and their offsets [B + 1]."""
+
+    columns: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains:
+    """drafted: nodes below node 0 of each tree. num_nodes, num_trees: as for `pack_trees`."""
+    sizes = np.ones(max(num_trees, len(drafted)), np.int64)
+    sizes[: len(drafted)] += np.array(drafted, np.int64)
+    if num_nodes:
+        sizes[-1] = num_nodes - sizes[:-1].sum()
+    offsets = np.zeros(sizes.shape[0] + 1, np.int64)
+    stops = sizes.cumsum(out=offsets[1:])
+    columns = np.zeros((5, int(stops[-1])), np.int64)
+    index = np.arange(columns.shape[1])
+    columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
+    columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
+    columns[ENDS] = stops.repeat(sizes)
+    columns[KINDS] = CANDIDATE
+    return _Chains(columns, offsets)
 
 
 @lru_cache(maxsize=256)

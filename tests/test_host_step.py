@@ -1,0 +1,15 @@
+"""benchmarks/host_step.py: every row is of steps that were replayed, and the texts of each end."""
+
+import json
+
+import host_step
+
+
+def test_every_row_is_of_replayed_steps(tmp_path, capsys):
+    path = tmp_path / "host.json"
+    assert host_step.main(["--smoke", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    rows = content["rows"]
+    assert len(rows) == 12 and content["goal_us"] == 50
+    assert all(row["replayed"] > 30 and row["host_us"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 12
