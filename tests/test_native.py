@@ -57,22 +57,21 @@ def test_the_gate_of_what_is_not_a_usual_number():
 @pytest.mark.parametrize("inner,outer", [(2, 1), (64, 63), (130, 65), (384, 1280), (2816, 200)])
 def test_products_of_any_number_of_rows(inner, outer, dtype):
     weight, bias = rows(outer, inner, dtype), rows(1, outer, torch.float32, 1)[0]
-    padded = F.pad(bias, (0, -outer % native.PANEL))
     x = rows(150, inner, dtype, 2)
-    packed = native.panels(weight)
-    whole = native.linear(x, packed, padded, outer)
+    packed = native.Panels.of(weight, bias)
+    whole = packed(x)
     exact = x.double() @ weight.double().T + bias
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(whole.double(), exact, rtol=eps, atol=64 * eps * inner**0.5)
     for count in (0, 1, 2, 3, 4, 5, 6, 7, 13, 64):
-        assert torch.equal(native.linear(x[:count], packed, padded, outer), whole[:count]), count
-    with pytest.raises(ValueError, match=f"{inner} in"):
-        native.linear(rows(1, inner + 2, dtype), packed, padded, outer)
+        assert torch.equal(packed(x[:count]), whole[:count]), count
+    with pytest.raises(ValueError, match=f"of {inner} fit"):
+        packed(rows(1, inner + 2, dtype))
 
 
 def test_threads_change_no_bit():
     x, weight = rows(9, 512, torch.bfloat16), rows(1000, 512, torch.bfloat16, 1)
-    packed, bias = native.panels(weight), torch.zeros(1024)
+    packed = native.Panels.of(weight, None)
     batch, query, keys, values = draw_batch([("tree", 40)] * 3, [200, 0, 90], 8, 4, 32)
     found = []
     before = torch.get_num_threads()
@@ -82,7 +81,7 @@ def test_threads_change_no_bit():
             attend = NativeTreeAttention.of(batch, Form(4, 2, 32, torch.float32, True))
             assert attend is not None
             out = attend(query, query, query, keys, values)
-            found.append((native.linear(x, packed, bias, 1000), out, native.silu_mul(x)))
+            found.append((packed(x), out, native.silu_mul(x)))
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*found, strict=True):

@@ -39,7 +39,8 @@ class CpuTreeAttention:
         """native: few rows attend in C, where it can be compiled."""
         self.batch, self.activation, self.native = batch, activation, native
         self._parts: list[Part] = []
-        self._native: NativeTreeAttention | None = None
+        self._natively: NativeTreeAttention | None = None
+        self._form: Form | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
@@ -50,23 +51,25 @@ class CpuTreeAttention:
         The computed nodes are already in the pool and read from there, not from key and value.
         Returns [Tq, H, D].
         """
+        kv_heads, dim = keys.shape[1:]
         softmax = self.activation.normalizer is None
-        if self._native is None and not self._parts:
-            kv_heads, dim = keys.shape[1:]
-            form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
-            if self.native and keys.dtype == query.dtype:
-                self._native = NativeTreeAttention.of(self.batch, form)
-            if self._native is None:
-                self._parts = plan(self.batch, form)
-        if self._native is not None:
-            return self._native(query, key, value, keys, values)
-        if key is query:  # the projections went straight to the pool
-            slots = self.batch.query_slots()
-            key, value = keys[slots], values[slots]
+        form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
+        native = self.natively(form) if keys.dtype == query.dtype else None
+        if native is not None:
+            return native(query, key, value, keys, values)
+        if not self._parts:
+            self._parts = plan(self.batch, form)
         attend = _softmax if softmax else self._silu
         if len(self._parts) == 1:
             return attend(self._parts[0], query, keys, values)
         return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
+
+    def natively(self, form: Form) -> NativeTreeAttention | None:
+        """The same in C; None where that is not for this batch."""
+        if self._form != form:
+            self._form = form
+            self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
+        return self._natively
 
     def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Sums of silu weights need no merging: each part is added to the last."""

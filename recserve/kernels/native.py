@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ SIGNATURES = {
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
+    "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P),
 }
 
 
@@ -120,7 +122,7 @@ def takes(x: Stored) -> bool:
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether `linear` is the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
+    """Whether `Panels` are the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
     if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
         return False
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
@@ -130,35 +132,48 @@ def multiplies(weight: Tensor) -> bool:
     return library() is not None
 
 
-def panels(weight: Tensor) -> Tensor:
-    """weight [n, m] as `linear` reads it: [n / PANEL, m / e, PANEL, e], e elements in four bytes;
-    rows of zeros up to whole panels.
-    """
-    each = 4 // weight.itemsize
-    rows = F.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
-    return rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
+@dataclass(frozen=True)
+class Panels:
+    """A weight [size, m] and a bias as products read them.
 
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
-    """x [..., m] times `panels` of a weight [size, m] of the same type, plus bias [n] float32, of
-    whole panels -> [..., size].
+    weight [ceil(size / PANEL), m / e, PANEL, e]: e elements in four bytes, rows of zeros up to
+    whole panels. bias [whole panels] float32.
     """
-    x = x.contiguous()
-    inner = weight.shape[1] * weight.shape[3]
-    if x.dtype != weight.dtype or x.shape[-1] != inner:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; weights: {weight.dtype}, {inner} in")
-    out = x.new_empty(*x.shape[:-1], size)
-    compiled().linear(
-        TYPES[x.dtype],
-        x.data_ptr(),
-        weight.data_ptr(),
-        bias.data_ptr(),
-        out.data_ptr(),
-        x.numel() // inner,
-        weight.shape[1],
-        size,
-    )
-    return out
+
+    weight: Tensor
+    bias: Tensor
+    size: int
+
+    @staticmethod
+    def of(weight: Tensor, bias: Tensor | None) -> Panels:
+        """weight [n, m], bias [n]."""
+        size, each = weight.shape[0], 4 // weight.itemsize
+        rows = F.pad(weight, (0, 0, 0, -size % PANEL))
+        packed = rows.view(-1, PANEL, rows.shape[1] // each, each).transpose(1, 2).contiguous()
+        padded = torch.zeros(rows.shape[0])
+        if bias is not None:
+            padded[:size] = bias
+        return Panels(packed, padded, size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., m] of the weight's type -> x W^T + b [..., size]."""
+        x = x.contiguous()
+        steps = self.weight.shape[1]
+        inner = steps * self.weight.shape[3]
+        if x.dtype != self.weight.dtype or x.shape[-1] != inner:
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; {self.weight.dtype} of {inner} fit")
+        out = x.new_empty(*x.shape[:-1], self.size)
+        compiled().linear(
+            TYPES[x.dtype],
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // inner,
+            steps,
+            self.size,
+        )
+        return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,7 +20,7 @@ PARALLEL = 2**15  # scores of all heads from which threads share a call
 
 
 class _Tree(ctypes.Structure):
-    """`Tree` of attention.c."""
+    """`Tree` of functions.h."""
 
     _fields_ = [
         ("root", P),
@@ -86,6 +86,20 @@ class NativeTreeAttention:
             return None
         return NativeTreeAttention(batch, counts)
 
+    @property
+    def address(self) -> int:
+        """Of the trees."""
+        return ctypes.addressof(self._trees)
+
+    @property
+    def num_trees(self) -> int:
+        """B."""
+        return len(self._trees)
+
+    def together(self, heads: int) -> bool:
+        """Whether threads share a call."""
+        return self._scores * heads >= PARALLEL
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
@@ -99,13 +113,13 @@ class NativeTreeAttention:
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            ctypes.addressof(self._trees),
-            len(self._trees),
+            self.address,
+            self.num_trees,
             heads,
             kv_heads,
             dim,
             dim**-0.5,
-            self._scores * heads >= PARALLEL,
+            self.together(heads),
         )
         return out
 

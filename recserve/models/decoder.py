@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
+from recserve.kernels.native_layers import NativeLayers
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.paged_attention import PagedAttention
@@ -76,13 +77,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers and the final norm; embeddings and heads belong to the model around it."""
+    """Layers and the final norm; embeddings and heads belong to the model around it.
+
+    together: the layers in one call, where their weights are packed for it.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.together: NativeLayers | None = None
         # Not a buffer: positions need these in float32 whatever the weights are cast to.
         self._frequencies = rope_frequencies(config)
 
@@ -99,7 +104,13 @@ class Decoder(nn.Module):
             self._frequencies = self._frequencies.to(x.device)
         rope = Rope(positions, self._frequencies, x.dtype)
         last = len(self.layers) - 1
-        for number, layer in enumerate(self.layers):
-            x = layer(x, rope, number, attend, rows if number == last else None)
+        done = 0
+        if self.together is not None and isinstance(attend, PagedAttention):
+            whole = last if rows is not None else last + 1
+            through = attend.through(self.together, x, rope, whole)
+            if through is not None:
+                x, done = through, whole
+        for number in range(done, last + 1):
+            x = self.layers[number](x, rope, number, attend, rows if number == last else None)
         hidden: Tensor = self.norm(x)
         return hidden

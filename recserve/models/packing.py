@@ -14,26 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.native import LANES, Panels
+from recserve.kernels.native_layers import LayerShape, LayerWeights, NativeLayers
+from recserve.models.decoder import Decoder, DecoderLayer
 from recserve.models.language_model import LanguageModel
 from recserve.models.silu import Silu
 
 ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
 TYPES = (torch.float32, torch.bfloat16)
-
-
-class _Panels:
-    """x W^T + b in C: a row has the same bits in any company."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.size = weight.shape[0]
-        self.weight = native.panels(weight)
-        self.bias = torch.zeros(self.weight.shape[0] * native.PANEL)
-        if bias is not None:
-            self.bias[: self.size] = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return native.linear(x, self.weight, self.bias, self.size)
 
 
 class _OneDnn:
@@ -54,8 +43,14 @@ class PackedLinear(nn.Module):
         """weight [n, m], bias [n], on the CPU in one of TYPES."""
         super().__init__()
         self.never_alone = False
-        kind = _Panels if dispatch.packs(weight) else _OneDnn
-        self._product = kind(weight.detach(), None if bias is None else bias.detach())
+        bias = None if bias is None else bias.detach()
+        kind = Panels.of if dispatch.packs(weight) else _OneDnn
+        self._product: Panels | _OneDnn = kind(weight.detach(), bias)
+
+    @property
+    def panels(self) -> Panels | None:
+        """What it multiplies by, if that is done in C."""
+        return self._product if isinstance(self._product, Panels) else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., m] -> [..., n]. never_alone: oneDNN computes a single row twice."""
@@ -89,6 +84,33 @@ def pack_weights(model: nn.Module) -> None:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
     if isinstance(model, LanguageModel) and model.head is None and packable(model.tokens.weight):
         model.head = PackedLinear(model.tokens.weight)
+    for module in model.modules():
+        if isinstance(module, Decoder):
+            module.together = _together(module)
+
+
+def _together(decoder: Decoder) -> NativeLayers | None:
+    """Its layers in one call, if every weight is in panels and of one type."""
+    c = decoder.config
+    if c.head_dim % (2 * LANES):
+        return None
+    layers = []
+    for layer in decoder.layers:
+        assert isinstance(layer, DecoderLayer)
+        linears = layer.qkv, layer.output, layer.gate_up, layer.down
+        panels = [x.panels for x in linears if isinstance(x, PackedLinear) and x.panels is not None]
+        norms = [layer.attention_norm.weight, layer.mlp_norm.weight]
+        heads = [layer.q_norm.weight, layer.k_norm.weight] if c.qk_norm else [None, None]
+        types = {p.weight.dtype for p in panels} | {n.dtype for n in norms}
+        if len(panels) < len(linears) or len(types) > 1:
+            return None
+        qkv, output, gate_up, down = panels
+        norm, query, key = norms[0], heads[0], heads[1]
+        layers.append(LayerWeights(norm, query, key, norms[1], qkv, output, gate_up, down))
+    shape = LayerShape(
+        c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.norm_eps
+    )
+    return NativeLayers(layers, shape)
 
 
 def pack_layers(model: nn.Module, *names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,14 +21,18 @@ class Rope:
     def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
         angles = positions[..., None].float() * frequencies
         self.cos, self.sin = angles.cos(), angles.sin()
-        self._cos, self._sin = (x[..., None, :].to(dtype) for x in (self.cos, self.sin))
+        self._dtype = dtype
+
+    @cached_property
+    def _turns(self) -> tuple[Tensor, Tensor]:
+        cos, sin = (x[..., None, :].to(self._dtype) for x in (self.cos, self.sin))
+        return cos, sin
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., T, H, D] -> the same shape, turned by its position."""
+        cos, sin = self._turns
         low, high = x.chunk(2, dim=-1)
-        return torch.cat(
-            [low * self._cos - high * self._sin, high * self._cos + low * self._sin], dim=-1
-        )
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:

@@ -4,7 +4,7 @@
  * keys is read once for all rows, turned so that a vector holds sixteen keys of one dimension: 2 R m D
  * multiply-adds, 2 m D elements read. Softmax is taken as in FlashAttention (arXiv 2205.14135).
  */
-#include "vectors.h"
+#include "functions.h"
 
 #define BLOCK 64 /* keys whose scores are held at a time */
 
@@ -26,17 +26,6 @@ INLINE void transpose(floats *x) {
         }
     }
 }
-
-/* One tree: `count` rows of queries over its root and itself. */
-typedef struct {
-    const int64_t *root;    /* [root_length] slots */
-    int64_t root_length;
-    const int64_t *slots;   /* [nodes] slots of its nodes */
-    const int64_t *ends;    /* [nodes] one past the last node below, as packed */
-    int64_t first, nodes;   /* packed index of its first node, and how many there are */
-    const int64_t *queries; /* [count] packed nodes of its rows, or NULL: all */
-    int64_t row, count;     /* its first row among all computed nodes, and how many there are */
-} Tree;
 
 /* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. For more than a
  * pair of rows: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
@@ -222,7 +211,7 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
 }
 
 /* query, out [rows, heads, dim]; keys, values [slots, kv_heads, dim]. together: threads share it. */
-void tree_attention(int type, const void *query, const void *keys, const void *values, void *out,
+void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, int together) {
 #pragma omp parallel for schedule(dynamic) if (together)

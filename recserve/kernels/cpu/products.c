@@ -5,7 +5,7 @@
  * its sums in registers while a panel streams by. One row moves the weights' bytes once; a sum is taken
  * in the same order however many rows there are.
  */
-#include "vectors.h"
+#include "functions.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>

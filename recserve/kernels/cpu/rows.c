@@ -4,7 +4,7 @@
  * depend on the row alone, not on where it stands or how many there are. Bytes moved: what comes in
  * once (a norm's row twice, from the nearest cache), what goes out once.
  */
-#include "vectors.h"
+#include "functions.h"
 
 #define MANY 65536 /* elements from which threads share the rows */
 

@@ -1,0 +1,43 @@
+/* The functions that Python calls, and what they are given. */
+#include "vectors.h"
+
+/* One tree: `count` rows of queries over its root and itself. */
+typedef struct {
+    const int64_t *root;    /* [root_length] slots */
+    int64_t root_length;
+    const int64_t *slots;   /* [nodes] slots of its nodes */
+    const int64_t *ends;    /* [nodes] one past the last node below, as packed */
+    int64_t first, nodes;   /* packed index of its first node, and how many there are */
+    const int64_t *queries; /* [count] packed nodes of its rows, or NULL: all */
+    int64_t row, count;     /* its first row among all computed nodes, and how many there are */
+} Tree;
+
+/* x W^T + b. panels [ceil(size / PANEL), steps, PANEL (x 2)], bias [.. x PANEL] float32. */
+typedef struct {
+    const char *panels;
+    const float *bias;
+    int64_t steps, size;
+} Product;
+
+/* query_norm, key_norm [dim], or NULL: queries and keys are not normalised. */
+typedef struct {
+    const char *attention_norm, *query_norm, *key_norm, *mlp_norm;
+    Product qkv, output, gate_up, down;
+} Layer;
+
+typedef struct {
+    int64_t size, heads, kv_heads, dim, inner;
+    float eps;
+} Shape;
+
+void rms_norm(int type, const char *x, const char *weight, char *out, int64_t rows, int64_t size,
+              float eps);
+void silu_mul(int type, const char *x, char *out, int64_t rows, int64_t size);
+void rope_write(int type, const char *qkv, const float *cos, const float *sin, const int64_t *slots,
+                char *keys, char *values, char *query, int64_t rows, int64_t heads,
+                int64_t kv_heads, int64_t dim);
+void linear(int type, const char *x, const char *panels, const float *bias, char *out, int64_t rows,
+            int64_t steps, int64_t size);
+void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
+                    const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
+                    int64_t dim, float scale, int together);

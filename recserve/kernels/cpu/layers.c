@@ -1,0 +1,59 @@
+/* Decoder layers one after another in one call: for few rows, where what lies between two products takes
+ * longer to call than to compute. Every step is a function of its own file and gives its bits.
+ */
+#include "functions.h"
+
+INLINE void add(int type, char *x, const char *other, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats sum = load_some(type, x, i, size - i) + load_some(type, other, i, size - i);
+        store_some(type, x, i, sum, size - i);
+    }
+}
+
+static void product(int type, const Product *weights, const char *x, char *out, int64_t rows) {
+    linear(type, x, weights->panels, weights->bias, out, rows, weights->steps, weights->size);
+}
+
+/* Queries or keys of every row of qkv, head by head. */
+static void norm_heads(int type, char *x, const char *weight, int64_t rows, int64_t stride,
+                       int64_t heads, int64_t dim, float eps) {
+    int64_t bytes = type == FLOAT32 ? 4 : 2;
+    for (int64_t r = 0; r < rows; r++)
+        rms_norm(type, x + r * stride * bytes, weight, x + r * stride * bytes, heads, dim, eps);
+}
+
+/* x [rows, size] in place through `count` layers; cos, sin, slots as for rope_write; keys, values of the
+ * first layer, `pool` elements apart from layer to layer; trees as for tree_attention. scratch: of
+ * scratch_size elements. */
+void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *shape, char *x,
+                    int64_t rows, const float *cos, const float *sin, const int64_t *slots,
+                    char *keys, char *values, int64_t pool, const Tree *trees, int64_t num_trees,
+                    int together, char *scratch) {
+    int64_t bytes = type == FLOAT32 ? 4 : 2, dim = shape->dim, all = shape->heads * dim;
+    int64_t wide = all + 2 * shape->kv_heads * dim;
+    float scale = 1.0f / sqrtf(dim), eps = shape->eps;
+    char *normed = scratch, *qkv = normed + rows * shape->size * bytes;
+    char *query = qkv + rows * wide * bytes, *mixed = query + rows * all * bytes;
+    char *gate_up = mixed + rows * all * bytes, *gated = gate_up + rows * 2 * shape->inner * bytes;
+    for (int64_t i = 0; i < count; i++, keys += pool * bytes, values += pool * bytes) {
+        const Layer *layer = layers + i;
+        rms_norm(type, x, layer->attention_norm, normed, rows, shape->size, eps);
+        product(type, &layer->qkv, normed, qkv, rows);
+        if (layer->query_norm) {
+            norm_heads(type, qkv, layer->query_norm, rows, wide, shape->heads, dim, eps);
+            norm_heads(type, qkv + all * bytes, layer->key_norm, rows, wide, shape->kv_heads, dim,
+                       eps);
+        }
+        rope_write(type, qkv, cos, sin, slots, keys, values, query, rows, shape->heads,
+                   shape->kv_heads, dim);
+        tree_attention(type, query, keys, values, mixed, trees, num_trees, shape->heads,
+                       shape->kv_heads, dim, scale, together);
+        product(type, &layer->output, mixed, normed, rows);
+        add(type, x, normed, rows * shape->size);
+        rms_norm(type, x, layer->mlp_norm, normed, rows, shape->size, eps);
+        product(type, &layer->gate_up, normed, gate_up, rows);
+        silu_mul(type, gate_up, gated, rows, shape->inner);
+        product(type, &layer->down, gated, normed, rows);
+        add(type, x, normed, rows * shape->size);
+    }
+}
