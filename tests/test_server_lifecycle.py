@@ -122,6 +122,7 @@ def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog
     def load():
         raise error
 
+    caplog.set_level("INFO", "recserve")
     worker = Worker(load)
     worker.start()
     assert worker.loaded.wait(10) and worker.failure is error
