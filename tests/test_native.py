@@ -12,6 +12,8 @@ from test_tree_attention import SHAPES, draw_batch, placed
 from recserve.kernels import dispatch, native, native_attention, reference
 from recserve.kernels.cpu_plan import Form
 from recserve.kernels.native_attention import NativeTreeAttention
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.tree import chain
 
 TYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -140,15 +142,37 @@ def test_attention_is_the_references(
         assert (got.float() - expected).norm() <= near * expected.norm()
 
 
-def test_a_row_is_the_same_alone():
-    """With the same keys in the same order, beside other rows and other trees or not."""
-    batch, query, keys, values = draw_batch([("branches", 30), ("tree", 9)], [90, 3], 4, 2, 64)
-    form = Form(2, 2, 64, torch.float32, True)
-    together = NativeTreeAttention.of(batch, form)(query, query, query, keys, values)
-    for row in (0, 17, 38):
-        only = type(batch)(batch.tree, torch.tensor([row]), batch.slots, batch.root_slots)
-        alone = NativeTreeAttention.of(only, form)(query[[row]], query, query, keys, values)
-        assert torch.equal(alone[0], together[row])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("root", [0, 63, 90])
+def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtype):
+    """Among all nodes, as the end of a chain drafted alone, and as the one node under a root that
+    its path has joined: plain decoding. Chains pass the end of a block of 64.
+    """
+    batch, query, keys, values = draw_batch(
+        [("tree", 40), ("deep", 30)], [root, 5], 2 * group, 2, 32, seed=2
+    )
+    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+    form = Form(2, group, 32, dtype, True)
+
+    def attend(to, rows):
+        attention = NativeTreeAttention.of(to, form)
+        assert attention is not None
+        return attention(rows, rows, rows, keys, values)
+
+    whole = attend(batch, query)
+    for node in (0, 7, 22, 39, 55, 69):
+        path = [node]
+        while int(batch.tree.parents[path[0]]) >= 0:
+            path.insert(0, int(batch.tree.parents[path[0]]))
+        base = batch.root_slots[int(node >= 40)]
+        drafted = TreeBatch(chain(batch.tree.tokens[path]), None, batch.slots[path], (base,))
+        assert torch.equal(attend(drafted, query[path])[-1], whole[node])
+        grown = torch.cat([base, batch.slots[path[:-1]]])
+        plain = TreeBatch(chain(batch.tree.tokens[[node]]), None, batch.slots[[node]], (grown,))
+        assert torch.equal(attend(plain, query[[node]])[0], whole[node])
+        only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.root_slots)
+        assert torch.equal(attend(only, query[[node]])[0], whole[node])
 
 
 def test_what_it_does_not_attend_to_is_left_to_others():

@@ -36,6 +36,7 @@ typedef struct {
     float *columns, *rows;
 } Block;
 
+/* Keys start, start + 1, ... of the root and then the tree, as every row sees or does not see them. */
 INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads, int64_t dim,
                  Block *block) {
     int64_t left = tree->root_length + tree->nodes - start;
@@ -47,6 +48,32 @@ INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads
         block->index[j] = j < block->count ? node < 0 ? 0 : tree->first + node : INT32_MAX;
         block->end[j] = node < 0 ? INT32_MAX : tree->ends[node];
     }
+}
+
+/* Keys that a row sees, all of them. slots [left] */
+INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_heads, int64_t dim,
+                 Block *block) {
+    block->count = left < BLOCK ? left : BLOCK;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        block->places[j] = (slots[j < block->count ? j : 0] * kv_heads + head) * dim;
+        block->index[j] = j < block->count ? 0 : INT32_MAX;
+        block->end[j] = INT32_MAX;
+    }
+}
+
+/* Slots of a root from `start` on and then of a node's path; returns how many. */
+INLINE int64_t path_of(const Tree *tree, int64_t start, int64_t node, int64_t *slots) {
+    int64_t count = 0;
+    for (int64_t i = start; i < tree->root_length; i++) slots[count++] = tree->root[i];
+    for (int64_t j = 0; j <= node - tree->first; j++)
+        if (node < tree->ends[j]) slots[count++] = tree->slots[j];
+    return count;
+}
+
+INLINE int is_chain(const Tree *tree) {
+    for (int64_t j = 0; j < tree->nodes; j++)
+        if (tree->ends[j] != tree->first + tree->nodes) return 0;
+    return 1;
 }
 
 INLINE void gather(int type, int64_t dim, Block *block) {
@@ -169,7 +196,24 @@ INLINE void attend_block(int type, int gathered, int count, Row *row, const Bloc
         mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
 }
 
-/* The rows of one tree and one KV head, with every query head of its group. */
+INLINE void attend_rows(int type, int gathered, int64_t count, Row *rows, const Block *block,
+                        int64_t dim) {
+    int64_t r = 0;
+    if (gathered)
+        for (; r + PAIR <= count; r += PAIR) attend_block(type, 1, PAIR, rows + r, block, dim);
+    else
+        for (; r + PAIR <= count; r += PAIR) attend_block(type, 0, PAIR, rows + r, block, dim);
+    if (r == count) return;
+    if (gathered)
+        attend_block(type, 1, 1, rows + r, block, dim);
+    else
+        attend_block(type, 0, 1, rows + r, block, dim);
+}
+
+/* The rows of one tree and one KV head, with every query head of its group. What a row sees is one list,
+ * the root and its own path, in blocks that begin at multiples of BLOCK: where nodes lie in a tree, and
+ * what else is in it, changes no bit. Whole blocks of the root are shared by all rows, and those of a
+ * chain, whose nodes lie behind each other. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
                    const Tree *tree, int64_t head, int64_t heads, int64_t kv_heads, int64_t dim,
                    float scale) {
@@ -187,21 +231,21 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
         }
     }
     memset(columns, 0, sizeof columns);
-    for (int64_t start = 0; start < tree->root_length + tree->nodes; start += BLOCK) {
+    int64_t total = tree->root_length + tree->nodes;
+    int64_t shared = is_chain(tree) ? total : tree->root_length / BLOCK * BLOCK;
+    for (int64_t start = 0; start < shared; start += BLOCK) {
         find(tree, start, head, kv_heads, dim, &block);
-        if (num_rows == PAIR) {
-            attend_block(type, 0, PAIR, states, &block, dim);
-            continue;
+        int gathered = num_rows > PAIR;
+        if (gathered) gather(type, dim, &block);
+        attend_rows(type, gathered, num_rows, states, &block, dim);
+    }
+    for (int64_t n = 0; n < tree->count && shared < total; n++) {
+        int64_t slots[total - shared];
+        int64_t count = path_of(tree, shared, states[n * group].node, slots);
+        for (int64_t start = 0; start < count; start += BLOCK) {
+            take(slots + start, count - start, head, kv_heads, dim, &block);
+            attend_rows(type, 0, group, states + n * group, &block, dim);
         }
-        if (num_rows == 1) {
-            attend_block(type, 0, 1, states, &block, dim);
-            continue;
-        }
-        gather(type, dim, &block);
-        int64_t r = 0;
-        for (; r + PAIR <= num_rows; r += PAIR)
-            attend_block(type, 1, PAIR, states + r, &block, dim);
-        if (r < num_rows) attend_block(type, 1, 1, states + r, &block, dim);
     }
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
