@@ -124,6 +124,7 @@ def test_attention_is_the_references(
 ):
     """Slots that belong to nobody hold NaN, which would spread."""
     monkeypatch.setattr(native_attention, "MOST_ROWS", 1000)
+    monkeypatch.setattr(native_attention, "MOST_SCORES", 10**9)
     for seed, layout in enumerate(("beside", "before", "pages")):
         batch, query, keys, values = draw_batch(
             kinds, roots, heads, kv_heads, dim, cached=cached, seed=seed

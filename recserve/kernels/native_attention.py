@@ -15,7 +15,10 @@ from recserve.kernels.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 MOST_NUMBERS = 2**16  # of the queries of one tree and KV head, which lie on the stack
-MOST_ROWS, MOST_SCORES = 128, 2**17  # of them on average; with more, products are faster
+# Rows and their scores on average; with more, products are faster. In a shallow tree over a short
+# root nearly all that a row sees is shared, and products are not.
+MOST_SCORES = 2**16
+MOST_ROWS, SHORT, SHALLOW = 512, 512, 8
 PARALLEL = 2**15  # scores of all heads from which threads share a call
 
 
@@ -79,10 +82,11 @@ class NativeTreeAttention:
             bounds = torch.searchsorted(batch.queries, bounds)
         counts = bounds.diff().tolist()
         trees, rows = len(counts), batch.num_queries * form.group
-        keys = tree.num_nodes + sum(root.shape[0] for root in batch.root_slots)
+        roots = sum(root.shape[0] for root in batch.root_slots)
         if max(counts) * form.group * form.dim > MOST_NUMBERS or rows > MOST_ROWS * trees:
             return None
-        if rows * keys > MOST_SCORES * trees * trees:
+        many = rows * (roots + tree.num_nodes) > MOST_SCORES * trees * trees
+        if many and (roots > SHORT * trees or int(tree.depths.max()) >= SHALLOW):
             return None
         return NativeTreeAttention(batch, counts)
 
