@@ -113,7 +113,13 @@ def check_device() -> Finding:
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
     words = _cpu_flags()
     bf16 = "amx_bf16" if "amx_bf16" in words else "avx512_bf16" if "avx512_bf16" in words else ""
-    return Finding("device", "ok", f"CPU, {threads}, {bf16 or 'no bf16 instructions'}")
+    found = f"CPU, {threads}, {bf16 or 'no bf16 instructions'}"
+    from recserve.kernels import native
+
+    if native.library() is None:
+        advice = "no C compiler (cc) that works, so layers take up to twice as long: install gcc"
+        return Finding("device", "warn", f"{found}; {advice}")
+    return Finding("device", "ok", f"{found}, layers compiled for it")
 
 
 def _cpu_flags() -> set[str]:

@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL | None:
 
 def _loaded(compiler: str) -> ctypes.CDLL:
     """The library from the cache folder, or newly compiled and put there if that can be written."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     kept = home / "recserve" / f"native-{_fingerprint(compiler)}.so"
     try:
         return ctypes.CDLL(str(kept))
@@ -74,6 +74,8 @@ def _loaded(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         built = _compile(compiler, Path(folder))
         try:
+            if not home.is_absolute():
+                raise OSError(f"this user has no home folder: {home}")
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             part = kept.with_suffix(f".{os.getpid()}")
             shutil.copyfile(built, part)
