@@ -1,8 +1,9 @@
 /* Softmax tree attention of few rows over root and tree as one list of keys, block after block.
  *
- * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A block of
- * keys is read once for all rows, turned so that a vector holds sixteen keys of one dimension: 2 R m D
- * multiply-adds, 2 m D elements read. Softmax is taken as in FlashAttention (arXiv 2205.14135).
+ * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
+ * block of keys is read once for all rows, turned so that a vector holds sixteen keys of one
+ * dimension: 2 R m D multiply-adds, 2 m D elements read. Softmax is taken as in FlashAttention
+ * (arXiv 2205.14135).
  */
 #include "functions.h"
 
@@ -120,9 +121,9 @@ INLINE void scores_by_key(int type, int count, const Row *row, const Block *bloc
     }
 }
 
-/* The same from its columns, where there are rows enough to make them: in the same order, sixteen sums
- * over every sixteenth dimension and then their sums by halves, so that a row's bits do not depend on how
- * many rows there are. */
+/* The same from its columns, where there are rows enough to make them: in the same order, sixteen
+ * sums over every sixteenth dimension and then their sums by halves, so that a row's bits do not
+ * depend on how many rows there are. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
                              floats scores[][PARTS]) {
     for (int r = 0; r < count; r++) {
@@ -210,10 +211,10 @@ INLINE void attend_rows(int type, int gathered, int64_t count, Row *rows, const 
         attend_block(type, 0, 1, rows + r, block, dim);
 }
 
-/* The rows of one tree and one KV head, with every query head of its group. What a row sees is one list,
- * the root and its own path, in blocks that begin at multiples of BLOCK: where nodes lie in a tree, and
- * what else is in it, changes no bit. Whole blocks of the root are shared by all rows, and those of a
- * chain, whose nodes lie behind each other. */
+/* The rows of one tree and one KV head, with every query head of its group. What a row sees is one
+ * list, the root and its own path, in blocks that begin at multiples of BLOCK: where nodes lie in a
+ * tree, and what else is in it, changes no bit. Whole blocks of the root are shared by all rows,
+ * and those of a chain, whose nodes lie behind each other. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
                    const Tree *tree, int64_t head, int64_t heads, int64_t kv_heads, int64_t dim,
                    float scale) {

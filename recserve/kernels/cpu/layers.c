@@ -1,5 +1,5 @@
-/* Decoder layers one after another in one call: for few rows, where what lies between two products takes
- * longer to call than to compute. Every step is a function of its own file and gives its bits.
+/* Decoder layers one after another in one call: for few rows, where what lies between two products
+ * takes longer to call than to compute. Every step is a function of its own file and gives its bits.
  */
 #include "functions.h"
 
@@ -22,9 +22,9 @@ static void norm_heads(int type, char *x, const char *weight, int64_t rows, int6
         rms_norm(type, x + r * stride * bytes, weight, x + r * stride * bytes, heads, dim, eps);
 }
 
-/* x [rows, size] in place through `count` layers; cos, sin, slots as for rope_write; keys, values of the
- * first layer, `pool` elements apart from layer to layer; trees as for tree_attention. scratch: of
- * scratch_size elements. */
+/* x [rows, size] in place through `count` layers; cos, sin, slots as for rope_write; keys, values of
+ * the first layer, `pool` elements apart from layer to layer; trees as for tree_attention. scratch:
+ * LayerShape.scratch elements for each row. */
 void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *shape, char *x,
                     int64_t rows, const float *cos, const float *sin, const int64_t *slots,
                     char *keys, char *values, int64_t pool, const Tree *trees, int64_t num_trees,

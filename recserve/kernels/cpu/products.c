@@ -1,9 +1,10 @@
-/* x W^T for weights in panels, of any number of rows.
+/* x W^T + b for weights in panels, of any number of rows.
  *
- * A panel is PANEL rows of W, stored as it is read: for each step along the sum four vectors that hold
- * one element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows of x keeps
- * its sums in registers while a panel streams by. One row moves the weights' bytes once; a sum is taken
- * in the same order however many rows there are.
+ * A panel is PANEL rows of W, stored as it is read: for each step along the sum four vectors that
+ * hold one element (float32) or two (bfloat16) of every row of the panel. A tile of up to six rows
+ * of x keeps its sums in registers while a panel streams by. Bytes moved: W once for one row to
+ * six, and again for every six more, then from the nearest caches; 2 n m operations a row. A sum is
+ * taken in the same order however many rows there are.
  */
 #include "functions.h"
 
