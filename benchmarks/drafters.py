@@ -183,8 +183,8 @@ def save_plot(path: Path, workloads: dict[str, dict[str, dict[str, Any]]]) -> No
         panel.axvline(1.0, color="black", linewidth=0.8)
         panel.set(title=title, yticks=places, yticklabels=list(rows))
     panel.invert_yaxis()
-    panel.legend(fontsize="small")
-    figure.tight_layout()
+    figure.legend(*panel.get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=110)
 
 
