@@ -229,6 +229,9 @@ def test_what_was_compiled_is_kept_and_compiled_again_when_broken(tmp_path, monk
     assert load() is not None and len(compiled) == 1 and [*kept.parent.iterdir()] == [kept]
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file where a folder should be
     assert load() is not None and len(compiled) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", ".")  # never loaded from, never written to
+    assert load() is not None and len(compiled) == 3 and [*kept.parent.iterdir()] == [kept]
 
 
 def test_gradients_take_torchs_way():

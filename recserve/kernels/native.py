@@ -66,23 +66,29 @@ def library() -> ctypes.CDLL | None:
 def _loaded(compiler: str) -> ctypes.CDLL:
     """The library from the cache folder, or newly compiled and put there if that can be written."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    kept = home / "recserve" / f"native-{_fingerprint(compiler)}.so"
-    try:
-        return ctypes.CDLL(str(kept))
-    except OSError:
-        log.info("compiling the C sources for this processor")
+    # A relative folder would hold code of whoever owns the place this runs in.
+    kept = home / "recserve" / f"native-{_fingerprint(compiler)}.so" if home.is_absolute() else None
+    if kept is not None:
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError:
+            log.info("compiling the C sources for this processor")
     with tempfile.TemporaryDirectory() as folder:
         built = _compile(compiler, Path(folder))
-        try:
-            if not home.is_absolute():
-                raise OSError(f"this user has no home folder: {home}")
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = kept.with_suffix(f".{os.getpid()}")
-            shutil.copyfile(built, part)
-            part.replace(kept)
-        except OSError as error:
-            log.info("the compiled sources are not kept: %s", error)
+        if kept is not None:
+            _keep(built, kept)
         return ctypes.CDLL(str(built))
+
+
+def _keep(built: Path, kept: Path) -> None:
+    """Whole or not at all: other processes may load it meanwhile."""
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(built, part)
+        part.replace(kept)
+    except OSError as error:
+        log.info("the compiled sources are not kept: %s", error)
 
 
 def _compile(compiler: str, folder: Path) -> Path:
