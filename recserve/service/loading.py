@@ -93,7 +93,9 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
         section = f"drafters/{name}"
         if not bundle.has(section):
             return None
-        return load_self_draft(bundle.directory(section), recommender)
+        head = load_self_draft(bundle.directory(section), recommender)
+        head.pack()
+        return head
 
     retriever = None
     if bundle.has(RETRIEVER):
