@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,8 @@ class Strategy(Protocol):
     """How a kind of request becomes an answer: a drafter and a verifier over a shared state.
 
     A state covers several requests that step together. Implementations: engine/strategies/.
+    One may have `placeholders`, NodeInputs that `tree_room` counts: auxiliary nodes, a chain behind
+    the root, computed in the root's own forward; their states are kept beside the cached root.
     """
 
     def tree_room(self, request: Any) -> int:
@@ -58,16 +60,4 @@ class Strategy(Protocol):
 
     def finish(self, state: Any) -> list[Result]:
         """Answers in the order of the sequences."""
-        ...
-
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """A strategy whose requests carry placeholders: auxiliary nodes, a chain behind the root, that
-    are computed in the root's own forward. Their states are kept beside the cached root.
-    """
-
-    @property
-    def placeholders(self) -> NodeInputs | None:
-        """The P rows, first to last, which `tree_room` counts; None: none after all."""
         ...

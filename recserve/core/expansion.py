@@ -1,24 +1,26 @@
-"""One level deeper on a device that the host does not wait for: all children of all beams at once.
+"""One level deeper, all children of all beams at once, without waiting for the device.
 
 Shapes follow from what the host knows, the beam width and the widest node of each level; dead beams
-and padding are computed with the others. Where waiting costs nothing and padding does, on the CPU,
-core/selection.py does the same for the beams and children that there are.
+and padding are computed with the others. On a CPU core/descent.py does without them. Ties go to the
+lower trie node, which is the lexicographically smaller semantic id; prefixes that came after the
+trie was built (kernels/trie_overlay.py) stand after all others of their level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.beams import Beams
+from recserve.core.bounds import above_bound
 from recserve.core.filtering import LeafFilter
-from recserve.core.selection import deeper, still_of_use
 from recserve.kernels import dispatch
-from recserve.kernels.trie_children import LeafBits, leaf_bits
+from recserve.kernels.host import on_device
+from recserve.kernels.trie_children import DEAD, BestChildren, LeafBits, leaf_bits
 from recserve.kernels.trie_overlay import AnyTrie
 
 
@@ -47,6 +49,33 @@ def best_children(
         left.allowed,
     )
     return deeper(beams, found.nodes, still_of_use(beams, found, widths), found.parents)
+
+
+def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
+    """[B, n] log-probabilities of the best children, -inf past each request's width and where they
+    cannot enter its answer any more.
+    """
+    kept = best.log_probs
+    if min(widths) < kept.shape[1]:
+        rank = torch.arange(kept.shape[1], device=kept.device)
+        kept = kept.masked_fill(rank >= on_device(widths, kept.device)[:, None], DEAD)
+    return above_bound(beams, best.nodes, kept)
+
+
+def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
+    """Beams of the next level. nodes, kept, parents [B, n]: trie nodes, log-probabilities, columns
+    of the beams above.
+    """
+    chosen = torch.where(kept > DEAD, nodes, beams.trie.any_leaf)
+    above = parents[..., None].expand(-1, -1, beams.level)
+    return replace(
+        beams,
+        level=beams.level + 1,
+        nodes=chosen,
+        log_probs=kept,
+        paths=torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1),
+        parents=parents,
+    )
 
 
 @dataclass(frozen=True)

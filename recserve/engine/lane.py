@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft, LooksAhead, Strategy
+from recserve.core.drafting import Draft, Strategy
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Request, Result, Timing
 from recserve.core.sequence import Sequence
 from recserve.engine.delivery import AnyLane
@@ -107,7 +107,7 @@ class Lane:
             found.length,
             found.tail,
             slots_of_pages(own_pages[len(pages) :], size, len(tree_pages) * size),
-            placeholders=strategy.placeholders if isinstance(strategy, LooksAhead) else None,
+            placeholders=getattr(strategy, "placeholders", None),
             ahead=found.ahead,
             notes=found.notes,
             timing=Timing(

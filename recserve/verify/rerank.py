@@ -15,7 +15,6 @@ from torch import Tensor
 from recserve.core.beams import Beams, Rivals
 from recserve.core.diversity import first_k
 from recserve.core.request import Slate
-from recserve.core.selection import descending
 from recserve.draft.candidates import needed_prefixes
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
@@ -101,7 +100,7 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
         rows = torch.cat([rows, rivals.rows], dim=1)
         scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
     order = torch.sort(rows, dim=1).indices
-    order = order.gather(1, descending(scores.gather(1, order)))
+    order = order.gather(1, _descending(scores.gather(1, order)))
     counts, rounds = alive.sum(1).tolist(), beams.rounds.tolist()
     ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
     answers = []
@@ -118,3 +117,8 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
             )
         )
     return answers
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Order of each row, largest first, equal values as they come."""
+    return torch.sort(values, dim=1, descending=True, stable=True).indices
