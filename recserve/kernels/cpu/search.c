@@ -126,13 +126,17 @@ static int allowed(const Trie *trie, const Request *request, int64_t node) {
 static void normalise(float *logits, int64_t count) {
     int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < whole; i++) logits[i] = -INFINITY;
-    float peak = -INFINITY;
-    for (int64_t i = 0; i < count; i++) peak = logits[i] > peak ? logits[i] : peak;
-    floats total = {};
+    floats peaks = load(FLOAT32, logits, 0), total = {};
+    for (int64_t i = LANES; i < whole; i += LANES) {
+        floats x = load(FLOAT32, logits, i);
+        peaks = choose(x > peaks, x, peaks);
+    }
+    float peak = largest(peaks);
     for (int64_t i = 0; i < whole; i += LANES)
         total += exponential(load(FLOAT32, logits, i) - peak);
     float log_sum = logf(sum(total));
-    for (int64_t i = 0; i < count; i++) logits[i] = (logits[i] - peak) - log_sum;
+    for (int64_t i = 0; i < whole; i += LANES)
+        store(FLOAT32, logits, i, (load(FLOAT32, logits, i) - peak) - log_sum);
 }
 
 INLINE float number(int type, const char *data, int64_t at) {
@@ -143,18 +147,31 @@ INLINE float number(int type, const char *data, int64_t at) {
     return x;
 }
 
+/* The logits of a beam's children, in their order. */
+static void gather(const Search *s, Children of, const char *logits, float *gains) {
+    const int32_t *codes = s->trie->codes + of.first;
+    if (s->type == FLOAT32)
+        for (int64_t i = 0; i < of.count; i++) gains[i] = ((const float *)logits)[codes[i]];
+    else
+        for (int64_t i = 0; i < of.count; i++) gains[i] = number(BFLOAT16, logits, codes[i]);
+    for (int64_t i = of.count; i < of.count + of.more; i++)
+        gains[i] = number(s->type, logits, last_code(s->trie, child(of, i)));
+}
+
 /* Candidates below one beam; logits NULL: it has one child, which costs nothing. */
 static int64_t offer_children(const Search *s, const Request *request, Candidate beam,
                               const char *logits, float *gains, Candidate *heap, int64_t size) {
     Children below = children(s->trie, beam.node);
     int64_t count = below.count + below.more;
-    for (int64_t i = 0; logits && i < count; i++)
-        gains[i] = number(s->type, logits, last_code(s->trie, child(below, i)));
-    if (logits) normalise(gains, count);
+    gains[0] = 0.0f;
+    if (logits) {
+        gather(s, below, logits, gains);
+        normalise(gains, count);
+    }
     for (int64_t i = 0; i < count; i++) {
-        float score = beam.score + (logits ? gains[i] : 0.0f);
-        Candidate one = {score + 0.0f, child(below, i), beam.parent};
-        if (!(one.score > -INFINITY)) continue;
+        float score = beam.score + gains[i] + 0.0f, least = heap[0].score;
+        if (!(score > -INFINITY) || (size == request->width && score < least)) continue;
+        Candidate one = {score, child(below, i), beam.parent};
         if (size == request->width && !better(one, heap[0])) continue;
         if (allowed(s->trie, request, one.node)) size = offer(heap, size, request->width, one);
     }
@@ -376,6 +393,7 @@ static int64_t search_one(const Search *s, int64_t b) {
     work.known = work.heap + most + 1;
     work.slots = (int64_t *)(work.known + known);
     int64_t *parents = work.slots + most + 1, *slots = parents + most + 1;
+    work.heap[0].score = -INFINITY;
     work.gains = (float *)(slots + most + 1);
     work.rows = (char *)(work.gains + codes + LANES);
     work.states = work.rows + most * each;
