@@ -183,16 +183,22 @@ class Recommender(nn.Module):
         """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
         pack_weights(self.decoder)
         pack_layers(self, "vector_projection", "dense_query")
-        books = [self.level_codes(level) for level in range(self.config.num_levels)]
-        panels: list[Panels | None] = [None] * len(books)
         if packable(self.head.weight):
-            packed = [PackedLinear(codes) for codes in books]
-            panels = [linear.panels for linear in packed]
-            self._packed_levels = nn.ModuleList(packed)
+            books = [self.level_codes(level) for level in range(self.config.num_levels)]
+            self._packed_levels = nn.ModuleList(map(PackedLinear, books))
             self._packed_head = PackedLinear(self.head.weight)
+        self.pack_search()
+
+    @torch.no_grad()
+    def pack_search(self) -> None:
+        """Lay the codes out, as they are now, for searches on this CPU (native_search.py)."""
         if self.config.normalization == "children" and dispatch.in_native(self.head.weight):
-            pairs = zip(panels, books, strict=True)
-            self.search = NativeSearch([had or Panels.of(codes, None) for had, codes in pairs])
+            self.search = NativeSearch([self._panels(n) for n in range(self.config.num_levels)])
+
+    def _panels(self, level: int) -> Panels:
+        packed = None if self._packed_levels is None else self._packed_levels[level]
+        panels = packed.panels if isinstance(packed, PackedLinear) else None
+        return panels or Panels.of(self.level_codes(level), None)
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Logits of a level from the root's last hidden state, without the codes before it.
@@ -244,8 +250,12 @@ class Recommender(nn.Module):
         return logits.log_softmax(-1)
 
     def train(self, mode: bool = True) -> Recommender:
-        """As nn.Module.train; forgets the item table that eval mode keeps."""
+        """As nn.Module.train; forgets the item table that eval mode keeps, and in training what
+        searches read.
+        """
         self._dense_table = None
+        if mode:
+            self.search = None
         super().train(mode)
         return self
 

@@ -48,6 +48,7 @@ class BundleSlates:
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         vectors = torch.from_numpy(catalog.vectors)
         model = load_recommender(bundle.directory("recommender"), codes, vectors, place)
+        model.pack()  # as the server does
         heads = load_heads(bundle, model)
         trie = build_trie(codes, model.config.codebook_sizes).to(place)
         slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))

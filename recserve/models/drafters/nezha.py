@@ -72,8 +72,12 @@ class SelfDraftHead(nn.Module):
         self.head.weight.copy_(target.head.weight)
 
     def train(self, mode: bool = True) -> SelfDraftHead:
-        """As nn.Module.train; forgets the tables that eval mode keeps."""
-        self._inputs, self.search = {}, None
+        """As nn.Module.train; forgets the tables that eval mode keeps, and in training what `pack`
+        laid out.
+        """
+        self._inputs = {}
+        if mode:
+            self.search = None
         super().train(mode)
         return self
 
