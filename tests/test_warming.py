@@ -1,6 +1,7 @@
 """Events with `warm`: a user's first question is proved in one round, whoever asks it."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,13 @@ def test_the_first_question_of_a_warmed_user_is_proved_in_one_round(service, dra
     answer = ask(service, "me")
     assert answer.rounds == 1 and not drafts
     same_as_beam(service, "me", answer)
+
+
+def test_in_the_invariant_mode_it_has_the_bits_of_beam_search(opened):
+    with opened(invariant=True) as service:
+        warm(service, "me")
+        answer = ask(service, "me")
+        assert answer.rounds == 1 and slate(answer) == slate(ask(service, "me", strategy="beam"))
 
 
 def test_another_question_of_a_warmed_user_is_still_right(service, drafts):
@@ -219,9 +227,11 @@ def test_a_deleted_user_is_not_warmed(service):
         futures = [waiting.future for waiting in engine._behind]
         deleting = threading.Thread(target=service.delete_user, args=("me",))
         deleting.start()  # it waits for the engine, to forget the roots there are
-        while not all(future.cancelled() for future in futures):
-            pass
+        until = time.monotonic() + 30
+        while not all(future.cancelled() for future in futures) and time.monotonic() < until:
+            time.sleep(0.001)
     deleting.join()
+    assert all(future.cancelled() for future in futures)
     settled(service)
     assert len(futures) == 2 and engine.stats().pages_cached == before
     assert not service._warming._under_way
