@@ -8,10 +8,12 @@ import pytest
 from live_server import live
 from tiny_bundle import shared_bundle
 
+from recserve.config import ServerConfig
 from recserve.core.request import DeadlineExceeded, WarmDraftRequest
 from recserve.engine.plan_choice import NO_DRAFT
 from recserve.engine.strategies import speculative
 from recserve.messages import EventBody, EventsBody, Exclude, ItemsBody, RecommendBody, UserRef
+from recserve.server.app import load
 from recserve.service import Service, warming
 from recserve.service.usual import LATELY, Shape, Usual
 
@@ -245,6 +247,21 @@ def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
         futures = [waiting.future for waiting in engine._behind]
     assert all(isinstance(f.exception(timeout=10), DeadlineExceeded) for f in futures)
     assert engine.stats().pages_cached == 0
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_it_is_a_setting_of_the_server(tmp_path, monkeypatch, value):
+    config = ServerConfig(
+        bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", journal=tmp_path,
+        device="cpu", warm_drafts=value,
+    )  # fmt: skip
+    served = load(config)
+    try:
+        found = submitted(served.items, monkeypatch)
+        warm(served.items, "me")
+        assert isinstance(found[-1], WarmDraftRequest) == value
+    finally:
+        served.close()
 
 
 def test_over_http(opened):

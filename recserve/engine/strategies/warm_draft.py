@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from recserve.core.beams import Beams
 from recserve.core.request import Result, Warmed
+from recserve.core.root_notes import is_plain
 from recserve.draft.kept import are_kept, are_trimmed, trim
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.verify import beam as beam_verify
@@ -15,7 +16,8 @@ from recserve.verify import rerank
 class WarmDraftStrategy(BeamStrategy):
     """Full beam search, of which only the draft is kept: the prefixes that prove the answer.
 
-    They stay with the root, where `speculative` looks for what proved an earlier answer.
+    They stay with the root, where `speculative` looks for what proved an earlier answer. For a
+    question with a filter or caps nothing is kept.
     """
 
     def finished(self, state: Beams) -> bool:
@@ -24,7 +26,7 @@ class WarmDraftStrategy(BeamStrategy):
 
     def finish(self, state: Beams) -> list[Result]:
         """What it took."""
-        if state.scored.keys.shape[0]:
+        if state.scored.keys.shape[0] and all(is_plain(request) for request in state.requests):
             self._keep(state)
         return [Warmed(sequence.timing) for sequence in state.sequences]
 
