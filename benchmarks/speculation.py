@@ -8,8 +8,9 @@
 pays. "auto": what the server does, after as many answers as it needs to make up its mind. The three
 take turns over the same users; a ratio is the median over those turns, so that what else the
 machine does meets all of them. All slates are compared: the run fails where one differs in float32.
-"again": a user who asked the same before. "first": one whose root is computed, who has not asked
-yet. "cold": one never seen. benchmarks/joined_bundle.py makes a bundle with long histories.
+"again": a user who asked the same before. "warmed": one who has not asked, and for whom events were
+posted with `warm`: root and draft are there. "first": one whose root alone is computed. "cold": one
+never seen. benchmarks/joined_bundle.py makes a bundle with long histories.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from report import Report, options_of
 from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
-from recserve.core.request import Root, Slate, WarmRequest
+from recserve.core.request import Root, Slate, WarmDraftRequest, WarmRequest
 from recserve.engine.plan_choice import TRIALS, Group, PlanChoice
 from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.calibration import DraftPlan
@@ -37,7 +38,7 @@ from recserve.service.choosing import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)
-VISITS = ("again", "first", "cold")
+VISITS = ("again", "warmed", "first", "cold")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
                 subject.engine.forget(root.keys)
         if cell.visit == "first":
             subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
+        if cell.visit == "warmed":
+            k, width, trie = cell.k, cell.beam, subject.trie
+            subject.engine.run_many([WarmDraftRequest(root, trie, k, width) for root in roots])
 
     def users(number: int) -> list[Root]:
         first = number % groups * cell.batch

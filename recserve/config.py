@@ -45,7 +45,8 @@ class ServerConfig(BaseSettings):
     where there is CUDA. invariant: no bit of an answer depends on other requests, on drafts or on
     what is cached; CPU only. dtype: of the recommender's weights and of its cache. kv_dtype: of
     every model's cache, None: as the model computes. shadow: a strategy that is compared with the
-    answers given, on `shadow_share` of them.
+    answers given, on `shadow_share` of them. warm_drafts: events with `warm` leave a draft beside
+    the user's root, for the question that is usually asked; false: the root alone.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -79,6 +80,7 @@ class ServerConfig(BaseSettings):
     invariant: bool = False
     shadow: str | None = None
     shadow_share: float = Field(0.01, ge=0, le=1)
+    warm_drafts: bool = True
     access_log: bool = False
 
     @field_validator("api_keys", "drafters", mode="before")

@@ -141,7 +141,9 @@ class EventBody(_Body, frozen=True, kw_only=True, gc=False):
 
 
 class EventsBody(_Body, frozen=True, kw_only=True):
-    """POST /v1/events. warm: compute the users' roots now, so that their next answer is quick."""
+    """POST /v1/events. warm: compute the users' roots now, and drafts for what they will probably
+    ask, so that their next answer is quick.
+    """
 
     events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
     warm: bool = False

@@ -44,7 +44,8 @@ class Gauges:
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
     illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
     strategy that is compared. graph_steps: text steps by what became of them; graph_seconds,
-    graph_bytes: what recording each step took, by its bucket.
+    graph_bytes: what recording each step took, by its bucket. background: requests that nobody
+    waits for, waiting or running.
     """
 
     queue_depth: int = 0
@@ -55,6 +56,7 @@ class Gauges:
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
+    background: int = 0
 
 
 class Drafted(Protocol):
@@ -85,6 +87,11 @@ class _EngineCollector(Collector):
         depth = GaugeMetricFamily("recserve_queue_depth", "Requests waiting for the engine")
         depth.add_metric([], gauges.queue_depth)
         yield depth
+        behind = GaugeMetricFamily(
+            "recserve_background_depth", "Roots and drafts to be made before anybody asks"
+        )
+        behind.add_metric([], gauges.background)
+        yield behind
         pages = GaugeMetricFamily("recserve_kv_pages", "Pages of the KV pool", labels=["state"])
         for state, count in gauges.kv_pages.items():
             pages.add_metric([state], count)

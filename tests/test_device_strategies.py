@@ -6,7 +6,8 @@ from pretend_cuda import PretendCuda
 
 from recserve.kernels import dispatch
 
-RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood", "warm")
+RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")
+WARMED = ("warm", "warm_draft")
 HOW = {
     "items": ("plain", "filters", "diversity", "weighed", "live"),
     "codes": ("plain", "filters", "live"),
@@ -19,7 +20,7 @@ def plain_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("form", HOW)
-@pytest.mark.parametrize("strategy", RECOMMEND)
+@pytest.mark.parametrize("strategy", RECOMMEND + WARMED)
 def test_recommendations_are_the_cpu_s(strategy, form):
     """Cold and warm, in every way of asking."""
     here = recommending("cpu", form)

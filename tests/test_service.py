@@ -470,7 +470,7 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
 
     again = structs.replace(view("me", ids[10]), warm=True)
     assert service.add_events(again).warmed == 2
-    while service.runtime.engine.stats().running or service.runtime.engine.stats().queue_depth:
+    while service.runtime.engine.stats().background:
         time.sleep(0.001)
     timing, warm = ask(service)
     assert timing.root_computed == 0 < timing.root_cached

@@ -98,6 +98,13 @@ class WarmRequest:
 
 
 @dataclass(frozen=True)
+class WarmDraftRequest(RecommendRequest):
+    """Compute a root, and what proves the answer to this question: who asks it gets one round."""
+
+    strategy: StrategyName = "speculative"
+
+
+@dataclass(frozen=True)
 class TextScoreRequest:
     """Score label tokens after each of M given texts that share a beginning, the root.
 
@@ -168,7 +175,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Answer to a WarmRequest."""
+    """Answer to a WarmRequest or a WarmDraftRequest."""
 
     timing: Timing = field(default_factory=Timing)
 

@@ -8,6 +8,7 @@ from recserve.core.request import (
     RecommendRequest,
     Request,
     TextScoreRequest,
+    WarmDraftRequest,
     WarmRequest,
 )
 from recserve.core.text_request import TextRequest
@@ -16,6 +17,8 @@ from recserve.core.text_request import TextRequest
 def destination(request: Request | TextRequest) -> tuple[str, str]:
     """Model and strategy or drafter that a request is for."""
     match request:
+        case WarmDraftRequest():
+            return "recommender", "warm_draft"
         case RecommendRequest():
             return "recommender", request.strategy
         case LikelihoodRequest():
@@ -28,3 +31,8 @@ def destination(request: Request | TextRequest) -> tuple[str, str]:
             return "text_scores", "text_scores"
         case TextRequest():
             return "text", request.speculation.drafter
+
+
+def in_background(request: Request | TextRequest) -> bool:
+    """Whether nobody waits for the answer."""
+    return isinstance(request, WarmRequest | WarmDraftRequest)

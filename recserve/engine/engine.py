@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from recserve.core.drafting import Strategy
-from recserve.core.request import DeadlineExceeded, QueueFull, Request, Result
+from recserve.core.request import RecommendRequest, Request, Result
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
-from recserve.engine.delivery import AnyLane, deliver, expired, fail
-from recserve.engine.destination import destination
+from recserve.engine.delivery import AnyLane, deliver, fail
+from recserve.engine.destination import destination, in_background
 from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import STRATEGIES, invariant_runner
@@ -37,11 +37,13 @@ from recserve.engine.strategies import (
     RankStrategy,
     SpeculativeStrategy,
     TextScoreStrategy,
+    WarmDraftStrategy,
     WarmStrategy,
     likelihood_strategy,
     recommend_strategies,
 )
 from recserve.engine.text_lane import TextLane, TextLimits
+from recserve.engine.waiting import Waiting, admit, line_up
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.trie_overlay import AnyTrie
@@ -76,15 +78,6 @@ class EngineConfig:
     invariant: bool = False
 
 
-@dataclass
-class _Waiting:
-    request: Request | TextRequest
-    future: Future[Any]
-    submitted_s: float
-    lane: AnyLane
-    how: Strategy | Drafter
-
-
 class Engine:
     """Serves a recommender, a ranker, a language model, or any of them together."""
 
@@ -113,6 +106,8 @@ class Engine:
                 kept = self._strategies.items()
                 self._strategies = {name: how for name, how in kept if name in STRATEGIES}
             self.strategies = tuple(sorted(self._strategies))
+            if "speculative" in self._strategies:
+                self._strategies["warm_draft"] = WarmDraftStrategy(recommender)
             self._strategies["likelihood"] = likelihood_strategy(recommender)
         if ranker is not None:
             self._lanes["ranker"] = Lane(self._runner(RankerTrunk(ranker.eval())))
@@ -128,7 +123,14 @@ class Engine:
             self._lanes["text"] = TextLane(runner, text, limits, graphs)
             self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
             self._strategies["text_scores"] = TextScoreStrategy(text)
-        self._waiting: deque[_Waiting] = deque()
+        # Lanes of requests that nobody waits for, over the same pages, and the queue before them.
+        self._background = {
+            name: Lane(lane.runner, beside=lane)
+            for name, lane in self._lanes.items()
+            if name in ("recommender", "ranker") and isinstance(lane, Lane)
+        }
+        self._waiting: deque[Waiting] = deque()
+        self._behind: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -142,7 +144,8 @@ class Engine:
     def submit(self, request: TextRequest) -> Future[Completion]: ...
 
     def submit(self, request: Request | TextRequest) -> Future[Any]:
-        """Queue a request; its future gets the answer or the error.
+        """Queue a request; its future gets the answer or the error. Those that nobody waits for
+        have a queue of their own, and their turn when nothing else is asked of items.
 
         Raises QueueFull, RequestTooLarge, or ValueError for a model, strategy, drafter or verifier
         that is not here.
@@ -150,16 +153,12 @@ class Engine:
         lane, how = self._route(request)
         lane.check(request, how)
         future: Future[Any] = Future()
-        waiting = _Waiting(request, future, time.monotonic(), lane, how)
+        waiting = Waiting(request, future, time.monotonic(), lane, how)
+        queue = self._behind if in_background(request) else self._waiting
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
-            if len(self._waiting) >= self.config.max_queue:
-                retry_after_s = len(self._waiting) * self._seconds_per_request
-                raise QueueFull(
-                    f"{self.config.max_queue} requests are waiting already", retry_after_s
-                )
-            self._waiting.append(waiting)
+            line_up(queue, waiting, self.config.max_queue, self._seconds_per_request)
             self._changed.notify()
         return future
 
@@ -172,6 +171,11 @@ class Engine:
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
             with self._stepping:
                 strategy.measure(trie)
+
+    def repeats(self, request: RecommendRequest) -> bool:
+        """Whether the request would be answered from a draft that was kept, if there were one."""
+        strategy = self._strategies.get(request.strategy)
+        return isinstance(strategy, SpeculativeStrategy) and strategy.repeats(request)
 
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""
@@ -220,10 +224,15 @@ class Engine:
             self._thread.start()
 
     def close(self) -> None:
-        """Finish what is waiting and running, then stop the thread."""
+        """Finish what is waiting and running, but for what nobody waits for, then stop the
+        thread.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
+        with self._stepping:
+            for waiting in self._behind:
+                waiting.future.cancel()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -241,7 +250,8 @@ class Engine:
         """Safe to call from any thread; the figures may be one step apart."""
         text = self._lanes.get("text")
         graphs = text.graphs if isinstance(text, TextLane) else None
-        return stats_of(len(self._waiting), list(self._lanes.values()), graphs)
+        behind = len(self._behind) + sum(lane.num_running for lane in self._background.values())
+        return stats_of(len(self._waiting), list(self._lanes.values()), graphs, behind)
 
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""
@@ -255,7 +265,7 @@ class Engine:
         with self._stepping:
             began = time.monotonic()
             if self._waiting:
-                self._admit()
+                admit(self._waiting, self.config.max_running)
             answered = 0
             for lane in self._lanes.values():
                 if lane.num_running:
@@ -264,7 +274,10 @@ class Engine:
             if answered:
                 spent = (time.monotonic() - began) / answered
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
-            return bool(self._waiting) or any(lane.num_running for lane in self._lanes.values())
+            self._step_background()
+            lanes = [*self._lanes.values(), *self._background.values()]
+            waiting = bool(self._waiting) or bool(self._behind)
+            return waiting or any(lane.num_running for lane in lanes)
 
     def _step_lane(self, lane: AnyLane) -> int:
         """One forward of a model; a failure ends its running requests with that error, no
@@ -284,39 +297,25 @@ class Engine:
             deliver(sequence, result)
         return len(done) + len(stepped)
 
-    def _admit(self) -> None:
-        """Move waiting requests into their lanes by priority, then oldest first; where one finds no
-        room, those behind it on the same model wait too, so that a large request is not starved by
-        small ones.
+    def _step_background(self) -> None:
+        """One step of one request that nobody waits for, while no item lane has another to answer:
+        a request that comes meanwhile waits for no more than that. A text, which goes on for
+        seconds, does not hold it up.
         """
-        full: set[int] = set()
-        kept: list[_Waiting] = []
-        queue = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        for waiting in sorted(queue, key=_priority):
-            if waiting.future.cancelled():
-                continue
-            if expired(waiting.request):
-                fail(waiting.future, DeadlineExceeded("the deadline passed in the queue"))
-                continue
-            lane = waiting.lane
-            if id(lane) not in full and lane.num_running < self.config.max_running:
-                try:
-                    admitted = lane.admit(
-                        waiting.request, waiting.future, waiting.submitted_s, waiting.how
-                    )
-                except Exception as error:
-                    fail(waiting.future, error)
-                    continue
-                if admitted:
-                    continue
-            full.add(id(lane))
-            kept.append(waiting)
-        self._waiting.extendleft(reversed(kept))
+        if any(lane.num_running for lane in self._lanes.values() if isinstance(lane, Lane)):
+            return
+        if self._behind:
+            admit(self._behind, 1)
+        for lane in self._background.values():
+            if lane.num_running:
+                lane.drop_ended()
+                self._step_lane(lane)
+                return
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._closing:
+                while not (self._waiting or self._behind or self._closing):
                     self._changed.wait()
                 if self._closing and not self._waiting:
                     return
@@ -334,7 +333,8 @@ class Engine:
             return self._lanes[model], self.drafters[name]
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        return self._lanes[model], self._strategies[name]
+        lanes = self._background if in_background(request) else self._lanes
+        return lanes[model], self._strategies[name]
 
     def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
         size, dtype = self.config.page_size, pool_dtype(self.config.kv_dtype, trunk.dtype)
@@ -342,7 +342,3 @@ class Engine:
         if self.config.invariant:
             return invariant_runner(trunk, num_pages, size, dtype)
         return Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
-
-
-def _priority(waiting: _Waiting) -> int:
-    return waiting.request.priority if isinstance(waiting.request, TextRequest) else 0

@@ -46,6 +46,16 @@ class _Times:
     count: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     mean_ms: dict[bool, float] = field(default_factory=dict)
 
+    @property
+    def known(self) -> bool:
+        """Whether both ways were tried often enough."""
+        return min(self.count.values()) >= TRIALS
+
+    @property
+    def drafts_are_faster(self) -> bool:
+        """Only where it is known."""
+        return self.mean_ms[True] < SURELY * self.mean_ms[False]
+
 
 class PlanChoice:
     """Beam search or the draft that is expected to end soonest, whichever is faster.
@@ -74,21 +84,27 @@ class PlanChoice:
             return NOT_CALIBRATED
         if self.costs is None:
             return NO_DRAFT
-        cell = group.cell
-        if cell not in self._best:
-            self._best[cell] = self._expected_best(self.calibration, self.costs, group)
-        plan, promising = self._best[cell]
+        plan, promising = self._best_of(group)
         if plan is NO_DRAFT:
             return plan
-        times = self._times.setdefault(cell, _Times())
+        times = self._times.setdefault(group.cell, _Times())
         times.asked += 1
         drafting = promising
         if times.count[promising] >= TRIALS:
             drafting = not promising
-        if min(times.count.values()) >= TRIALS:
-            faster = times.mean_ms[True] < SURELY * times.mean_ms[False]
-            drafting = faster == (times.asked % RETRY > 0)
+        if times.known:
+            drafting = times.drafts_are_faster == (times.asked % RETRY > 0)
         return plan if drafting else NO_DRAFT
+
+    def pays(self, group: Group) -> bool:
+        """Whether such a group drafts but for trials. Safe from any thread; nothing is noted."""
+        if self.calibration is None or self.costs is None:
+            return self.calibration is None
+        plan, promising = self._best_of(group)
+        times = self._times.get(group.cell)
+        if plan is NO_DRAFT or times is None or not times.known:
+            return promising
+        return times.drafts_are_faster
 
     def took(self, group: Group, drafted: bool, milliseconds: float) -> None:
         """Note what a group's rounds took, all of them, with a draft or without."""
@@ -97,6 +113,13 @@ class PlanChoice:
         before = times.mean_ms.get(drafted, milliseconds)
         weight = max(NEWEST, 1 / times.count[drafted])
         times.mean_ms[drafted] = before + weight * (min(milliseconds, OUTLIER * before) - before)
+
+    def _best_of(self, group: Group) -> tuple[DraftPlan, bool]:
+        """Of the group's cell: as `_expected_best`."""
+        assert self.calibration is not None and self.costs is not None
+        if group.cell not in self._best:
+            self._best[group.cell] = self._expected_best(self.calibration, self.costs, group)
+        return self._best[group.cell]
 
     @staticmethod
     def _expected_best(

@@ -14,6 +14,7 @@ from recserve.engine.graphs import StepGraphs
 class EngineStats:
     """A look at the engine; pages and prefix tokens are sums over the models.
 
+    background: requests that nobody waits for, waiting or running; not part of the others.
     graph_steps: text steps by what became of them (engine/graphs.py); graph_seconds, graph_bytes:
     what each record took, by its name. Empty where nothing is recorded.
     """
@@ -25,13 +26,14 @@ class EngineStats:
     pages_total: int
     prefix_hit_tokens: int
     prefix_missed_tokens: int
+    background: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def stats_of(
-    queue_depth: int, lanes: Seq[AnyLane], graphs: StepGraphs | None = None
+    queue_depth: int, lanes: Seq[AnyLane], graphs: StepGraphs | None = None, background: int = 0
 ) -> EngineStats:
     """Lanes that share a pool are counted once. graphs: of the text lane."""
     recorded = [] if graphs is None else graphs.recorded
@@ -44,6 +46,7 @@ def stats_of(
         sum(lane.allocator.num_pages for lane in pools),
         sum(lane.cache.num_hit_tokens for lane in pools),
         sum(lane.cache.num_missed_tokens for lane in pools),
+        background,
         {} if graphs is None else {str(name): n for name, n in graphs.counts.items()},
         {made.bucket.name: made.seconds for made in recorded},
         {made.bucket.name: made.bytes for made in recorded},

@@ -123,6 +123,7 @@ def load(config: ServerConfig) -> Served:
         text=text,
         dtype=config.dtype,
         journal=config.journal,
+        warm_drafts=config.warm_drafts,
     )
     if config.shadow is not None:
         items.compare_with(config.shadow, config.shadow_share)

@@ -21,6 +21,7 @@ from recserve.service.histories import History
 from recserve.service.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
+from recserve.service.usual import Shape, Usual, seen_rows
 from recserve.service.work import Stopwatch, Work
 
 CONDITIONED = "dense"
@@ -45,6 +46,8 @@ class Recommendations:
         self.dense_weight = dense_weight
         self.outcomes = outcomes
         self.chooser = Chooser(runtime.engine.strategies)
+        default = RecommendBody()
+        self.usual = Usual(Shape(default.k, DEFAULT_BEAM_WIDTH, dense_weight))
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
@@ -96,6 +99,8 @@ class Recommendations:
             outcome,
             caps,
         )
+        exact = self.chooser.exact if choice.hurried else strategy
+        self.usual.asked(_shape(body, width, dense_weight, exact))
         watch.features_done()
         future = self.runtime.engine.submit(request)
 
@@ -257,13 +262,19 @@ class _Slate:
         return codes
 
 
+def _shape(body: RecommendBody, width: int, dense_weight: float, strategy: str) -> Shape | None:
+    """None where no draft is kept for such a question."""
+    exclude = body.exclude
+    if strategy != SPECULATIVE or exclude.item_ids or body.filter or body.diversity:
+        return None
+    return Shape(body.k, width, dense_weight, exclude.seen, exclude.seen_within_s)
+
+
 def _seen(exclude: Exclude, history: History) -> np.ndarray:
     """Rows of the history that must not be answered. Raises InvalidRequest."""
-    if exclude.seen_within_s is None:
-        return history.rows if exclude.seen else history.rows[:0]
-    if not exclude.seen:
+    if exclude.seen_within_s is not None and not exclude.seen:
         raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
-    return history.rows_within(exclude.seen_within_s)
+    return seen_rows(exclude.seen, exclude.seen_within_s, history)
 
 
 def _allowed(snapshot: Snapshot, body: RecommendBody) -> np.ndarray | None:

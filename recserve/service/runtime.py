@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class Runtime:
     """Shared by the parts of a service. illegal_items: seen since the start; must stay 0. shadow:
-    compares another strategy with the answers given, None: none is compared.
+    compares another strategy with the answers given, None: none is compared. warm_drafts: whoever
+    is warmed gets a draft beside the root, where that pays.
     """
 
     engine: Engine
@@ -38,6 +39,7 @@ class Runtime:
     device: torch.device
     illegal_items: int = field(default=0)
     shadow: Shadow | None = None
+    warm_drafts: bool = True
 
     def envelope(
         self,
@@ -87,4 +89,5 @@ def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
         graph_steps=stats.graph_steps,
         graph_seconds=stats.graph_seconds,
         graph_bytes=stats.graph_bytes,
+        background=stats.background,
     )

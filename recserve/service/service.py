@@ -104,7 +104,8 @@ class Service:
             scorers["likelihood"] = LikelihoodScorer(roots)
         if scorers:
             self._rankings = Rankings(runtime, scorers)
-        self._warming = Warming(runtime, self._recommender_roots, self._ranker_roots)
+        usual = None if self._recommendations is None else self._recommendations.usual
+        self._warming = Warming(runtime, self._recommender_roots, self._ranker_roots, usual)
         self._items = LiveItems(runtime, models, bundle, journal, ranking)
         self._items.replay()
 
@@ -124,13 +125,15 @@ class Service:
         graphs: bool | None = None,
         invariant: bool = False,
         text: LoadedText | None = None,
+        warm_drafts: bool = True,
     ) -> Service:
         """Load everything.
 
         store: URL of the history store, None: `default_store`. An empty store is filled with the
         bundle's own events. signing_key: None draws one, whose tokens end with the process.
         journal: folder of item changes, None: beside the bundle. dtype: of the recommender.
-        kv_dtype: of caches, None: the models'. text: a language model beside them.
+        kv_dtype: of caches, None: the models'. text: a language model beside them. warm_drafts:
+        whoever is warmed gets a draft too, where that pays.
         Raises BundleError, StoreUnavailable, JournalError, or ValueError for device or `invariant`.
         """
         opened = open_parts(
@@ -150,6 +153,7 @@ class Service:
             journal,
             text,
         )
+        opened.runtime.warm_drafts = warm_drafts
         return Service(opened.bundle, opened.runtime, opened.models, opened.journal)
 
     def close(self) -> None:
@@ -268,13 +272,7 @@ class Service:
         history = runtime.histories.delete(user_id, runtime.snapshot)
         if self._items.was_read_otherwise(history):
             runtime.engine.forget_all()
-        if self._recommender_roots is not None:
-            for keys, shared in self._recommender_roots.keys(runtime.snapshot, history.rows):
-                runtime.engine.forget(keys, shared)
-        if self._ranker_roots is not None:
-            for keys, shared in self._ranker_roots.keys(runtime.snapshot, history):
-                runtime.engine.forget(keys, shared)
-            self._ranker_roots.forget()
+        self._warming.forget(user_id, history)
 
     def item(self, item_id: str) -> ItemAnswer:
         """One item of the catalogue. Raises UnknownItem."""

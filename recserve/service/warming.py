@@ -1,47 +1,113 @@
-"""Roots of users who have just done something, computed before they ask."""
+"""Roots of users who have just done something, and drafts for what they will ask, made before they
+ask; and how all that is forgotten.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 
-from recserve.core.request import QueueFull, WarmRequest
+from recserve.core.request import QueueFull, Request, Result, WarmRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.messages import UserRef
+from recserve.service.histories import History
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
+from recserve.service.snapshot import Snapshot
+from recserve.service.usual import Usual
+
+WITHIN_S = 10.0  # what was not begun by then is not worth it: the user has asked, or has left
 
 
 class Warming:
-    """Asks the engine for roots and waits for nothing."""
+    """Asks the engine for roots and drafts, and waits for nothing."""
 
     def __init__(
-        self, runtime: Runtime, recommender: RecommenderRoots | None, ranker: RankerRoots | None
+        self,
+        runtime: Runtime,
+        recommender: RecommenderRoots | None,
+        ranker: RankerRoots | None,
+        usual: Usual | None = None,
     ) -> None:
+        """usual: what drafts are made for. Each is None where there is no such model."""
         self.runtime = runtime
         self.recommender = recommender
         self.ranker = ranker
+        self.usual = usual
+        self._under_way: dict[str, list[Future[Result]]] = {}
+        self._lock = threading.Lock()
 
     def warm(self, user_ids: Iterable[str]) -> int:
-        """Roots that are under way; ends early where the queue is full."""
+        """Roots that are under way; ends early where the queue is full. What was under way for a
+        user before is dropped: there is more to read now.
+        """
         begun = 0
         for user_id in user_ids:
+            self._drop(user_id)
             try:
                 for request in self._requests(user_id):
-                    self.runtime.engine.submit(request)
+                    self._submit(user_id, request)
                     begun += 1
             except (QueueFull, RequestTooLarge):
                 break
         return begun
 
-    def _requests(self, user_id: str) -> list[WarmRequest]:
+    def forget(self, user_id: str, history: History) -> None:
+        """Drop what is under way for a user, and every root that the history has had."""
+        self._drop(user_id)
+        runtime = self.runtime
+        if self.recommender is not None:
+            for keys, shared in self.recommender.keys(runtime.snapshot, history.rows):
+                runtime.engine.forget(keys, shared)
+        if self.ranker is not None:
+            for keys, shared in self.ranker.keys(runtime.snapshot, history):
+                runtime.engine.forget(keys, shared)
+            self.ranker.forget()
+
+    def _requests(self, user_id: str) -> list[Request]:
         snapshot = self.runtime.snapshot
         history = self.runtime.histories.read(UserRef(id=user_id), None, snapshot)
         if not history.rows.size:
             return []
-        requests = []
+        until_s = time.monotonic() + WITHIN_S
+        requests: list[Request] = []
         if self.ranker is not None:
-            requests.append(WarmRequest(self.ranker.bare(snapshot, history), "ranker"))
+            root = self.ranker.bare(snapshot, history)
+            requests.append(WarmRequest(root, "ranker", until_s))
         if self.recommender is not None:
-            root = self.recommender.root(snapshot, history.rows)
-            requests.append(WarmRequest(root, "recommender"))
+            requests.append(self._of_recommender(self.recommender, snapshot, history, until_s))
         return requests
+
+    def _of_recommender(
+        self, roots: RecommenderRoots, snapshot: Snapshot, history: History, until_s: float
+    ) -> Request:
+        """The root, and a draft with it where the usual question would be answered from one."""
+        root = roots.root(snapshot, history.rows)
+        if self.runtime.warm_drafts and self.usual is not None:
+            shape = self.usual.shape
+            request = None if shape is None else shape.of(root, history, snapshot, until_s)
+            if request is not None and self.runtime.engine.repeats(request):
+                return request
+        return WarmRequest(root, "recommender", until_s)
+
+    def _submit(self, user_id: str, request: Request) -> None:
+        future = self.runtime.engine.submit(request)
+        with self._lock:
+            self._under_way.setdefault(user_id, []).append(future)
+        future.add_done_callback(lambda done: self._ended(user_id, done))
+
+    def _ended(self, user_id: str, future: Future[Result]) -> None:
+        with self._lock:
+            left = self._under_way.get(user_id, [])
+            if future in left:
+                left.remove(future)
+                if not left:
+                    del self._under_way[user_id]
+
+    def _drop(self, user_id: str) -> None:
+        with self._lock:
+            futures = self._under_way.pop(user_id, [])
+        for future in futures:
+            self.runtime.engine.cancel(future)

@@ -15,12 +15,14 @@ from recserve.engine.strategies.specgr import SpecGRStrategy
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.engine.strategies.text_scores import TextScoreStrategy
 from recserve.engine.strategies.warm import WarmStrategy
+from recserve.engine.strategies.warm_draft import WarmDraftStrategy
 from recserve.models.recommender import Recommender
 
 __all__ = [
     "RankStrategy",
     "SpeculativeStrategy",
     "TextScoreStrategy",
+    "WarmDraftStrategy",
     "WarmStrategy",
     "likelihood_strategy",
     "recommend_strategies",

@@ -14,6 +14,7 @@ from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
+from recserve.core.root_notes import is_plain
 from recserve.core.sequence import Sequence
 from recserve.draft.kept import are_kept, are_trimmed, keep, kept_keys, trim
 from recserve.draft.nezha import likely_prefixes
@@ -80,6 +81,14 @@ class SpeculativeStrategy(BeamStrategy):
                 SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED),
             )
             self.choice.costs = step_costs(self.model, ways, trie)
+
+    def repeats(self, request: RecommendRequest) -> bool:
+        """Whether a draft that was kept would be used for this request, as far as is known."""
+        if not self.keeps or not is_plain(request):
+            return False
+        if self.only is not None:
+            return self.only.margin > 0
+        return self.choice.pays(Group(request.width, request.k, 1, kept=True))
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The widest plan's nodes at each level but the last, those of all repairs, and all of beam
