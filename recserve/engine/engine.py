@@ -24,7 +24,7 @@ from recserve.core.request import DeadlineExceeded, QueueFull, Request, Result
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
-from recserve.engine.delivery import AnyLane, deliver, expired, fail
+from recserve.engine.delivery import AnyLane, Cancellations, deliver, expired, fail
 from recserve.engine.destination import destination
 from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
@@ -133,6 +133,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._cancelled = Cancellations()
         self._seconds_per_request = 0.01
 
     @overload
@@ -149,7 +150,7 @@ class Engine:
         """
         lane, how = self._route(request)
         lane.check(request, how)
-        future: Future[Any] = Future()
+        future = self._cancelled.future()
         waiting = _Waiting(request, future, time.monotonic(), lane, how)
         with self._changed:
             if self._closing:
@@ -256,10 +257,11 @@ class Engine:
             began = time.monotonic()
             if self._waiting:
                 self._admit()
-            answered = 0
+            answered, cancelled = 0, self._cancelled.any()
             for lane in self._lanes.values():
                 if lane.num_running:
-                    lane.drop_ended()
+                    if cancelled:
+                        lane.drop_ended()
                     answered += self._step_lane(lane)
             if answered:
                 spent = (time.monotonic() - began) / answered
