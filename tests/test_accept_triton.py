@@ -99,22 +99,21 @@ def test_rejection_matches_reference(sizes, vocabulary, kinds, monkeypatch):
     p = logits.softmax(-1)
     q = (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).softmax(-1)
     check_drawn(p, q, tree, keys, monkeypatch)
+    check_drawn(p, None, tree, keys, monkeypatch)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_more_refusals_than_are_worked_out_before(rounds, monkeypatch):
-    """Seven children that are nearly always refused: the walk goes over the vocabulary itself."""
-    monkeypatch.setattr(accept_drawn, "ROUNDS", rounds)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+def test_several_refusals_at_one_node(drawn, monkeypatch):
+    """Seven children, each of a distribution of its own, that are nearly always refused."""
     refused = 0
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         parents = torch.tensor([-1] + [0] * 7)
         p, q = (5 * torch.randn(2, 13, 1030, generator=g)).softmax(-1)
-        q[8] = q[0]
-        tokens = torch.multinomial(q[0], 8, replacement=True, generator=g)
+        tokens = torch.multinomial(q[:8], 1, generator=g)[:, 0]
         tree = merge([from_parents(tokens, parents), from_parents(tokens[:5], parents[:5])])
         keys = Keys(torch.tensor([seed, -seed]), torch.tensor([5, 2**33]))
-        walk = check_drawn(p, q, tree, keys, monkeypatch)
+        walk = check_drawn(p, q if drawn else None, tree, keys, monkeypatch)
         refused += int((walk.lengths == 0).sum())
     assert refused > 2
 
@@ -189,27 +188,18 @@ def test_probabilities_past_2_31_elements_are_addressed(seed, far, monkeypatch):
     tree, logits, keys, _ = draw((NODES,), VOCABULARY, seed)
     p, q = logits.softmax(-1), (logits * 0.5).softmax(-1)
     expected = twin.accept_drawn(p, q, tree, keys, 5)
-    rounds, parts = 3, poisoned(NODES, 3, 2)
     tokens, ends, offsets = far_tree(tree, far)
-    sizes = {"ROUNDS": rounds, "TILE": noise.TILE, "BLOCK_SPLITS": 2}
-    with monkeypatch.context() as patch:
-        triton_interpreter.start_programs_at(SHIFT, patch)
-        for turn in range(rounds):
-            accept_drawn.rest_kernel[NODES, 2](
-                far(p), far(q), ends, ends, far(parts), VOCABULARY, 1,
-                TURN=turn, HAS_KINDS=False, **sizes,
-            )  # fmt: skip
     walk = accept.empty_walk(1, 5, p.device)
-    residuals, last, refusals = poisoned(1, VOCABULARY), torch.tensor([0]), torch.tensor([0])
-    positions = far(keys.positions(tree))
+    residuals, refusals, totals = poisoned(1, VOCABULARY), torch.tensor([0]), poisoned(1)
+    keyed, sizes = (keys.seeds, keys.root_lengths), {"TILE": noise.TILE, "HAS_Q": True}
     accept_drawn.drawn_walk_kernel[(1,)](
-        far(p), far(q), far(parts), residuals, tokens, ends, ends, positions, keys.seeds, offsets,
-        walk.nodes, walk.lengths, last, refusals, VOCABULARY, 2, 5, HAS_KINDS=False, **sizes,
+        far(p), far(q), residuals, tokens, ends, ends, *keyed, offsets,
+        walk.nodes, walk.lengths, refusals, totals, VOCABULARY, 5, HAS_KINDS=False, **sizes,
     )  # fmt: skip
-    values, choices = poisoned(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    values, choices = poisoned(2, 2), torch.zeros(2, 2, dtype=torch.int32)
     accept_drawn.bonus_kernel[1, 2](
-        far(p), far(q), far(parts), residuals, positions, keys.seeds, last, refusals,
-        values, choices, VOCABULARY, 1, LANES=noise.LANES, **sizes,
+        far(p), far(q), residuals, tokens, *keyed, walk.nodes, walk.lengths, refusals, totals,
+        values, choices, VOCABULARY, 5, 1, LANES=noise.LANES, **sizes,
     )  # fmt: skip
     accept_drawn.pick_kernel[(1,)](values, choices, walk.bonus, 2, BLOCK_SPLITS=2)
     walk.nodes[walk.nodes >= 0] -= SHIFT
