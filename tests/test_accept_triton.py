@@ -1,5 +1,7 @@
 """Noise and acceptance in Triton, interpreted on the CPU, against their torch twins: equal."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_interpreter
@@ -8,10 +10,12 @@ from test_accept import CASES, draw
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from recserve.kernels import accept, accept_drawn, noise, noise_kernel  # noqa: E402
+from recserve.core.text import ScoredTrees  # noqa: E402
+from recserve.kernels import accept, accept_drawn, dispatch, noise, noise_kernel  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
 from recserve.kernels.accept_reference import Keys  # noqa: E402
 from recserve.kernels.tree import from_parents, merge  # noqa: E402
+from recserve.verify.rules import verify  # noqa: E402
 
 
 @triton.jit
@@ -131,6 +135,60 @@ def test_a_refusal_says_nothing_where_p_is_q(monkeypatch):
     for seed in range(5):
         keys = Keys(torch.tensor([seed]), torch.tensor([1]))
         check_drawn(lower, q, tree, keys, monkeypatch)
+
+
+@pytest.mark.parametrize("rule,drawings", [
+    ("rejection", ("independent",) * 3), ("rejection", ("chosen",) * 3),
+    ("rejection", ("independent", "chosen", "independent")),
+    ("multi_step", ("independent",) * 3),
+])  # fmt: skip
+def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
+    rule, drawings, monkeypatch
+):
+    """Chains, and trees of several children, over 1,100 tokens; 8 seeds of the noise."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    called = []
+    kernel = accept_drawn.accept_drawn
+    monkeypatch.setattr(
+        accept_drawn, "accept_drawn", lambda *args: called.append(args[1]) or kernel(*args)
+    )
+    g = torch.Generator().manual_seed(0)
+    parents = [-1, 0, 1, 2] if rule == "rejection" else [-1, 0, 1, 0, 3, 0]
+    size, vocabulary, kept = len(parents), 1100, 0
+    for seed in range(8):
+        q = (4 * torch.randn(3 * size, vocabulary, generator=g)).softmax(-1)
+        drawn = torch.multinomial(q, 1, generator=g)[:, 0]
+        trees = [from_parents(row, torch.tensor(parents)) for row in drawn.split(size)]
+        tree = merge(trees)
+        # The drafted tokens are likely, so that some children are kept and others refused.
+        below = tree.parents >= 0
+        logits = 2 * torch.randn(3 * size, vocabulary, generator=g)
+        logits[tree.parents[below], tree.tokens[below]] += 6.0
+        probs = None
+        if "independent" in drawings:
+            owners = [d == "independent" for d in drawings for _ in range(size)]
+            probs = torch.where(torch.tensor(owners)[:, None], q, 0.0)
+        scored = ScoredTrees(
+            tree, 3, lambda nodes, rows=logits: rows[nodes], torch.arange(3) + 3 * seed,
+            torch.tensor([4, 9, 2**20]), drawings, vocabulary, probs,
+        )  # fmt: skip
+        expected = verify(rule, scored)
+        assert len(called) == seed
+        assert_same(verify(rule, replace(scored, everywhere=True)), expected)
+        kept += int(expected.lengths.sum())
+    assert len(called) == 8 and 0 < kept < 8 * 3 * 3
+    assert all((q is None) == (set(drawings) == {"chosen"}) for q in called)
+
+
+def test_siblings_without_replacement_are_no_case_for_the_kernel(monkeypatch):
+    """Their distributions depend on one another: torch judges them, on a device too."""
+    monkeypatch.setattr(dispatch, "accept_drawn", None)
+    tree = from_parents(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
+    scored = ScoredTrees(
+        tree, 1, lambda nodes: torch.zeros(len(nodes), 4), torch.tensor([3]), torch.tensor([7]),
+        ("distinct",), 4, torch.full((3, 4), 0.25), everywhere=True,
+    )  # fmt: skip
+    assert verify("multi_step", scored).nodes.shape == (1, 2)
 
 
 VOCABULARY, NODES = 1500, 6
