@@ -255,15 +255,13 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
         return drafter
 
     makers: dict[str, Callable[[], Any]] = {
-        "ngram": lambda: NgramDrafter(device, min_match=1, branches=2),
-        "suffix": lambda: SuffixDrafter(device),
-        "lookahead": lambda: LookaheadDrafter(device, window=3, ngram=3),
+        "ngram": lambda: NgramDrafter(min_match=1, branches=2),
+        "suffix": lambda: SuffixDrafter(),
+        "lookahead": lambda: LookaheadDrafter(window=3, ngram=3),
         "draft_model": lambda: ModelDrafter(small, VOCABULARY, (1,) * 3),
         "specinfer": lambda: specinfer([model, small], VOCABULARY, (2, 1, 2)),
         "medusa": medusa,
-        "merged": lambda: MergedDrafter(
-            [SuffixDrafter(device), LookaheadDrafter(device, window=2, ngram=3)], device
-        ),
+        "merged": lambda: MergedDrafter([SuffixDrafter(), LookaheadDrafter(window=2, ngram=3)]),
     }
     decoder = model.config.decoder
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4

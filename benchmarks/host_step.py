@@ -27,6 +27,8 @@ from timing import machine
 
 from recserve.core.text import Drafter
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text_lane import TextLane
@@ -74,6 +76,8 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     drafters: dict[str, Drafter] = {
         "walk": WalkDrafter(VOCABULARY, 3),
         "medusa": drawn_heads(model),
+        "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(),
     }
     engine = Engine(text=model, drafters=drafters, config=EngineConfig(kv_bytes=2**27))
     lane: Any = engine._lanes["text"]
@@ -83,7 +87,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
     engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     for name in PARAMETERS:
-        for drafter in ("none", "walk", "medusa"):
+        for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):
                 none.accept = 0 if drafter == "none" else ACCEPTED
                 yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)

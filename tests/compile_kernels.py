@@ -84,16 +84,14 @@ def acceptance(dtype, kinds_of_nodes):
 
 
 def drawn_acceptance(kinds_of_nodes, small):
-    sizes = {"ROUNDS": accept_drawn.ROUNDS, "TILE": accept.TILE, "BLOCK_SPLITS": 256}
     kinds = {
-        **dict.fromkeys(["p", "q", "parts", "residuals", "values"], "*fp32"), **small,
+        **dict.fromkeys(["p", "q", "residuals", "totals", "values"], "*fp32"), **small,
         "choices": "*i32",
     }  # fmt: skip
-    for turn in (0, accept_drawn.ROUNDS - 1):
-        named = {**sizes, "TURN": turn, "HAS_KINDS": kinds_of_nodes}
-        yield accept_drawn.rest_kernel, named, kinds
-    yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
-    yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
+    for has_q in (True, False):
+        sizes = {"TILE": accept.TILE, "HAS_Q": has_q}
+        yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
+        yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
     yield accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 

@@ -147,10 +147,13 @@ def test_a_refused_child_is_drawn_from_the_residual():
     """p is certain of 1, the draft says 0 then 2: nothing accepted, bonus 1."""
     tree = from_parents(torch.tensor([9, 0, 2]), torch.tensor([-1, 0, 1]))
     p = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
-    q = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    walk = twin.accept_drawn(p, q, tree, Keys(torch.tensor([5]), torch.tensor([0])), 2)
-    assert walk.nodes.tolist() == [[0, -1, -1]]
-    assert walk.lengths.tolist() == [0] and walk.bonus.tolist() == [1]
-    # Certain agreement: everything accepted, the bonus from the leaf.
-    walk = twin.accept_drawn(q, q, tree, Keys(torch.tensor([5]), torch.tensor([0])), 2)
-    assert walk.nodes.tolist() == [[0, 1, 2]] and walk.bonus.tolist() == [2]
+    q = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    keys = Keys(torch.tensor([5]), torch.tensor([0]))
+    agreed = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    for drawn in (q, None):
+        walk = twin.accept_drawn(p, drawn, tree, keys, 2)
+        assert walk.nodes.tolist() == [[0, -1, -1]]
+        assert walk.lengths.tolist() == [0] and walk.bonus.tolist() == [1]
+        # Certain agreement: everything accepted, the bonus from the leaf.
+        walk = twin.accept_drawn(agreed, drawn, tree, keys, 2)
+        assert walk.nodes.tolist() == [[0, 1, 2]] and walk.bonus.tolist() == [2]

@@ -1,5 +1,7 @@
 """Noise and acceptance in Triton, interpreted on the CPU, against their torch twins: equal."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_interpreter
@@ -8,10 +10,12 @@ from test_accept import CASES, draw
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from recserve.kernels import accept, accept_drawn, noise, noise_kernel  # noqa: E402
+from recserve.core.text import ScoredTrees  # noqa: E402
+from recserve.kernels import accept, accept_drawn, dispatch, noise, noise_kernel  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
 from recserve.kernels.accept_reference import Keys  # noqa: E402
 from recserve.kernels.tree import from_parents, merge  # noqa: E402
+from recserve.verify.rules import verify  # noqa: E402
 
 
 @triton.jit
@@ -99,22 +103,21 @@ def test_rejection_matches_reference(sizes, vocabulary, kinds, monkeypatch):
     p = logits.softmax(-1)
     q = (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).softmax(-1)
     check_drawn(p, q, tree, keys, monkeypatch)
+    check_drawn(p, None, tree, keys, monkeypatch)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_more_refusals_than_are_worked_out_before(rounds, monkeypatch):
-    """Seven children that are nearly always refused: the walk goes over the vocabulary itself."""
-    monkeypatch.setattr(accept_drawn, "ROUNDS", rounds)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+def test_several_refusals_at_one_node(drawn, monkeypatch):
+    """Seven children, each of a distribution of its own, that are nearly always refused."""
     refused = 0
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         parents = torch.tensor([-1] + [0] * 7)
         p, q = (5 * torch.randn(2, 13, 1030, generator=g)).softmax(-1)
-        q[8] = q[0]
-        tokens = torch.multinomial(q[0], 8, replacement=True, generator=g)
+        tokens = torch.multinomial(q[:8], 1, generator=g)[:, 0]
         tree = merge([from_parents(tokens, parents), from_parents(tokens[:5], parents[:5])])
         keys = Keys(torch.tensor([seed, -seed]), torch.tensor([5, 2**33]))
-        walk = check_drawn(p, q, tree, keys, monkeypatch)
+        walk = check_drawn(p, q if drawn else None, tree, keys, monkeypatch)
         refused += int((walk.lengths == 0).sum())
     assert refused > 2
 
@@ -132,6 +135,60 @@ def test_a_refusal_says_nothing_where_p_is_q(monkeypatch):
     for seed in range(5):
         keys = Keys(torch.tensor([seed]), torch.tensor([1]))
         check_drawn(lower, q, tree, keys, monkeypatch)
+
+
+@pytest.mark.parametrize("rule,drawings", [
+    ("rejection", ("independent",) * 3), ("rejection", ("chosen",) * 3),
+    ("rejection", ("independent", "chosen", "independent")),
+    ("multi_step", ("independent",) * 3),
+])  # fmt: skip
+def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
+    rule, drawings, monkeypatch
+):
+    """Chains, and trees of several children, over 1,100 tokens; 8 seeds of the noise."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    called = []
+    kernel = accept_drawn.accept_drawn
+    monkeypatch.setattr(
+        accept_drawn, "accept_drawn", lambda *args: called.append(args[1]) or kernel(*args)
+    )
+    g = torch.Generator().manual_seed(0)
+    parents = [-1, 0, 1, 2] if rule == "rejection" else [-1, 0, 1, 0, 3, 0]
+    size, vocabulary, kept = len(parents), 1100, 0
+    for seed in range(8):
+        q = (4 * torch.randn(3 * size, vocabulary, generator=g)).softmax(-1)
+        drawn = torch.multinomial(q, 1, generator=g)[:, 0]
+        trees = [from_parents(row, torch.tensor(parents)) for row in drawn.split(size)]
+        tree = merge(trees)
+        # The drafted tokens are likely, so that some children are kept and others refused.
+        below = tree.parents >= 0
+        logits = 2 * torch.randn(3 * size, vocabulary, generator=g)
+        logits[tree.parents[below], tree.tokens[below]] += 6.0
+        probs = None
+        if "independent" in drawings:
+            owners = [d == "independent" for d in drawings for _ in range(size)]
+            probs = torch.where(torch.tensor(owners)[:, None], q, 0.0)
+        scored = ScoredTrees(
+            tree, 3, lambda nodes, rows=logits: rows[nodes], torch.arange(3) + 3 * seed,
+            torch.tensor([4, 9, 2**20]), drawings, vocabulary, probs,
+        )  # fmt: skip
+        expected = verify(rule, scored)
+        assert len(called) == seed
+        assert_same(verify(rule, replace(scored, everywhere=True)), expected)
+        kept += int(expected.lengths.sum())
+    assert len(called) == 8 and 0 < kept < 8 * 3 * 3
+    assert all((q is None) == (set(drawings) == {"chosen"}) for q in called)
+
+
+def test_siblings_without_replacement_are_no_case_for_the_kernel(monkeypatch):
+    """Their distributions depend on one another: torch judges them, on a device too."""
+    monkeypatch.setattr(dispatch, "accept_drawn", None)
+    tree = from_parents(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
+    scored = ScoredTrees(
+        tree, 1, lambda nodes: torch.zeros(len(nodes), 4), torch.tensor([3]), torch.tensor([7]),
+        ("distinct",), 4, torch.full((3, 4), 0.25), everywhere=True,
+    )  # fmt: skip
+    assert verify("multi_step", scored).nodes.shape == (1, 2)
 
 
 VOCABULARY, NODES = 1500, 6
@@ -189,27 +246,18 @@ def test_probabilities_past_2_31_elements_are_addressed(seed, far, monkeypatch):
     tree, logits, keys, _ = draw((NODES,), VOCABULARY, seed)
     p, q = logits.softmax(-1), (logits * 0.5).softmax(-1)
     expected = twin.accept_drawn(p, q, tree, keys, 5)
-    rounds, parts = 3, poisoned(NODES, 3, 2)
     tokens, ends, offsets = far_tree(tree, far)
-    sizes = {"ROUNDS": rounds, "TILE": noise.TILE, "BLOCK_SPLITS": 2}
-    with monkeypatch.context() as patch:
-        triton_interpreter.start_programs_at(SHIFT, patch)
-        for turn in range(rounds):
-            accept_drawn.rest_kernel[NODES, 2](
-                far(p), far(q), ends, ends, far(parts), VOCABULARY, 1,
-                TURN=turn, HAS_KINDS=False, **sizes,
-            )  # fmt: skip
     walk = accept.empty_walk(1, 5, p.device)
-    residuals, last, refusals = poisoned(1, VOCABULARY), torch.tensor([0]), torch.tensor([0])
-    positions = far(keys.positions(tree))
+    residuals, refusals, totals = poisoned(1, VOCABULARY), torch.tensor([0]), poisoned(1)
+    keyed, sizes = (keys.seeds, keys.root_lengths), {"TILE": noise.TILE, "HAS_Q": True}
     accept_drawn.drawn_walk_kernel[(1,)](
-        far(p), far(q), far(parts), residuals, tokens, ends, ends, positions, keys.seeds, offsets,
-        walk.nodes, walk.lengths, last, refusals, VOCABULARY, 2, 5, HAS_KINDS=False, **sizes,
+        far(p), far(q), residuals, tokens, ends, ends, *keyed, offsets,
+        walk.nodes, walk.lengths, refusals, totals, VOCABULARY, 5, HAS_KINDS=False, **sizes,
     )  # fmt: skip
-    values, choices = poisoned(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    values, choices = poisoned(2, 2), torch.zeros(2, 2, dtype=torch.int32)
     accept_drawn.bonus_kernel[1, 2](
-        far(p), far(q), far(parts), residuals, positions, keys.seeds, last, refusals,
-        values, choices, VOCABULARY, 1, LANES=noise.LANES, **sizes,
+        far(p), far(q), residuals, tokens, *keyed, walk.nodes, walk.lengths, refusals, totals,
+        values, choices, VOCABULARY, 5, 1, LANES=noise.LANES, **sizes,
     )  # fmt: skip
     accept_drawn.pick_kernel[(1,)](values, choices, walk.bonus, 2, BLOCK_SPLITS=2)
     walk.nodes[walk.nodes >= 0] -= SHIFT

@@ -7,14 +7,13 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.core.sampling import step_keys
 from recserve.core.text import Budget, TextContext
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.draft.draft_model import ModelDrafter
 from recserve.draft.none import NoDrafter
 from recserve.draft.rank_tree import expansion_tree
 from recserve.draft.specinfer import specinfer
-from recserve.kernels.noise import DRAFT, gumbel
+from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
 from tests.text_loop import VOCABULARY, check_draft, generate, score, tiny_model, with_node_0
 

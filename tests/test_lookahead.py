@@ -68,7 +68,7 @@ class PlainLookahead:
 @torch.inference_mode()
 def test_every_step_is_the_plain_algorithm_s(window, ngram, guesses):
     model, prompt = tiny_model(), [3, 1, 4, 1, 5, 9, 2]
-    drafter = LookaheadDrafter("cpu", window, ngram, guesses, from_text=False)
+    drafter = LookaheadDrafter(window, ngram, guesses, from_text=False)
     params = SamplingParams(0.0, seed=8, max_tokens=60)
     context = TextContext(0, list(prompt), len(prompt), params, Speculation("test"))
     plain = None

@@ -11,11 +11,10 @@ from test_reference_transformers import history, recommender
 from text_plain import VOCABULARY, drawn_model, last_logits, processed
 
 from recserve.core.request import RecommendRequest
-from recserve.core.sampling import step_keys
 from recserve.core.text import TextDraft
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.kernels.noise import DRAFT, gumbel_of_tokens
+from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
 
 KEPT = (1, 4, 9, 20)
 ONLY = {token: -1e9 for token in range(VOCABULARY) if token not in KEPT}

@@ -14,11 +14,10 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.core.sampling import step_keys
 from recserve.core.text import ScoredTrees, TextDraft, chain_draft
 from recserve.core.text_request import SamplingParams
 from recserve.engine.text_trees import TreePacker
-from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens
+from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.verify.block import accept_block
 from recserve.verify.path import follow, follow_chosen, path_of

@@ -164,13 +164,3 @@ def keep_only_best(logits: Tensor, rows: Tensor) -> Tensor:
     """Ban all but the largest logit, ties to the lowest token, where `rows` [m] is true."""
     best = torch.full_like(logits, BANNED).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
     return torch.where(rows[:, None], best, logits)
-
-
-def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
-    """Noise positions that no other step of the sequence uses.
-
-    lengths [m]: committed tokens when the step began; numbers [m]: which draw of the step. A draw
-    that decided what was kept of one step must not decide again in the next, so drafts that were
-    drawn, coins and residual draws are keyed by the step and not by the position alone.
-    """
-    return (lengths << 32) + numbers

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.text_request import SamplingParams, Speculation
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree import CANDIDATE, TokenTree
 
 Drawing = Literal["chosen", "independent", "distinct"]
 
@@ -40,7 +40,8 @@ class TextContext:
 
     id: unique in the engine's life. tokens: committed, prompt first. hidden [E]: the target's final
     hidden state at `tokens[-2]`, the one whose logits gave `tokens[-1]`; None where it is not known
-    (a prompt of one token, or one whose computation shares its forward with the draft). ranked
+    (a prompt of one token, or one whose computation shares its forward with the draft). The next
+    step may write where it lies. ranked
     [K, W] int64, on the host: tokens that the drafter's heads ranked from `hidden` in the step that
     found it (core/ranked_heads.py); None where they did not.
     """
@@ -67,6 +68,12 @@ class Budget:
     depth: int
 
 
+@lru_cache(maxsize=4096)
+def budget_of(num_nodes: int, depth: int) -> Budget:
+    """The same object for the same numbers: every text has a budget at every step."""
+    return Budget(num_nodes, depth)
+
+
 @dataclass(frozen=True)
 class TextDraft:
     """Proposed tokens of one sequence, below its last committed token; n may be 0.
@@ -80,7 +87,7 @@ class TextDraft:
     probs [n, V] float: the distribution each node's token was drawn from, given its parent; for
     `distinct` the same full row for all siblings. None for `chosen`.
     kinds [n]: kernels.tree.CANDIDATE or AUXILIARY; None: all CANDIDATE. proposers [n] int64: bit i
-    is set where the drafter's i-th source proposed the node; None: it has one source.
+    is set where the drafter's i-th source proposed the node; None: it has one source. num_nodes: n.
     Raises ValueError where the columns do not fit each other.
     """
 
@@ -91,14 +98,15 @@ class TextDraft:
     probs: Tensor | None = None
     kinds: Tensor | None = None
     proposers: Tensor | None = None
-    _size: int = field(init=False, repr=False, compare=False)
+    num_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
-        object.__setattr__(self, "_size", n)  # asked for often, and slow to read of a tensor
-        for name in ("parents", "probs", "kinds", "proposers"):
-            column = getattr(self, name)
+        object.__setattr__(self, "num_nodes", n)  # asked for often, and slow to read of a tensor
+        columns = (self.parents, self.probs, self.kinds, self.proposers)
+        for number, column in enumerate(columns):
             if column is not None and column.shape[0] != n:
+                name = ("parents", "probs", "kinds", "proposers")[number]
                 raise ValueError(f"draft has {n} tokens but {column.shape[0]} {name}")
         if (self.probs is None) != (self.drawing == "chosen"):
             given = "none" if self.probs is None else "some"
@@ -108,7 +116,13 @@ class TextDraft:
             )
 
     def __len__(self) -> int:
-        return self._size
+        return self.num_nodes
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that may be accepted."""
+        kinds = self.kinds
+        return self.num_nodes if kinds is None else int((kinds == CANDIDATE).sum())
 
 
 def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
@@ -131,16 +145,27 @@ class TextOutcome:
 
     context: after the commit. draft: what was scored: the proposal, or an empty draft where there
     was no room for it. accepted: nodes of the draft that were kept, as indices into it, in order.
-    tokens: what was committed, the bonus token last. hidden [1 + n, E], logits [1 + n, V]: the
-    target at node 0 and at every draft node; logits are raw.
+    tokens: what was committed, the bonus token last. all_hidden [T, E], all_logits [T, V]: of the
+    whole step, whose row `first` is node 0; the next step may write where they lie.
     """
 
     context: TextContext
     draft: TextDraft
     accepted: tuple[int, ...]
     tokens: tuple[int, ...]
-    hidden: Tensor
-    logits: Tensor
+    all_hidden: Tensor
+    all_logits: Tensor
+    first: int = 0
+
+    @property
+    def hidden(self) -> Tensor:
+        """[1 + n, E] of the target at node 0 and at every draft node."""
+        return self.all_hidden[self.first : self.first + 1 + len(self.draft)]
+
+    @property
+    def logits(self) -> Tensor:
+        """[1 + n, V] of the target at node 0 and at every draft node, raw."""
+        return self.all_logits[self.first : self.first + 1 + len(self.draft)]
 
 
 class Drafter(Protocol):
@@ -151,7 +176,7 @@ class Drafter(Protocol):
     verifier, so drafts may be as wrong as they like but must keep their budget. The first draft is
     asked for before the prompt is computed; a drafter that needs the hidden state has none then.
     A drafter that draws for a rule other than `sample` keys its noise with
-    `kernels.noise.gumbel(seeds, sampling.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
+    `kernels.noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
     does better to draw with the target's own noise, `gumbel(seeds, positions, V)`: what it then
     draws from a similar distribution is what the target is about to draw.
     """

@@ -22,7 +22,7 @@ from recserve.draft.cached_model import CachedModel, Chains, Reading
 from recserve.draft.limits import allowed, only_chains, wants_drawn
 from recserve.draft.noisy import best_with_noise
 from recserve.draft.rank_tree import RankTree, expansion_tree
-from recserve.kernels.noise import DRAFT, gumbel
+from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.models.language_model import LanguageModel
 
 CHAIN = 5
@@ -239,5 +239,5 @@ class _Draw:
 
     def _noise(self, owners: Tensor, nodes: Tensor, vocabulary: int) -> Tensor:
         """[n, V] fresh in every step, for every node and model."""
-        keys = sampling.step_keys(self.lengths[owners], self.salt + 1 + nodes)
+        keys = step_keys(self.lengths[owners], self.salt + 1 + nodes)
         return gumbel(self.table.seeds[owners], keys, vocabulary, DRAFT)

@@ -1,16 +1,16 @@
-"""Drafts that were made on the host, on their way to the device."""
+"""Drafts that are made on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from recserve.core.text import TextDraft
-from recserve.kernels.tree import CANDIDATE
 
 
 @dataclass(frozen=True)
@@ -33,41 +33,23 @@ NOTHING = HostDraft(np.empty(0, np.int64), np.empty(0, np.int64), 0)
 def chain(tokens: Seq[int]) -> HostDraft:
     """A draft without forks."""
     n = len(tokens)
-    return HostDraft(np.array(tokens, np.int64), np.arange(-1, n - 1), n)
+    return HostDraft(np.array(tokens, np.int64), _parents(n), n)
 
 
-def upload(drafts: Seq[HostDraft], device: torch.device | str) -> list[TextDraft]:
-    """The same drafts as tensors; one copy to the device for all of them."""
-    if torch.device(device).type == "cpu":
-        return [_in_place(draft) for draft in drafts]
-    sizes = [len(draft) for draft in drafts]
-    columns = np.empty((4, sum(sizes)), np.int64)
-    stop = 0
-    for draft, size in zip(drafts, sizes, strict=True):
-        start, stop = stop, stop + size
-        columns[0, start:stop] = draft.tokens
-        columns[1, start:stop] = draft.parents
-        columns[2, start:stop] = CANDIDATE if draft.kinds is None else draft.kinds
-        columns[3, start:stop] = 0 if draft.proposers is None else draft.proposers
-    packed = torch.split(torch.from_numpy(columns).to(device), sizes, dim=1)
+@lru_cache(maxsize=256)
+def _parents(n: int) -> NDArray[np.int64]:
+    return np.arange(-1, n - 1)
+
+
+def as_tensors(drafts: Seq[HostDraft]) -> list[TextDraft]:
+    """The same drafts as tensors, on the host: a step uploads all of its trees at once."""
     return [
         TextDraft(
-            rows[0],
-            rows[1],
+            torch.from_numpy(draft.tokens),
+            torch.from_numpy(draft.parents),
             draft.depth,
-            kinds=None if draft.kinds is None else rows[2],
-            proposers=None if draft.proposers is None else rows[3],
+            kinds=None if draft.kinds is None else torch.from_numpy(draft.kinds),
+            proposers=None if draft.proposers is None else torch.from_numpy(draft.proposers),
         )
-        for draft, rows in zip(drafts, packed, strict=True)
+        for draft in drafts
     ]
-
-
-def _in_place(draft: HostDraft) -> TextDraft:
-    kinds, proposers = draft.kinds, draft.proposers
-    return TextDraft(
-        torch.from_numpy(draft.tokens),
-        torch.from_numpy(draft.parents),
-        draft.depth,
-        kinds=None if kinds is None else torch.from_numpy(kinds),
-        proposers=None if proposers is None else torch.from_numpy(proposers),
-    )

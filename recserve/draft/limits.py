@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recserve.core.text import Budget, TextContext
+from recserve.core.text import Budget, TextContext, budget_of
 
 # Rules that judge chains only, and rules that compare the target with what a draft was drawn from.
 CHAIN_RULES = frozenset({"rejection", "block"})
@@ -13,7 +13,9 @@ def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
     """The budget, and no more nodes than the request asks for, or than the drafter's own number."""
     asked = context.speculation.num_tokens
     most = own if asked is None else asked
-    return Budget(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))
+    if 0 <= budget.num_nodes <= most and budget.depth >= 0:
+        return budget
+    return budget_of(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))
 
 
 def only_chains(context: TextContext) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome
 from recserve.draft.draft_tree import ROOT, DraftTree
-from recserve.draft.host_draft import NOTHING, HostDraft, upload
+from recserve.draft.host_draft import NOTHING, HostDraft, as_tensors
 from recserve.draft.limits import allowed, only_chains
 from recserve.kernels.noise import DRAFT, uniform
 
@@ -82,7 +82,6 @@ class LookaheadDrafter:
 
     def __init__(
         self,
-        device: torch.device | str = "cpu",
         window: int = 5,
         ngram: int = 4,
         guesses: int = 5,
@@ -94,14 +93,14 @@ class LookaheadDrafter:
                 f"window {window}, guesses {guesses} and pool_size {pool_size} must be at least 1, "
                 f"ngram {ngram} at least 2"
             )
-        self.device, self.window, self.ngram = device, window, ngram
+        self.window, self.ngram = window, ngram
         self.guesses, self.from_text, self.pool_size = guesses, from_text, pool_size
         self._windows: dict[int, Window] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """N-grams of the pool as candidates, then the window."""
         drafts = [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return upload(drafts, self.device)
+        return as_tensors(drafts)
 
     def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
         window = self._windows.get(context.id)

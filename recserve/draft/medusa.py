@@ -37,22 +37,25 @@ def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the tokens of a tree's nodes stand among those of all heads.
+class _Form:
+    """A tree that keeps a budget, and where its nodes' tokens stand among those of all heads.
 
     levels, ranks [n]: head and place of each node's token. parents [n], as TextDraft's.
     """
 
+    shape: RankTree
     levels: NDArray[np.int64]
     ranks: NDArray[np.int64]
     parents: Tensor
 
 
-@lru_cache(maxsize=256)
-def _places(tree: RankTree) -> _Places:
-    levels = np.array([len(path) - 1 for path in tree.paths])
-    ranks = np.array([path[-1] for path in tree.paths])
-    return _Places(levels, ranks, torch.tensor(tree.parents()))
+@lru_cache(maxsize=1024)
+def _form(tree: RankTree, num_nodes: int, depth: int) -> _Form:
+    """The part of a tree that has so many nodes and levels at most."""
+    shape = tree.within(Budget(num_nodes, depth))
+    levels = np.array([len(path) - 1 for path in shape.paths], np.int64)
+    ranks = np.array([path[-1] for path in shape.paths], np.int64)
+    return _Form(shape, levels, ranks, torch.tensor(shape.parents()))
 
 
 class MedusaDrafter:
@@ -109,20 +112,20 @@ class MedusaDrafter:
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """The request's tree or the drafter's, filled; empty where no hidden state is known."""
-        drafts = [empty_draft(self._device) for _ in contexts]
-        shapes = [self._shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        drafts = [empty_draft(self._device)] * len(contexts)
+        forms = [self._formed(c, b) for c, b in zip(contexts, budgets, strict=True)]
         asked = []
-        for i, (context, shape) in enumerate(zip(contexts, shapes, strict=True)):
-            if context.hidden is None or not len(shape):
+        for i, (context, form) in enumerate(zip(contexts, forms, strict=True)):
+            shape, ranked = form.shape, context.ranked
+            if context.hidden is None or not shape.paths:
                 continue
-            if context.ranked is None or shape.width > context.ranked.shape[1]:
+            if ranked is None or shape.width > ranked.shape[1]:
                 asked.append(i)
                 continue
-            own = _places(shape)
-            tokens = torch.from_numpy(context.ranked[own.levels, own.ranks])
-            drafts[i] = TextDraft(tokens, own.parents, shape.depth)
+            tokens = torch.from_numpy(ranked[form.levels, form.ranks])
+            drafts[i] = TextDraft(tokens, form.parents, shape.depth)
         if asked:
-            found = self._filled([contexts[i] for i in asked], [shapes[i] for i in asked])
+            found = self._filled([contexts[i] for i in asked], [forms[i].shape for i in asked])
             for i, draft in zip(asked, found, strict=True):
                 drafts[i] = draft
         return drafts
@@ -145,7 +148,7 @@ class MedusaDrafter:
             )
         ]
 
-    def _shape(self, context: TextContext, budget: Budget) -> RankTree:
+    def _formed(self, context: TextContext, budget: Budget) -> _Form:
         asked = context.speculation.tree
         if only_chains(context):
             tree = self.chain
@@ -154,7 +157,9 @@ class MedusaDrafter:
         else:
             tree = rank_tree(asked)
             self._check_tree(tree)
-        return tree.within(allowed(context, budget, len(tree)))
+        budget = allowed(context, budget, len(tree.paths))
+        # What a budget has beyond the tree makes no difference.
+        return _form(tree, budget.num_nodes, min(budget.depth, tree.depth))
 
     @torch.inference_mode()
     def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:

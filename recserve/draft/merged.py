@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
 from recserve.core.ranked_heads import RankedHeads, ranked_heads_of
 from recserve.core.text import Budget, Drafter, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.draft.draft_tree import ROOT, DraftTree
-from recserve.draft.host_draft import upload
+from recserve.draft.host_draft import as_tensors
 from recserve.draft.limits import allowed, only_chains
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
 
@@ -38,10 +39,10 @@ class MergedDrafter:
     some were drawn and some chosen are merged as chosen. Raises ValueError for under two sources.
     """
 
-    def __init__(self, sources: Seq[Drafter], device: torch.device | str = "cpu") -> None:
+    def __init__(self, sources: Seq[Drafter]) -> None:
         if len(sources) < 2:
             raise ValueError(f"{len(sources)} drafters to merge; name at least two")
-        self.sources, self.device = tuple(sources), device
+        self.sources = tuple(sources)
         self._parts: dict[int, list[Part]] = {}
 
     def ranked_heads(self) -> RankedHeads | None:
@@ -69,7 +70,7 @@ class MergedDrafter:
         mixed = [row for row, draft in enumerate(merged) if draft is None]
         places = [_side_by_side(own) for own in found]
         for row, (draft, own_places) in zip(
-            mixed, _merge([found[row] for row in mixed], self.device), strict=True
+            mixed, _merge([found[row] for row in mixed]), strict=True
         ):
             merged[row], places[row] = draft, own_places
         for context, own, own_places in zip(contexts, found, places, strict=True):
@@ -126,37 +127,18 @@ def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
     )
 
 
-def _merge(
-    groups: Seq[Seq[TextDraft]], device: torch.device | str
-) -> list[tuple[TextDraft, list[list[int]]]]:
-    """Token by token, all groups at once: equal prefixes show on the host only, so tokens go there
-    in one copy and back in one.
-    """
-    every = [draft for drafts in groups for draft in drafts]
-    if not every:
-        return []
-    columns = torch.cat(
-        [torch.stack([d.tokens, d.parents, _kinds(d)]).to(every[0].tokens.device) for d in every],
-        dim=1,
-    ).tolist()
-    trees, nodes, start = [], [], 0
+def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]]]:
+    """Token by token, all groups at once: equal prefixes show on the host only."""
+    rows = iter(_rows([draft for drafts in groups for draft in drafts]))
+    trees, nodes = [], []
     for drafts in groups:
         tree = DraftTree()
-        own = []
-        for source, draft in enumerate(drafts):
-            stop = start + len(draft)
-            rows = zip(*(column[start:stop] for column in columns), strict=True)
-            own.append(_add(tree, rows, source))
-            start = stop
+        own = [_add(tree, next(rows), source) for source in range(len(drafts))]
         trees.append(tree)
         nodes.append(own)
     orders = [tree.preorder() for tree in trees]
-    made = upload(
-        [
-            tree.finish(order, name_proposers=True)
-            for tree, order in zip(trees, orders, strict=True)
-        ],
-        device,
+    made = as_tensors(
+        [tree.finish(order, name_proposers=True) for tree, order in zip(trees, orders, strict=True)]
     )
     merged = []
     for draft, order, own in zip(made, orders, nodes, strict=True):
@@ -165,11 +147,26 @@ def _merge(
     return merged
 
 
+def _rows(drafts: Seq[TextDraft]) -> list[list[list[int]]]:
+    """(token, parent, kind) of the nodes of each; what lies on the device comes in one copy."""
+    rows: list[list[list[int]]] = [[] for _ in drafts]
+    for on_host in (True, False):
+        own = [n for n, draft in enumerate(drafts) if draft.tokens.is_cpu == on_host]
+        if not own:
+            continue
+        some = [drafts[n] for n in own]
+        columns = [torch.stack([d.tokens, d.parents, _kinds(d)], dim=1) for d in some]
+        nodes = iter(torch.cat(columns).tolist())
+        for n in own:
+            rows[n] = list(islice(nodes, len(drafts[n])))
+    return rows
+
+
 def _kinds(draft: TextDraft) -> torch.Tensor:
     return torch.full_like(draft.tokens, CANDIDATE) if draft.kinds is None else draft.kinds
 
 
-def _add(tree: DraftTree, rows: Iterable[tuple[int, int, int]], source: int) -> list[int]:
+def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
     """Nodes in the tree of one source's (token, parent, kind)."""
     nodes: list[int] = []
     for token, parent, kind in rows:
@@ -190,6 +187,7 @@ def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
         outcome,
         draft=part.draft,
         accepted=accepted,
-        hidden=outcome.hidden[rows],
-        logits=outcome.logits[rows],
+        all_hidden=outcome.hidden[rows],
+        all_logits=outcome.logits[rows],
+        first=0,
     )

@@ -10,13 +10,12 @@ Source: prompt lookup decoding (Saxena 2023).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-
-import torch
 
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome
 from recserve.draft.draft_tree import DraftTree
-from recserve.draft.host_draft import NOTHING, HostDraft, upload
+from recserve.draft.host_draft import NOTHING, HostDraft, as_tensors, chain
 from recserve.draft.limits import allowed, only_chains
 from recserve.draft.text_index import TextIndex
 
@@ -32,7 +31,6 @@ class NgramDrafter:
 
     def __init__(
         self,
-        device: torch.device | str = "cpu",
         min_match: int = 2,
         max_match: int = 5,
         num_tokens: int = 8,
@@ -42,14 +40,14 @@ class NgramDrafter:
             raise ValueError(f"matches of {min_match} to {max_match} tokens; need 1 <= min <= max")
         if num_tokens < 1 or branches < 1:
             raise ValueError(f"num_tokens {num_tokens} and branches {branches} must be at least 1")
-        self.device, self.lengths = device, range(min_match, max_match + 1)
+        self.lengths = range(min_match, max_match + 1)
         self.num_tokens, self.branches = num_tokens, branches
         self._texts: dict[int, TextIndex] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Continuations, longest match first."""
         drafts = [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return upload(drafts, self.device)
+        return as_tensors(drafts)
 
     def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
         branches = 1 if only_chains(context) else self.branches
@@ -59,19 +57,26 @@ class NgramDrafter:
             depth = min(depth, self.num_tokens)
         if not depth:
             return NOTHING
-        text = self._texts.setdefault(context.id, TextIndex(self.lengths))
-        text.extend(context.tokens[len(text) :])
+        text = self._texts.get(context.id)
+        if text is None:
+            text = self._texts[context.id] = TextIndex(self.lengths)
+        text.extend(context.tokens[text.stop :])
+        if branches == 1:
+            end = next(self._ends(text, 1), None)
+            return NOTHING if end is None else chain(continuation(text, end, depth))
         tree, used = DraftTree(), 0
-        seen: set[int] = set()
-        for n in reversed(self.lengths):
-            for end in text.ends(n, LOOKED_AT * branches):
-                if end in seen or used == branches:
-                    continue
-                seen.add(end)
-                before = len(tree)
-                tree.add_path(continuation(text, end, depth), budget.num_nodes)
-                used += len(tree) > before
+        for end in dict.fromkeys(self._ends(text, LOOKED_AT * branches)):
+            before = len(tree)
+            tree.add_path(continuation(text, end, depth), budget.num_nodes)
+            used += len(tree) > before
+            if used == branches:
+                break
         return tree.finish(tree.preorder())
+
+    def _ends(self, text: TextIndex, most: int) -> Iterator[int]:
+        """Where the end of the text stood before: long matches first, newest first."""
+        for n in reversed(self.lengths):
+            yield from text.ends(n, most)
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads what was committed."""
@@ -84,7 +89,7 @@ class NgramDrafter:
 def continuation(text: TextIndex, end: int, length: int) -> list[int]:
     """`length` tokens after position `end`, going on in themselves where the text is over."""
     known = min(length, text.stop - 1 - end)
-    tokens = [text.token(end + 1 + i) for i in range(known)]
+    tokens = text.after(end, known)
     for i in range(known, length):
         tokens.append(tokens[i - known])
     return tokens

@@ -36,4 +36,4 @@ def specinfer(
         ModelDrafter(model, vocab_size, expansion, num_slots, source=number)
         for number, model in enumerate(models)
     ]
-    return MergedDrafter(sources, models[0].tokens.weight.device)
+    return MergedDrafter(sources)

@@ -14,11 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome
-from recserve.draft.host_draft import NOTHING, HostDraft, upload
+from recserve.draft.host_draft import NOTHING, HostDraft, as_tensors
 from recserve.draft.limits import allowed, only_chains
 from recserve.draft.text_index import GAP, TextIndex
 
@@ -61,13 +60,12 @@ class SuffixDrafter:
 
     def __init__(
         self,
-        device: torch.device | str = "cpu",
         limits: SuffixLimits | None = None,
         capacity: int = 2**17,
     ) -> None:
         if capacity < 0:
             raise ValueError(f"capacity is {capacity}; it must be at least 0")
-        self.device, self.limits = device, limits or SuffixLimits()
+        self.limits = limits or SuffixLimits()
         self._store = TextIndex(ANCHORS, capacity) if capacity else None
         self._texts: dict[int, TextIndex] = {}
         self._contexts: dict[int, TextContext] = {}
@@ -75,12 +73,14 @@ class SuffixDrafter:
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """The better of the two sources' guesses, the own text's at a tie."""
         drafts = [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return upload(drafts, self.device)
+        return as_tensors(drafts)
 
     def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
         self._contexts[context.id] = context
-        text = self._texts.setdefault(context.id, TextIndex(ANCHORS))
-        text.extend(context.tokens[len(text) :])
+        text = self._texts.get(context.id)
+        if text is None:
+            text = self._texts[context.id] = TextIndex(ANCHORS)
+        text.extend(context.tokens[text.stop :])
         budget = allowed(context, budget, self.limits.num_tokens)
         depth = min(budget.depth, budget.num_nodes, self.limits.depth)
         if not depth:

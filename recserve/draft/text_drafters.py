@@ -40,15 +40,15 @@ def _none(target: LanguageModel, weights: DrafterWeights) -> Drafter:
 
 
 def _ngram(target: LanguageModel, weights: DrafterWeights) -> Drafter:
-    return NgramDrafter(_device(target))
+    return NgramDrafter()
 
 
 def _suffix(target: LanguageModel, weights: DrafterWeights) -> Drafter:
-    return SuffixDrafter(_device(target))
+    return SuffixDrafter()
 
 
 def _lookahead(target: LanguageModel, weights: DrafterWeights) -> Drafter:
-    return LookaheadDrafter(_device(target))
+    return LookaheadDrafter()
 
 
 def _draft_model(target: LanguageModel, weights: DrafterWeights) -> Drafter:
@@ -106,7 +106,7 @@ def build_drafter(
     if len(names) > 1 and ("none" in names or len(set(names)) < len(names)):
         raise ValueError(f"drafter is {name!r}; join different ones, and not 'none'")
     built = [DRAFTERS[part](target, weights or DrafterWeights()) for part in names]
-    return built[0] if len(built) == 1 else MergedDrafter(built, _device(target))
+    return built[0] if len(built) == 1 else MergedDrafter(built)
 
 
 def check_speculation(speculation: Speculation, drafter: Drafter) -> None:

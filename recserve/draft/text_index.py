@@ -47,16 +47,21 @@ class TextIndex:
                 self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, GAP)])
             else:
                 self._drop_oldest()
-        slot = self.stop % len(self._tokens)
+        slot, tail, heads = self.stop % len(self._tokens), self._tail, self._heads
         self._tokens[slot] = token
-        self._tail = [] if token == GAP else [*self._tail, token][-self.lengths[-1] :]
+        if token == GAP:
+            tail.clear()
+        else:
+            tail.append(token)
+            if len(tail) > self.lengths[-1]:
+                del tail[0]
+        known = len(tail)
         for n in self.lengths:
-            if len(self._tail) >= n:
-                key = hash(tuple(self._tail[-n:]))
-                earlier = self._heads.get(key, -1)
-                self._heads[key] = self.stop
-            else:
-                key, earlier = GAP, -1
+            key, earlier = GAP, -1
+            if known >= n:
+                key = hash(tuple(tail[-n:]))
+                earlier = heads.get(key, -1)
+                heads[key] = self.stop
             _put(self._earlier[n], slot, earlier)
             if self.capacity is not None:
                 _put(self._keys[n], slot, key)
@@ -82,15 +87,19 @@ class TextIndex:
 
     def _walk(self, n: int, position: int, limit: int) -> list[int]:
         found: list[int] = []
-        size = len(self._tokens)
-        while position >= self.start and len(found) < limit:
+        size, start, earlier = len(self._tokens), self.start, self._earlier[n]
+        while position >= start and limit:
             found.append(position)
-            position = self._earlier[n][position % size]
+            position = earlier[position % size]
+            limit -= 1
         return found
 
-    def token(self, position: int) -> int:
-        """The token there; position: one that is kept."""
-        return int(self._tokens[position % len(self._tokens)])
+    def after(self, position: int, count: int) -> list[int]:
+        """So many tokens after the position; they must be kept."""
+        first = (position + 1) % len(self._tokens)
+        tokens: list[int] = self._tokens[first : first + count].tolist()
+        tokens += self._tokens[: count - len(tokens)].tolist()
+        return tokens
 
     def following(self, ends: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """[m, depth] the tokens after each of `ends` [m], GAP from where the text ends."""

@@ -63,6 +63,33 @@ class AnyLane(Protocol):
         ...
 
 
+class Cancellations:
+    """Whether a future was cancelled: known by its call, so that nobody has to ask every future at
+    every step.
+    """
+
+    def __init__(self) -> None:
+        self._some = False
+
+    def future(self) -> Future[Any]:
+        """One that is watched."""
+        future: Future[Any] = Future()
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._some = True
+
+    def any(self) -> bool:
+        """Whether one was since this was last asked."""
+        if not self._some:
+            return False
+        # Before the caller looks at the futures: one that comes meanwhile is told again.
+        self._some = False
+        return True
+
+
 def expired(request: Any) -> bool:
     """Whether the request's deadline has passed."""
     return request.deadline_s is not None and time.monotonic() > request.deadline_s

@@ -24,7 +24,7 @@ from recserve.core.request import RecommendRequest, Request, Result
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
-from recserve.engine.delivery import AnyLane, deliver, fail
+from recserve.engine.delivery import AnyLane, Cancellations, deliver, fail
 from recserve.engine.destination import destination, in_background
 from recserve.engine.graphs import GraphLimits, cuda_graphs
 from recserve.engine.heads import Heads
@@ -135,6 +135,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._cancelled = Cancellations()
         self._seconds_per_request = 0.01
 
     @overload
@@ -152,7 +153,7 @@ class Engine:
         """
         lane, how = self._route(request)
         lane.check(request, how)
-        future: Future[Any] = Future()
+        future = self._cancelled.future()
         waiting = Waiting(request, future, time.monotonic(), lane, how)
         queue = self._behind if in_background(request) else self._waiting
         with self._changed:
@@ -266,10 +267,11 @@ class Engine:
             began = time.monotonic()
             if self._waiting:
                 admit(self._waiting, self.config.max_running)
-            answered = 0
+            answered, cancelled = 0, self._cancelled.any()
             for lane in self._lanes.values():
                 if lane.num_running:
-                    lane.drop_ended()
+                    if cancelled:
+                        lane.drop_ended()
                     answered += self._step_lane(lane)
             if answered:
                 spent = (time.monotonic() - began) / answered

@@ -10,6 +10,7 @@ is left, which stand on nothing and write to the pool's spare slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
@@ -25,7 +26,8 @@ from recserve.core.target import Past, Target, last_committed
 from recserve.core.text import ScoredTrees
 from recserve.core.text_request import SamplingParams
 from recserve.engine.runner import Runner
-from recserve.engine.text_rows import NOBODY, TextRows
+from recserve.engine.text_rows import NOBODY, TextRow, TextRows
+from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepOutputs, TextGroup, move_accepted, outputs_of
 from recserve.engine.text_trees import DEPTHS, ENDS, KINDS, PARENTS, TOKENS, PackedTrees, pack_trees
 from recserve.kernels.paged_kv import RootTable, TreeBatch
@@ -97,31 +99,31 @@ class FixedStep:
         self._columns = self._split(self._block)
         self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
-        self._loaded: tuple[int, ...] = ()
-        self._fill(pack_trees([], [], shape.nodes, texts))
+        self._loaded: Seq[TextSequence] = ()
+        self._fill(pack_trees([], [], (), shape.nodes, texts))
 
-    def load(self, group: TextGroup) -> bool:
-        """Put a group that fits where the step reads it; False if there is no row for a text."""
-        rows = [self.rows.row(text) for text in group.sequences]
-        known = [row for row in rows if row is not None]
-        if len(known) < len(rows):
-            return False
+    def load(self, group: TextGroup) -> list[TextRow] | None:
+        """Put a group that fits where the step reads it; None if there is no row for a text."""
+        rows = self.rows.of(group.sequences)
+        if rows is None:
+            return None
         columns, count = self._host_columns, len(rows)
-        contexts = [text.context for text in group.sequences]
-        columns.rows[:count] = known
-        columns.lengths[:count] = [text.length for text in group.sequences]
-        columns.rows[count:], columns.lengths[count:] = NOBODY, 1
-        if self.room is not None:
-            width = columns.tails.shape[1]
-            columns.numbers[:count] = [c.num_output for c in contexts]
-            columns.tails[:count] = [last_committed(c, width) for c in contexts]
-        texts = self.shape.sequences + 1
-        self._fill(pack_trees(group.last_tokens, group.drafts, self.shape.nodes, texts))
-        names = tuple(context.id for context in contexts)
-        if names != self._loaded:
+        contexts = group.contexts
+        if self._loaded is not group.sequences:
+            columns.rows[count:], columns.lengths[count:] = NOBODY, 1
             _overwrite(self._table, self._sampling([c.params for c in contexts], "cpu"))
-            self._loaded = names
-        return True
+            self._loaded = group.sequences
+        columns.rows[:count] = [row.number for row in rows]
+        columns.lengths[:count] = [len(context.tokens) for context in contexts]
+        # Who holds no stop tokens back and bans no words does not read these.
+        if group.table.stops is not None:
+            columns.numbers[:count] = [context.num_output for context in contexts]
+        if group.table.bad_words is not None:
+            width = columns.tails.shape[1]
+            columns.tails[:count] = [last_committed(context, width) for context in contexts]
+        last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
+        self._fill(pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts))
+        return rows
 
     def __call__(self) -> StepOutputs:
         """The step on what is loaded."""
@@ -159,12 +161,17 @@ class FixedStep:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)
         texts = self.shape.sequences
+        ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
+        self.rows.tails.index_copy_(0, columns.rows, ends)
+        if past is not None:
+            tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
+            written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
+            self.rows.count(columns.rows, tokens, written)
         outputs = replace(outputs, found=outputs.found[:texts])
         if self.heads is None:
             return outputs
-        ends = accepted.nodes.gather(1, accepted.lengths[:, None])[:texts, 0]
         ranked = self.heads.ranked(
-            hidden[ends],
+            ends[:texts],
             (columns.lengths + accepted.lengths + 1)[:texts],
             table.temperature[:texts],
             table.seeds[:texts],

@@ -17,12 +17,12 @@ from typing import Literal, get_args
 import torch
 
 from recserve.core.ranked_heads import ranked_heads_of
-from recserve.core.sampling_table import Room
+from recserve.core.sampling_table import Room, SamplingTable
 from recserve.core.text import Drafter
 from recserve.engine.cuda_recorder import CudaRecorder
 from recserve.engine.fixed_step import FixedStep, StepShape
 from recserve.engine.runner import Runner
-from recserve.engine.text_rows import TextRows
+from recserve.engine.text_rows import TextRow, TextRows
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
@@ -82,6 +82,14 @@ class RecordedStep:
     replay: Step
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found, and the rows of its texts; the next one writes where all of it lies."""
+
+    outputs: StepOutputs
+    rows: list[TextRow]
+
+
 class StepGraphs:
     """The recorded steps of one language model. counts: steps by what became of them, RESULTS."""
 
@@ -104,13 +112,16 @@ class StepGraphs:
         size = runner.pool.page_size
         largest = max(shape.nodes for shape in limits.shapes)
         pages = -(-(model.config.decoder.max_positions + largest) // size)
-        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, model.config.vocab_size)
+        states = model.tokens.weight[:0]
+        vocabulary = model.config.vocab_size
+        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
         self.room = limits.room
         self.latest: Step | None = None
         self.counts: dict[Result, int] = dict.fromkeys(RESULTS, 0)
         found = {name: ranked_heads_of(drafter) for name, drafter in (drafters or {}).items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id((drafters or {})[name]): name for name in self._heads}
+        self._told: tuple[SamplingTable | None, bool | None] = (None, None)
         self._recorded: dict[tuple[bool, str | None], list[RecordedStep]] = {}
         began, left = time.monotonic(), list[str]()
         for bucket in self._wanted(limits.shapes):
@@ -162,42 +173,52 @@ class StepGraphs:
         """All of them, small ones of each kind first."""
         return [made for some in self._recorded.values() for made in some]
 
-    def step(self, groups: Seq[TextGroup], with_prompts: bool) -> StepOutputs | None:
+    def step(self, groups: Seq[TextGroup], with_prompts: bool) -> Replayed | None:
         """Forward, judgement and move of one group in the smallest bucket that holds it; None if
         there is none, more groups than one, or tokens of prompts in the same forward.
         """
-        result, outputs = ("prompt", None) if with_prompts else self._replay(groups)
+        result, replayed = ("prompt", None) if with_prompts else self._replay(groups)
         self.counts[result] += 1
-        return outputs
+        return replayed
 
-    def _replay(self, groups: Seq[TextGroup]) -> tuple[Result, StepOutputs | None]:
+    def _replay(self, groups: Seq[TextGroup]) -> tuple[Result, Replayed | None]:
         if len(groups) != 1 or groups[0].rule != SAMPLE:
             return "rule", None
-        group, table = groups[0], groups[0].table
-        everything = not table.plain or table.truncates
-        params = [text.request.params for text in group.sequences]
-        if everything and not self.room.holds(params):
+        everything = self._needs_everything(groups[0])
+        if everything is None:
             return "parameters", None
-        best = self._smallest(group, everything)
+        best = self._smallest(groups[0], everything)
         if best is None:
             return "size", None
-        if not best.step.load(group):
+        rows = best.step.load(groups[0])
+        if rows is None:
             return "rows", None
         self.latest = best.replay
-        return "replayed", best.replay()
+        return "replayed", Replayed(best.replay(), rows)
+
+    def _needs_everything(self, group: TextGroup) -> bool | None:
+        """Whether the temperature is not the only parameter; None where there is no room for the
+        others. Told once for as long as the same texts step.
+        """
+        table, needs = self._told
+        if table is not group.table:
+            needs = not group.table.plain or group.table.truncates
+            if needs and not self.room.holds([context.params for context in group.contexts]):
+                needs = None
+            self._told = group.table, needs
+        return needs
 
     def _smallest(self, group: TextGroup, everything: bool) -> RecordedStep | None:
         """The smallest bucket that holds a group; with heads where they are those of all texts that
         are drafted for, if that was recorded.
         """
-        drafts, texts = group.drafts, len(group.drafts)
-        nodes = texts + sum(map(len, drafts))
-        depth = max(draft.depth for draft in drafts)
+        texts, depth = len(group.sizes), group.depth
+        nodes = texts + sum(group.sizes)
         drafter = None
         if self._names and depth:
-            drafted = zip(group.sequences, drafts, strict=True)
-            names = {self._names.get(id(text.drafter)) for text, draft in drafted if len(draft)}
-            drafter = names.pop() if len(names) == 1 else None
+            drafted = zip(group.sequences, group.sizes, strict=True)
+            drafters = {id(text.drafter) for text, size in drafted if size}
+            drafter = self._names.get(drafters.pop()) if len(drafters) == 1 else None
         for name in (drafter, None) if drafter else (None,):
             for recorded in self._recorded.get((everything, name), ()):
                 if recorded.bucket.shape.holds(texts, nodes, depth):

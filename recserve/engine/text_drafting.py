@@ -26,18 +26,18 @@ class TextDrafting:
         self._budget: DraftBudget | None = None
         self._met: set[int] = set()
         self._nothing = empty_draft()
-        self.asked: set[int] = set()  # texts whose drafter was called for this step
+        self.asked: set[TextSequence] = set()  # whose drafter was called for this step
         self._now = step_clock(model.tokens.weight.device)
         self._nodes, self._drafted = 0, NOBODY
         self._began_s, self._drafting_s = 0.0, 0.0
 
     def propose(
         self, texts: Seq[TextSequence], prefill: int
-    ) -> tuple[dict[int, TextDraft], list[tuple[TextSequence, Exception]]]:
-        """Drafts by context id, and the texts whose drafter failed or drafted what their rule
-        refuses. prefill: other nodes of the same forward.
+    ) -> tuple[dict[TextSequence, TextDraft], list[tuple[TextSequence, Exception]]]:
+        """Drafts, and the texts whose drafter failed or drafted what their rule refuses. prefill:
+        other nodes of the same forward.
         """
-        drafts = dict.fromkeys((s.context.id for s in texts), self._nothing)
+        drafts = dict.fromkeys(texts, self._nothing)
         drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
         failed: list[tuple[TextSequence, Exception]] = []
         self.asked.clear()
@@ -48,7 +48,7 @@ class TextDrafting:
             self._drafted, self._nodes = NOBODY, 0 if prefill else len(drafts)
             if self.asked:
                 self._drafted = Counter(
-                    s.request.speculation.drafter for s in drafting if drafts.get(s.context.id)
+                    s.request.speculation.drafter for s in drafting if drafts.get(s)
                 )
                 self._nodes = 0 if prefill else len(drafts) + sum(map(len, drafts.values()))
         return drafts, failed
@@ -58,34 +58,33 @@ class TextDrafting:
         texts: Seq[TextSequence],
         prefill: int,
         num_plain: int,
-        drafts: dict[int, TextDraft],
+        drafts: dict[TextSequence, TextDraft],
     ) -> list[tuple[TextSequence, Exception]]:
         """Put drafts in; texts whose drafts failed are left out, and returned."""
-        asking = {s.context.id: self._asking(s) for s in texts}
-        allowed = self._budgets(asking, prefill, num_plain)
+        budgets = self._budgets(texts, prefill, num_plain)
+        asked: dict[int, tuple[Drafter, list[TextSequence], list[Budget]]] = {}
+        for sequence, budget in zip(texts, budgets, strict=True):
+            # A drafter hears of every text once at least: there are some that learn from all.
+            if budget.num_nodes or sequence.context.id not in self._met:
+                self._met.add(sequence.context.id)
+                own = asked.setdefault(id(sequence.drafter), (sequence.drafter, [], []))
+                own[1].append(sequence)
+                own[2].append(budget)
         failed: list[tuple[TextSequence, Exception]] = []
-        for drafter in {id(s.drafter): s.drafter for s in texts}.values():
-            own = [
-                s
-                for s in texts
-                if s.drafter is drafter and self._is_asked(s, allowed[s.context.id])
-            ]
-            if own:
-                failed += self._ask(drafter, own, asking, allowed, drafts)
+        for drafter, sequences, own_budgets in asked.values():
+            failed += self._ask(drafter, sequences, own_budgets, drafts)
         for sequence, _ in failed:
-            drafts.pop(sequence.context.id, None)
+            drafts.pop(sequence, None)
         return failed
 
     def _ask(
         self,
         drafter: Drafter,
         texts: Seq[TextSequence],
-        asking: dict[int, Asking],
-        allowed: dict[int, Budget],
-        drafts: dict[int, TextDraft],
+        budgets: Seq[Budget],
+        drafts: dict[TextSequence, TextDraft],
     ) -> list[tuple[TextSequence, Exception]]:
         failed: list[tuple[TextSequence, Exception]] = []
-        budgets = [allowed[s.context.id] for s in texts]
         began = self._now()
         try:
             proposed = drafter.propose([s.context for s in texts], budgets)
@@ -94,18 +93,17 @@ class TextDrafting:
         taken_s = self._now() - began
         self._drafting_s += taken_s
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
-            assert len(draft) <= budget.num_nodes and draft.depth <= budget.depth
-            number = sequence.context.id
+            assert draft.num_nodes <= budget.num_nodes and draft.depth <= budget.depth
             try:
                 RULES[sequence.request.speculation.verifier].check(draft)
             except ValueError as error:
                 failed.append((sequence, error))
                 continue
-            drafts[number] = draft
-            self.asked.add(number)
+            drafts[sequence] = draft
+            self.asked.add(sequence)
             if self._budget is not None:
-                self._budget.proposed(asking[number], budget, len(draft), draft.depth)
-        free = sum(budget.num_nodes > 0 for budget in budgets)
+                self._budget.proposed(self._asking(sequence), budget, len(draft), draft.depth)
+        free = sum([budget.num_nodes > 0 for budget in budgets])
         if self._budget is not None and free:
             name = texts[0].request.speculation.drafter
             self._budget.timed(name, max(draft.depth for draft in proposed), free, taken_s * 1e3)
@@ -137,25 +135,13 @@ class TextDrafting:
             and all(s.context.id in self._met for s in texts)
         )
 
-    def _is_asked(self, sequence: TextSequence, budget: Budget) -> bool:
-        """Whether its drafter hears of it: where it may draft, and once at least, because there are
-        drafters that learn from every text.
-        """
-        if budget.num_nodes or sequence.context.id not in self._met:
-            self._met.add(sequence.context.id)
-            return True
-        return False
-
-    def _budgets(
-        self, asking: dict[int, Asking], prefill: int, num_plain: int
-    ) -> dict[int, Budget]:
+    def _budgets(self, texts: Seq[TextSequence], prefill: int, num_plain: int) -> list[Budget]:
         """All they ask for, unless the load counts."""
         if not self.load_aware:
-            return {number: text.most for number, text in asking.items()}
+            return [sequence.budget(self.draft_nodes) for sequence in texts]
         if self._budget is None:
             self._budget = DraftBudget(text_cost(self.model))
-        budgets = self._budget.spend(list(asking.values()), prefill, num_plain)
-        return dict(zip(asking, budgets, strict=True))
+        return self._budget.spend([self._asking(s) for s in texts], prefill, num_plain)
 
     def _asking(self, sequence: TextSequence) -> Asking:
         drafter = sequence.request.speculation.drafter

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
 from recserve.core.sampling_table import SamplingTable, sampling_table
-from recserve.core.text import TextDraft
+from recserve.core.text import TextContext, TextDraft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup
 from recserve.verify.rules import GREEDY, SAMPLE
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a group is beside its drafts, kept while the same texts step together."""
+
+    rule: str
+    sequences: list[TextSequence]
+    contexts: list[TextContext]
+    table: SamplingTable
 
 
 class TextGroups:
@@ -20,27 +31,41 @@ class TextGroups:
 
     def __init__(self, device: torch.device, together: bool) -> None:
         self.device, self.together = device, together
-        self._tables: dict[str, tuple[tuple[int, ...], SamplingTable]] = {}
+        self._stepped: list[TextSequence] = []
+        self._parts: list[_Part] = []
 
-    def of(self, sequences: Seq[TextSequence], drafts: dict[int, TextDraft]) -> list[TextGroup]:
-        """drafts: by context id, of at least these sequences."""
+    def of(
+        self, sequences: Seq[TextSequence], drafts: dict[TextSequence, TextDraft]
+    ) -> list[TextGroup]:
+        """drafts: of at least these sequences."""
+        if self._stepped != sequences:
+            self._parts, self._stepped = self._parted(sequences), list(sequences)
+        groups = []
+        for part in self._parts:
+            own = [drafts[sequence] for sequence in part.sequences]
+            sizes = tuple([draft.num_nodes for draft in own])
+            depth = max([draft.depth for draft in own])
+            group = TextGroup(
+                part.rule, part.sequences, own, part.table, part.contexts, sizes, depth
+            )
+            groups.append(group)
+        return groups
+
+    def _parted(self, sequences: Seq[TextSequence]) -> list[_Part]:
         rules: dict[str, list[TextSequence]] = {}
         for sequence in sequences:
             rules.setdefault(self._rule(sequence), []).append(sequence)
-        return [
-            TextGroup(rule, own, [drafts[s.context.id] for s in own], self._table(rule, own))
-            for rule, own in rules.items()
-        ]
+        before = {part.rule: part for part in self._parts}
+        parts = []
+        for rule, own in rules.items():
+            part = before.get(rule)
+            if part is None or part.sequences != own:
+                table = sampling_table([s.request.params for s in own], self.device)
+                part = _Part(rule, own, [s.context for s in own], table)
+            parts.append(part)
+        return parts
 
     def _rule(self, sequence: TextSequence) -> str:
         if sequence.request.params.greedy:
             return SAMPLE if self.together else GREEDY
         return sequence.request.speculation.verifier
-
-    def _table(self, rule: str, sequences: Seq[TextSequence]) -> SamplingTable:
-        """The sampling parameters as columns, kept while the same texts step together."""
-        ids = tuple(s.context.id for s in sequences)
-        if rule not in self._tables or self._tables[rule][0] != ids:
-            params = [s.request.params for s in sequences]
-            self._tables[rule] = (ids, sampling_table(params, self.device))
-        return self._tables[rule][1]

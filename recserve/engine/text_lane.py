@@ -9,6 +9,7 @@ again, recomputing only what was evicted meanwhile.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right, insort
 from collections.abc import Sequence as Seq
@@ -25,22 +26,14 @@ from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.lane import RequestTooLarge
-from recserve.engine.runner import Piece, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_groups import TextGroups
 from recserve.engine.text_pages import TextPages
 from recserve.engine.text_prefill import Chunk, chunks, is_coming
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import (
-    Kept,
-    TextGroup,
-    move_accepted,
-    move_paths,
-    outputs_of,
-    token_logprobs,
-)
+from recserve.engine.text_step import Kept, TextGroup, token_logprobs
 from recserve.engine.text_trees import TreePacker
-from recserve.kernels.tree import CANDIDATE
 from recserve.models.language_model import LanguageModel
 from recserve.verify.rules import check_rule
 
@@ -85,6 +78,7 @@ class TextLane:
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids = count()
         self.graphs = graphs
+        self._earliest_s = math.inf  # no deadline is before it
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @property
@@ -145,17 +139,23 @@ class TextLane:
             return False
         if request.params.counts_tokens:
             sequence.token_counts = TokenCounts(prompt, self.model.config.vocab_size, device)
+        if request.deadline_s is not None:
+            self._earliest_s = min(self._earliest_s, request.deadline_s)
         sequence.timing.queue_ms = (time.monotonic() - submitted_s) * 1e3
         return True
 
     def begin(self) -> list[Answer]:
         """Nothing is answered without a forward but what is too late."""
         now = time.monotonic()
-        late = [
-            s
+        if now <= self._earliest_s:
+            return []
+        deadlines = [
+            (s, s.request.deadline_s)
             for s in self.running + self.aside
-            if s.request.deadline_s is not None and now > s.request.deadline_s
+            if s.request.deadline_s is not None
         ]
+        late = [s for s, deadline_s in deadlines if now > deadline_s]
+        self._earliest_s = min((d for _, d in deadlines if now <= d), default=math.inf)
         self._drop(late)
         return [
             (s, DeadlineExceeded("the deadline passed while the text was written")) for s in late
@@ -181,22 +181,22 @@ class TextLane:
         if replayed is None:
             done = self._launch(groups, parts)
         else:
-            # The next replay writes where these lie.
-            hidden = replayed.hidden.clone()
-            done = self._commit(groups[0], replayed.kept(), hidden, replayed.logits)
-        ended = time.perf_counter()
+            outputs = replayed.outputs
+            tails = [row.tail for row in replayed.rows]
+            done = self._commit(groups[0], outputs.kept(), outputs.hidden, outputs.logits, tails)
         self._drafting.stepped()
-        first = {part.sequence.context.id for part in parts}
-        for part in parts:
-            part.sequence.timing.prefill_ms += (ended - drafted) * 1e3
+        draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
+        first = {part.sequence for part in parts}
+        for sequence in first:
+            sequence.timing.prefill_ms += forward_ms
         for group in groups:
-            for sequence, draft in zip(group.sequences, group.drafts, strict=True):
+            for sequence, size in zip(group.sequences, group.sizes, strict=True):
                 timing = sequence.timing
-                timing.draft_ms += (drafted - began) * 1e3
-                if sequence.context.id not in first:
-                    timing.verify_ms += (ended - drafted) * 1e3
+                timing.draft_ms += draft_ms
+                if sequence not in first:
+                    timing.verify_ms += forward_ms
                 timing.forwards += 1
-                timing.nodes += 1 + len(draft)
+                timing.nodes += 1 + size
         return failed + done
 
     def _launch(self, groups: Seq[TextGroup], parts: Seq[Chunk]) -> list[Answer]:
@@ -209,7 +209,8 @@ class TextLane:
         done: list[Answer] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
             logits = self.model.logits(own)
-            done += self._commit(group, self._judge(group, piece, own, logits), own, logits)
+            kept = group.keep(self.runner.pool, piece, own, logits)
+            done += self._commit(group, kept, own, logits)
         return done
 
     def drop_all(self) -> list[TextSequence]:
@@ -226,76 +227,77 @@ class TextLane:
         """Drafts of the texts that step, grouped by the rule that judges them: of those that are
         ready, and of those whose chunk makes them so.
         """
-        rows = {part.sequence.context.id: part.size for part in parts}
-        stepping = [s for s in self.running if s.missing == rows.get(s.context.id, 0)]
-        drafts, refused = self._drafting.propose(stepping, sum(rows.values()))
-        self._drop([sequence for sequence, _ in refused])
-        failed += refused
-        for sequence in stepping:
-            draft = drafts.get(sequence.context.id)
-            if draft and not self.pages.grow(sequence, sequence.length + len(draft)):
-                drafts[sequence.context.id] = empty_draft()
-        return self._grouping.of([s for s in stepping if s.context.id in drafts], drafts)
+        stepping: Seq[TextSequence] = self.running
+        if parts:
+            rows = {part.sequence: part.size for part in parts}
+            stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
+        drafts, refused = self._drafting.propose(stepping, sum(part.size for part in parts))
+        if refused:
+            stepping = [s for s in stepping if s in drafts]
+            self._drop([sequence for sequence, _ in refused])
+            failed += refused
+        for sequence in self._drafting.asked:
+            needed = sequence.length + drafts[sequence].num_nodes
+            if needed > sequence.room and not self.pages.grow(sequence, needed):
+                drafts[sequence] = empty_draft()
+        return self._grouping.of(stepping, drafts)
 
-    def _judge(self, group: TextGroup, piece: Piece, hidden: Tensor, logits: Tensor) -> Kept:
-        """Judge a group's trees, keep the paths."""
-        kept = group.keep_likeliest(logits)
-        if kept is not None:
-            move_paths(self.runner.pool, kept.paths, piece.slots)
-            return kept
-        accepted = group.judge(piece.tree, logits)
-        if not group.chains:
-            move_accepted(self.runner.pool, piece.tree, accepted, piece.slots)
-        return outputs_of(piece.tree, accepted, logits, hidden).kept()
-
-    def _commit(self, group: TextGroup, kept: Kept, hidden: Tensor, logits: Tensor) -> list[Answer]:
+    def _commit(
+        self,
+        group: TextGroup,
+        kept: Kept,
+        hidden: Tensor,
+        logits: Tensor,
+        tails: Seq[Tensor] | None = None,
+    ) -> list[Answer]:
         """The answers of the texts that ended; drafters hear of the others.
 
-        hidden [T, E], logits [T, V]: of the group's nodes, and of what fills up behind them.
+        hidden [T, E], logits [T, V]: of the group's nodes, and of what fills up behind them. tails:
+        of a replay, [E] for each text: its state at the last node that was kept.
         """
-        sizes = [1 + len(draft) for draft in group.drafts]
-        sizes.append(hidden.shape[0] - sum(sizes))
-        # One call for all texts: a view of each takes longer than all that is done with it here.
-        own_hidden, own_logits = hidden.split_with_sizes(sizes), logits.split_with_sizes(sizes)
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        start = 0
-        for number, (sequence, draft) in enumerate(zip(group.sequences, group.drafts, strict=True)):
-            path, tokens = kept.paths[number], kept.tokens[number]
-            first, start = start, start + sizes[number]
+        counted, asked = tails is not None, self._drafting.asked
+        first = 0
+        for number, sequence in enumerate(group.sequences):
+            draft, path, tokens = group.drafts[number], kept.paths[number], kept.tokens[number]
+            before = len(sequence.context.tokens)
             try:
                 top = sequence.request.params.logprobs
-                logprobs = [] if top is None else token_logprobs(logits[path], tokens, top)
-                before = sequence.length
-                added = sequence.commit(tokens, logprobs)
+                logprobs = () if top is None else token_logprobs(logits[path], tokens, top)
+                added = sequence.commit(tokens, logprobs, counted)
             except Exception as error:
                 self._drop([sequence])
                 done.append((sequence, error))
+                first += 1 + draft.num_nodes
                 continue
-            used = min(len(path) - 1, len(added))
+            used, ended = min(len(path) - 1, len(added)), sequence.finish_reason is not None
+            tail = hidden[path[used]] if ended or tails is None else tails[number]
             ranked = None if kept.ranked is None else kept.ranked[number]
-            sequence.computed(before + used, hidden[path[used]], ranked)
-            if len(draft):
-                kinds = draft.kinds
-                drafted = len(draft) if kinds is None else int((kinds == CANDIDATE).sum())
-                sequence.counts.add(drafted, used)
+            sequence.computed(before + used, tail, ranked)
+            if draft.num_nodes:
+                sequence.counts.add(draft.num_candidates, used)
                 self._drafting.judged(sequence, draft, len(path) - 1)
-            if sequence.finish_reason is not None:
+            if ended:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
                 self._drop([sequence])
-            elif sequence.context.id in self._drafting.asked:
-                accepted = tuple(node - first - 1 for node in path[1:])
+            elif sequence in asked:
+                accepted = tuple([node - first - 1 for node in path[1:]])
                 outcome = TextOutcome(
-                    sequence.context, draft, accepted, added, own_hidden[number], own_logits[number]
+                    sequence.context, draft, accepted, tuple(added), hidden, logits, first
                 )
-                outcomes.setdefault(id(sequence.drafter), (sequence.drafter, []))[1].append(outcome)
+                drafter = sequence.drafter
+                outcomes.setdefault(id(drafter), (drafter, []))[1].append(outcome)
+            first += 1 + draft.num_nodes
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
         return done
 
     def _bring_in(self) -> None:
         """Those aside, in order, until one finds no pages."""
+        if not self.aside:
+            return
         waiting, self.aside = self.aside, []
         for sequence in waiting:
             found = all(s.waits for s in self.aside) and self._place(sequence)
@@ -314,7 +316,7 @@ class TextLane:
 
     def _make_room(self) -> None:
         """Every text that steps gets a slot for node 0; those served last give theirs up."""
-        for sequence in tuple(self.running):
+        for sequence in [s for s in self.running if len(s.context.tokens) > s.room]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
                 self._set_aside(self.running[-1])
 
@@ -333,9 +335,9 @@ class TextLane:
             self._drafting.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)
-        gone = {s.context.id for s in sequences}
-        self.running = [s for s in self.running if s.context.id not in gone]
-        self.aside = [s for s in self.aside if s.context.id not in gone]
+        gone = set(sequences)
+        self.running = [s for s in self.running if s not in gone]
+        self.aside = [s for s in self.aside if s not in gone]
 
 
 def _turn(sequence: TextSequence) -> tuple[int, float]:

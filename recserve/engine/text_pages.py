@@ -8,8 +8,7 @@ import torch
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.text_sequence import NO_SLOTS, TextSequence
-from recserve.kernels.host import on_device
-from recserve.kernels.paged_kv import KVPool, slots_of_pages
+from recserve.kernels.paged_kv import KVPool
 
 
 class TextPages:
@@ -19,6 +18,9 @@ class TextPages:
         self.pool, self.size = pool, pool.page_size
         self.allocator = PageAllocator(pool.num_pages)
         self.cache = PrefixCache(self.allocator, self.size)
+        # Of every page [P, S]: nothing is uploaded where a text takes one.
+        slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
+        self._slots = slots.view(pool.num_pages, pool.page_size)
 
     def place(self, sequence: TextSequence) -> bool:
         """Pages for all committed tokens, as many as possible from the prefix cache."""
@@ -35,16 +37,16 @@ class TextPages:
             step = torch.arange(found.length % size, device=self.pool.keys.device)
             self.pool.copy_slots(found.partial * size + step, fresh[0] * size + step)
             self.allocator.release([found.partial])
-        sequence.pages, sequence.slots = [], NO_SLOTS
+        sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
         self._take(sequence, found.pages + fresh)
         sequence.computed(found.length, found.tail)
         return True
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
         """Pages for so many tokens, if they can be had without setting anybody aside."""
-        missing = self.pages_of(tokens) - len(sequence.pages)
-        if missing <= 0:
+        if tokens <= sequence.room:
             return True
+        missing = self.pages_of(tokens) - len(sequence.pages)
         self.cache.evict(missing)
         if self.allocator.num_free < missing:
             return False
@@ -52,16 +54,14 @@ class TextPages:
         return True
 
     def _take(self, sequence: TextSequence, pages: list[int]) -> None:
-        device = self.pool.keys.device
-        added = on_device(pages, device, torch.int64)
-        slots = slots_of_pages(added, self.size, len(pages) * self.size)
         sequence.pages = sequence.pages + pages
-        sequence.slots = torch.cat([sequence.slots.to(device), slots])
+        sequence.slots = torch.cat([sequence.slots, *[self._slots[page] for page in pages]])
+        sequence.room = len(sequence.pages) * self.size
 
     def release(self, sequence: TextSequence) -> None:
         """Give its pages back."""
         self.allocator.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.room = [], 0
 
     def keep(self, sequence: TextSequence) -> None:
         """Let others, and itself, find what the text has computed."""

@@ -40,6 +40,8 @@ def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:
     """Who computes how many tokens in a step, first come first served."""
     left, found = most, []
     for text in texts:
+        if text.ready:
+            continue
         size = min(text.missing, left)
         if size:
             found.append(Chunk(text, size))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recserve.core.request import Timing
 from recserve.core.target import TokenCounts
-from recserve.core.text import Budget, Drafter, TextContext
+from recserve.core.text import Budget, Drafter, TextContext, budget_of
 from recserve.core.text_request import (
     Completion,
     FinishReason,
@@ -25,17 +25,19 @@ from recserve.core.text_request import (
 )
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
+NO_BUDGET = Budget(0, 0)
 
 
 @dataclass(eq=False)
 class TextSequence:
     """State of one request between admission and answer.
 
-    pages: held, in the order of the tokens; slots: of all of them. num_computed: tokens whose keys
-    and values exist; a text may step when all but the last are computed. tail [E]: the final hidden
-    state of the last computed one, None where it is not known. limit: most committed tokens that
-    the model's positions allow. waits: what it begins with is being computed by another text.
-    token_counts: None unless penalties need them.
+    pages: held, in the order of the tokens; slots: of all of them, room: how many. num_computed:
+    tokens whose keys and values exist; a text may step when all but the last are computed. tail
+    [E]: the final hidden state of the last computed one, None where it is not known; the next step
+    may write where it lies. limit: most committed tokens that the model's positions allow, end:
+    and the request. waits: what it begins with is being computed by another text. token_counts:
+    None unless penalties need them.
     """
 
     request: TextRequest
@@ -47,6 +49,7 @@ class TextSequence:
     token_counts: TokenCounts | None = None
     pages: list[int] = field(default_factory=list)
     slots: Tensor = NO_SLOTS
+    room: int = 0
     num_computed: int = 0
     waits: bool = False
     tail: Tensor | None = None
@@ -55,6 +58,10 @@ class TextSequence:
     timing: Timing = field(default_factory=Timing)
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = min(self.context.num_prompt + self.request.params.max_tokens, self.limit)
 
     @property
     def length(self) -> int:
@@ -64,12 +71,12 @@ class TextSequence:
     @property
     def missing(self) -> int:
         """Committed tokens to compute before the text may step."""
-        return self.length - 1 - self.num_computed
+        return len(self.context.tokens) - 1 - self.num_computed
 
     @property
     def ready(self) -> bool:
         """Whether only the last committed token is left to compute."""
-        return not self.missing
+        return len(self.context.tokens) - 1 == self.num_computed
 
     def computed(
         self, length: int, tail: Tensor | None, ranked: NDArray[np.int64] | None = None
@@ -77,42 +84,53 @@ class TextSequence:
         """Keys and values of the first `length` tokens exist, and drafters see the last state and
         what heads ranked from it.
         """
+        context = self.context
         self.num_computed, self.tail = length, tail
-        self.context.hidden = tail if self.ready else None
-        self.context.ranked = ranked if self.ready else None
+        ready = len(context.tokens) - 1 == length
+        context.hidden, context.ranked = (tail, ranked) if ready else (None, None)
 
     def budget(self, most: int) -> Budget:
         """What a draft may cost. most: draft nodes where the request does not say how many."""
         wanted = self.request.speculation.num_tokens
-        left = self.request.params.max_tokens - self.context.num_output
-        depth = max(min(left, self.limit - self.length) - 1, 0)
-        return Budget((most if wanted is None else min(wanted, most)) if depth else 0, depth)
+        nodes = most if wanted is None else min(wanted, most)
+        left = self.end - len(self.context.tokens) - 1
+        # So many nodes cannot be deeper.
+        return budget_of(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
 
-    def commit(self, tokens: Seq[int], logprobs: Seq[TokenLogprobs]) -> tuple[int, ...]:
+    def commit(
+        self, tokens: list[int], logprobs: Seq[TokenLogprobs] = (), counted: bool = False
+    ) -> Seq[int]:
         """Append what a step found until the text ends; returns what was appended.
 
-        Sets finish_reason at a stop token, at max_tokens, at the context limit, or when the
-        request's listener asks for it.
+        counted: the step has counted the tokens already, for texts that go on. Sets finish_reason
+        at a stop token, at max_tokens, at the context limit, or when the request's listener asks
+        for it.
         """
-        params = self.request.params
-        room = min(params.max_tokens - self.context.num_output, self.limit - self.length)
-        added = tuple(tokens[:room])
-        if len(added) == room:
-            self.finish_reason = "length"
-        for place, token in enumerate(added) if params.stop_token_ids else ():
-            if token in params.stop_token_ids:
-                self.finish_reason, self.stop_token = "stop", token
-                added = added[:place]
-                break
-        self.context.tokens += added
-        if self.token_counts is not None:
-            self.token_counts.add(added)
-        self.logprobs += logprobs[: len(added)]
-        if self.request.on_commit is not None:
-            news = TextCommit(added, tuple(logprobs[: len(added)]), self.finish_reason)
-            if self.request.on_commit(news) and self.finish_reason is None:
+        request, written = self.request, self.context.tokens
+        room = self.end - len(written)
+        if len(tokens) >= room:
+            tokens, self.finish_reason = tokens[:room], "length"
+        if request.params.stop_token_ids:
+            tokens = self._until_stop(tokens)
+        written += tokens
+        if self.token_counts is not None and not counted:
+            self.token_counts.add(tokens)
+        if logprobs:
+            self.logprobs += logprobs[: len(tokens)]
+        if request.on_commit is not None:
+            news = TextCommit(tuple(tokens), tuple(logprobs[: len(tokens)]), self.finish_reason)
+            if request.on_commit(news) and self.finish_reason is None:
                 self.finish_reason = "stop"
-        return added
+        return tokens
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        """What stands before the first stop token; all of them where there is none."""
+        stops = self.request.params.stop_token_ids
+        for place, token in enumerate(tokens):
+            if token in stops:
+                self.finish_reason, self.stop_token = "stop", token
+                return tokens[:place]
+        return tokens
 
     def completion(self) -> Completion:
         """The answer; the text must have ended."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from recserve.core.sampling import largest_on_host
 from recserve.core.sampling_table import SamplingTable
 from recserve.core.target import Target, past_of
-from recserve.core.text import Accepted, ScoredTrees, TextDraft
+from recserve.core.text import Accepted, ScoredTrees, TextContext, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
@@ -53,27 +53,44 @@ class StepOutputs:
     hidden: Tensor
     num_heads: int = 0
 
+    @property
+    def tokens(self) -> Tensor:
+        """[B, D + 1] of the accepted nodes, meaningless behind the last."""
+        return self.found[:, self.depth + 3 : 2 * self.depth + 4]
+
     def kept(self) -> Kept:
         """The one look at the device in a step: what was written decides what is done next."""
-        found = self.found.to("cpu", copy=True).numpy()
+        found = self.found.cpu().numpy()
         width, stop = self.depth + 1, 2 * self.depth + 4
-        ranked = found[:, stop:].reshape(len(found), self.num_heads, -1) if self.num_heads else None
-        kept = Kept([], [], ranked)
-        for row in found[:, :stop].tolist():
-            length, bonus = row[width], row[width + 1]
-            kept.paths.append(row[: length + 1])
-            kept.tokens.append([*row[width + 3 : width + 3 + length], bonus])
-        return kept
+        ranked = None
+        if self.num_heads:
+            ranked = found[:, stop:].copy().reshape(len(found), self.num_heads, -1)
+            found = found[:, :stop]
+        paths, tokens = [], []
+        for row in found.tolist():
+            length = row[width]
+            paths.append(row[: length + 1])
+            own = row[width + 3 : width + 3 + length]
+            own.append(row[width + 1])
+            tokens.append(own)
+        return Kept(paths, tokens, ranked)
 
 
 @dataclass(frozen=True)
 class TextGroup:
-    """Texts judged by one rule, with their drafts, in the same order."""
+    """Texts judged by one rule, with their drafts, in the same order.
+
+    sequences and contexts, which are theirs, stay the same lists while the same texts step. sizes:
+    nodes of each draft. depth: most levels below a node 0.
+    """
 
     rule: str
     sequences: list[TextSequence]
     drafts: list[TextDraft]
     table: SamplingTable
+    contexts: list[TextContext]
+    sizes: tuple[int, ...]
+    depth: int
 
     def piece(self, tree: TokenTree) -> Piece:
         """The packed trees, placed where their path will stay if it is the first of each."""
@@ -83,7 +100,7 @@ class TextGroup:
     @property
     def last_tokens(self) -> list[int]:
         """[B] node 0 of every tree."""
-        return [s.context.tokens[-1] for s in self.sequences]
+        return [context.tokens[-1] for context in self.contexts]
 
     def slots(self) -> Tensor:
         """[T] the slot of each node."""
@@ -97,6 +114,17 @@ class TextGroup:
     def chains(self) -> bool:
         """Whether no draft forks, so that every path that is accepted lies right already."""
         return all(draft.depth == len(draft) for draft in self.drafts)
+
+    def keep(self, pool: KVPool, piece: Piece, hidden: Tensor, logits: Tensor) -> Kept:
+        """Judge the trees, and keep the paths in the pool. hidden [T, E], logits [T, V] raw."""
+        kept = self.keep_likeliest(logits)
+        if kept is not None:
+            move_paths(pool, kept.paths, piece.slots)
+            return kept
+        accepted = self.judge(piece.tree, logits)
+        if not self.chains:
+            move_accepted(pool, piece.tree, accepted, piece.slots)
+        return outputs_of(piece.tree, accepted, logits, hidden).kept()
 
     def keep_likeliest(self, logits: Tensor) -> Kept | None:
         """What is kept where the likeliest token is written, worked out on the host: there, after a
@@ -116,13 +144,9 @@ class TextGroup:
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""
-        depth = max(draft.depth for draft in self.drafts)
+        depth = self.depth
         table, everywhere = self.table, logits.is_cuda
-        past = past_of(
-            table,
-            [s.context for s in self.sequences],
-            [s.token_counts for s in self.sequences],
-        )
+        past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
         lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
         alone = past is None and (table.greedy or not table.truncates)
         scored = ScoredTrees(

@@ -57,12 +57,12 @@ class TreePacker:
 
     def __call__(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
         """last [B] tokens. Returns B trees of `1 + n` nodes each, packed."""
-        if all(d.depth == len(d) and d.kinds is None and d.tokens.is_cpu for d in drafts):
+        if all(d.depth == d.num_nodes and d.kinds is None and d.tokens.is_cpu for d in drafts):
             return self._of_chains(last, drafts)
         return self._packed(last, drafts)
 
     def _packed(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
-        packed = pack_trees(last, drafts)
+        packed = pack_trees(last, drafts, tuple(map(len, drafts)))
         columns = on_device(packed.columns, self.device)
         packed.complete(columns)
         named = any(draft.kinds is not None for draft in drafts)
@@ -71,7 +71,7 @@ class TreePacker:
             columns[PARENTS],
             columns[DEPTHS],
             columns[ENDS],
-            on_device(packed.offsets, self.device),
+            on_device(packed.offsets.copy(), self.device),
             columns[KINDS] if named else None,
         )
 
@@ -92,45 +92,83 @@ class TreePacker:
 
 
 def pack_trees(
-    last: Seq[int], drafts: Seq[TextDraft], num_nodes: int = 0, num_trees: int = 0
+    last: Seq[int],
+    drafts: Seq[TextDraft],
+    sizes: tuple[int, ...],
+    num_nodes: int = 0,
+    num_trees: int = 0,
 ) -> PackedTrees:
-    """num_nodes, num_trees: fill up to so many, with trees of one node and a last one, a chain, of
-    what is left; there must be room for them. 0: as many as there are.
+    """sizes: nodes of each draft. num_nodes, num_trees: fill up to so many, with trees of one node
+    and a last one, a chain, of what is left; there must be room for them. 0: as many as there are.
     """
-    depth = max((draft.depth for draft in drafts), default=0)
     # All that a chain is follows from its length; what forks is told below.
-    chains = _chains(tuple(map(len, drafts)), num_nodes, num_trees)
-    columns, offsets = chains.columns.copy(), chains.offsets.copy()
-    columns[TOKENS, offsets[: len(drafts)]] = last
-    late: list[tuple[Tensor, int, slice]] = []
-    forks = False
-    for start, draft in zip(offsets.tolist(), drafts, strict=False):
-        place = slice(start + 1, start + 1 + len(draft))
-        told = [(draft.tokens, TOKENS, 0)] if len(draft) else []
-        if draft.depth < len(draft):
-            told.append((draft.parents, PARENTS, start + 1))
-            forks = True
-        if draft.kinds is not None:
-            told.append((draft.kinds, KINDS, 0))
-        for column, row, shift in told:
-            if column.device.type == "cpu":
-                columns[row, place] = column.numpy() + shift if shift else column.numpy()
-            else:
-                late.append((column + shift, row, place))
-    drafted = int(offsets[len(drafts)])
-    shaped = not any(row == PARENTS for _, row, _ in late)
-    if forks and shaped:
-        own = columns[:, :drafted]
+    chains = _chains(sizes, num_nodes, num_trees)
+    columns = chains.columns.copy()
+    columns[TOKENS, chains.first] = last
+    some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
+    forks = [(number, d.parents) for number, d in some if d.depth < d.num_nodes]
+    kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
+    late = _put(columns, TOKENS, [(number, d.tokens) for number, d in some], sizes) if some else []
+    late += _put(columns, KINDS, kinds, sizes) if kinds else []
+    late_forks = _put(columns, PARENTS, forks, sizes) if forks else []
+    depth = max([draft.depth for _, draft in some], default=0)
+    if forks and not late_forks:
+        own = columns[:, : chains.drafted]
         own[DEPTHS : ENDS + 1] = _known_shape(own[PARENTS].tobytes(), depth)
-    return PackedTrees(columns, offsets, late, drafted, depth, shaped)
+    return PackedTrees(
+        columns, chains.offsets, late + late_forks, chains.drafted, depth, not late_forks
+    )
+
+
+def _put(
+    columns: NDArray[np.int64],
+    row: int,
+    parts: Seq[tuple[int, Tensor]],
+    sizes: tuple[int, ...],
+) -> list[tuple[Tensor, int, slice]]:
+    """Write what drafts, by their number, say of their nodes; parents are counted in the draft.
+    Returns what lies on the device.
+    """
+    here = [part for part in parts if part[1].is_cpu]
+    if here:
+        places = _places(sizes, tuple([number for number, _ in here]))
+        told = torch.cat([column for _, column in here]).numpy()
+        columns[row, places.nodes] = told + places.starts if row == PARENTS else told
+    late = []
+    for number, column in parts if len(here) < len(parts) else ():
+        if not column.is_cpu:
+            start = 1 + number + sum(sizes[:number])
+            told_late = column + start if row == PARENTS else column
+            late.append((told_late, row, slice(start, start + sizes[number])))
+    return late
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Packed nodes of some drafts [n], and for each the first of its draft [n]."""
+
+    nodes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], numbers: tuple[int, ...]) -> _Places:
+    """sizes: nodes of each draft. numbers: which of them."""
+    firsts = [1 + number + sum(sizes[:number]) for number in numbers]
+    nodes = [np.arange(f, f + sizes[n]) for f, n in zip(firsts, numbers, strict=True)]
+    return _Places(np.concatenate(nodes), np.repeat(firsts, [sizes[n] for n in numbers]))
 
 
 @dataclass(frozen=True)
 class _Chains:
-    """Columns [5, T] of trees that are chains, their tokens 0, and their offsets [B + 1]."""
+    """Columns [5, T] of trees that are chains, their tokens 0, and their offsets [B + 1]. first:
+    node 0 of those that are not there to fill up. drafted: their nodes.
+    """
 
     columns: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    first: NDArray[np.int64]
+    drafted: int
 
 
 @lru_cache(maxsize=256)
@@ -148,7 +186,7 @@ def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains
     columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
     columns[ENDS] = stops.repeat(sizes)
     columns[KINDS] = CANDIDATE
-    return _Chains(columns, offsets)
+    return _Chains(columns, offsets, offsets[: len(drafted)], int(offsets[len(drafted)]))
 
 
 @lru_cache(maxsize=256)

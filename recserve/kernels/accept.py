@@ -28,6 +28,19 @@ NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def tiles_of(split, tiles_per_split, vocabulary, TILE: tl.constexpr):
+    """First tile of one share of a vocabulary, and one past its last."""
+    first = split * tiles_per_split
+    return first, tl.minimum(first + tiles_per_split, tl.cdiv(vocabulary, TILE))
+
+
+@triton.jit
+def better(value, token, best, where):
+    """The best value of every lane and its token, the earlier one on ties."""
+    return tl.maximum(best, value), tl.where(value > best, token, where)
+
+
+@triton.jit
 def choose_kernel(
     logits, seeds, positions, trees, temperatures, values, tokens,
     vocabulary, tiles_per_split, LANES: tl.constexpr, TILE: tl.constexpr,
@@ -41,8 +54,7 @@ def choose_kernel(
     lane = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), dtype=tl.float32)
     where = tl.full([LANES], 0, dtype=tl.int32) + NONE
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(vocabulary, TILE))
+    first, last = tiles_of(split, tiles_per_split, vocabulary, TILE)
     for tile in range(first, last):
         drawn = noise.words(seed, position, tile * LANES + lane, noise.TARGET)
         for word in tl.static_range(4):
@@ -52,9 +64,7 @@ def choose_kernel(
             ).to(tl.float32)
             if warm:
                 value = tl.div_rn(value, temperature) + noise.gumbel(drawn[word])
-            better = value > best
-            best = tl.where(better, value, best)
-            where = tl.where(better, token, where)
+            best, where = better(value, token, best, where)
     peak = tl.max(best, 0)
     place = row * tl.num_programs(1) + split
     tl.store(values + place, peak)
@@ -112,10 +122,7 @@ def accept(
     """As `accept_reference.accept`, two launches."""
     rows, vocabulary = logits.shape
     device, trees = logits.device, tree.num_trees
-    tiles = triton.cdiv(vocabulary, TILE)
-    share = 1 if rows <= FEW_NODES else BLOCK_TILES
-    splits = min(triton.cdiv(tiles, share), MAX_SPLITS)
-    per_split = triton.cdiv(tiles, splits)
+    splits, per_split = shares(vocabulary, 1 if rows <= FEW_NODES else BLOCK_TILES)
     values = torch.empty(rows, splits, device=device)
     tokens = torch.empty(rows, splits, dtype=torch.int32, device=device)
     choose_kernel[rows, splits](
@@ -132,6 +139,15 @@ def accept(
         HAS_KINDS=tree.kinds is not None,
     )  # fmt: skip
     return walk
+
+
+def shares(vocabulary: int, tiles: int) -> tuple[int, int]:
+    """In how many shares a vocabulary is gone over, and tiles of each: so many, or more where that
+    would be too many shares.
+    """
+    every = triton.cdiv(vocabulary, TILE)
+    splits = min(triton.cdiv(every, tiles), MAX_SPLITS)
+    return splits, triton.cdiv(every, splits)
 
 
 def empty_walk(trees: int, max_depth: int, device: torch.device) -> Walk:

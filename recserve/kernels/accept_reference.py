@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.noise import RESIDUAL, exponential, gumbel, uniform
+from recserve.kernels.noise import exponential, gumbel, step_keys, uniform
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
 
@@ -98,43 +98,48 @@ def accept(
     return follow(choose(logits, tree, keys, temperatures), tree, max_depth)
 
 
-def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
-    """Rejection sampling for children that were drawn independently from q: a chain, or several.
+def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+    """Rejection sampling for children that were drawn independently: a chain, or several.
 
-    p [T, V]: target probabilities at each node. q [T, V]: the distribution that the children of the
-    node were drawn from (not read at leaves). Both float32, rows sum to 1. At a node the children
-    are tried in order: accepted with probability min(1, p(x) / q(x)), else p becomes the normalised
-    max(p - q, 0); with no child left the bonus is drawn from p.
+    p [T, V]: target probabilities at each node. q [T, V]: the distribution that each node's own
+    token was drawn from (not read of root nodes); None: all tokens were chosen, q is 1 at them.
+    Both float32, rows sum to 1. At a node the children are tried in order: accepted with
+    probability min(1, p(x) / q(x)), else p becomes the normalised max(p - q, 0); with no child left
+    the bonus is drawn from p. Coins and the bonus are keyed by the step: see `step_keys`.
     """
-    seeds, parents, ends = keys.seeds.tolist(), tree.parents.tolist(), tree.ends.tolist()
-    positions, tokens = keys.positions(tree), tree.tokens.tolist()
+    tokens, ends = tree.tokens.tolist(), tree.ends.tolist()
     kinds = [CANDIDATE] * tree.num_nodes if tree.kinds is None else tree.kinds.tolist()
-    paths, bonus = [], []
-    for b, node in enumerate(tree.offsets[:-1].tolist()):
-        path, refused = [node], False
-        seed = torch.tensor(seeds[b : b + 1])
-        while not refused:
-            residual, accepted, tried, child = p[node].cpu(), -1, 0, node + 1
-            place = positions[node : node + 1].cpu()
+    owners = tree.tree_ids()
+    numbers = torch.arange(tree.num_nodes, device=owners.device) - tree.offsets[owners]
+    steps = step_keys(keys.root_lengths[owners] + 1, numbers)
+    coins = uniform(keys.seeds[owners], steps, 1)[:, 0].cpu()
+    paths, left = [], []
+    for node in tree.offsets[:-1].tolist():
+        path = [node]
+        while path[-1] >= 0:
+            node = path[-1]
+            weight, total = p[node].cpu(), torch.ones(())
+            accepted, child = -1, node + 1
             while child < ends[node] and accepted < 0:
                 if kinds[child] == CANDIDATE:
                     x = tokens[child]
-                    coin = uniform(seed, place, tried + 1)[0, tried]
-                    if coin * q[node, x].cpu() < residual[x]:
+                    if q is None:
+                        drawn = torch.zeros_like(weight).index_fill_(0, torch.tensor([x]), 1.0)
+                    else:
+                        drawn = q[child].cpu()
+                    if coins[child] * drawn[x] < weight[x] / total:
                         accepted = child
                     else:
-                        rest = (residual - q[node].cpu()).clamp(min=0)
-                        # p and q equal but for rounding: a refusal says nothing about p.
-                        residual = rest / rest.sum() if rest.sum() > 0 else p[node].cpu()
-                    tried += 1
+                        weight = (weight / total - drawn).clamp(min=0)
+                        total = weight.sum()
+                        if total <= 0:
+                            # p and q equal but for rounding: a refusal says nothing about p.
+                            weight, total = p[node].cpu(), torch.ones(())
                 child = ends[child]
-            refused = accepted < 0
-            if not refused:
-                node = accepted
-                path.append(node)
-        noise = exponential(seed, place, p.shape[1], RESIDUAL)[0]
-        paths.append(path + [-1] * (max_depth + 1 - len(path)))
-        bonus.append(int((residual / noise).argmax()))
-    assert all(parents[path[0]] < 0 for path in paths), "a tree does not begin with its root node"
+            path.append(accepted)
+        paths.append(path[:-1] + [-1] * (max_depth + 2 - len(path)))
+        left.append(weight)
+    waited = exponential(keys.seeds, step_keys(keys.root_lengths + 1, keys.seeds * 0), p.shape[1])
+    bonus = (torch.stack(left).to(p.device) / waited).argmax(-1)
     nodes = torch.tensor(paths, device=p.device)
-    return Walk(nodes, (nodes[:, 1:] >= 0).sum(1), torch.tensor(bonus, device=p.device))
+    return Walk(nodes, (nodes[:, 1:] >= 0).sum(1), bonus)

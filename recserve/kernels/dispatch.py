@@ -96,7 +96,7 @@ def accept(
     return kernel.accept(logits, tree, keys, temperatures, max_depth)
 
 
-def accept_drawn(p: Tensor, q: Tensor, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
     """`accept_reference.accept_drawn`."""
     if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)

@@ -96,6 +96,16 @@ def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) 
     return (words >> 8).float() * 2.0**-24
 
 
+def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
+    """Noise positions that no other step of the sequence uses.
+
+    lengths [m]: committed tokens when the step began; numbers [m]: which draw of the step. A draw
+    that decided what was kept of one step must not decide again in the next, so drafts that were
+    drawn, coins and residual draws are keyed by the step and not by the position alone.
+    """
+    return (lengths << 32) + numbers
+
+
 def _keyed(
     seeds: Tensor, positions: Tensor, stream: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:

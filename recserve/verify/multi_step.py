@@ -11,7 +11,7 @@ Sources: SpecInfer (arXiv 2305.09781, algorithm 2); without replacement: Jeon et
 from __future__ import annotations
 
 from recserve.core.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
-from recserve.verify.rejection import coins, reject, residual_noise
+from recserve.verify.rejection import judge_drawn
 
 
 class MultiStepRule:
@@ -29,4 +29,4 @@ class MultiStepRule:
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path of accepted children, and a draw from what is left of the target after it."""
-        return reject(scored, coins(scored), residual_noise(scored))
+        return judge_drawn(scored)

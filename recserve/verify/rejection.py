@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.core.sampling import step_keys
 from recserve.core.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
-from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, uniform
+from recserve.kernels import dispatch
+from recserve.kernels.accept_reference import Keys
+from recserve.kernels.host import on_device
+from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
 from recserve.verify.path import first_children
 
 
@@ -28,7 +30,22 @@ class RejectionRule:
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path until the first refusal, and the residual's or the target's draw after it."""
+        return judge_drawn(scored)
+
+
+def judge_drawn(scored: ScoredTrees) -> Accepted:
+    """Children in order, on a device by its kernel. Siblings without replacement are no case for
+    it: what each was drawn from depends on the elder ones.
+    """
+    if not scored.everywhere or "distinct" in scored.drawings:
         return reject(scored, coins(scored), residual_noise(scored))
+    tree = scored.tree
+    every = torch.arange(tree.num_nodes, device=tree.tokens.device)
+    p = scored.target(every).softmax(-1).float()
+    q = None if scored.probs is None else draft_probs(scored, every).float()
+    keys = Keys(scored.seeds, scored.lengths - 1)
+    walk = dispatch.accept_drawn(p, q, tree, keys, scored.depth)
+    return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 
 def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
@@ -85,7 +102,7 @@ def draft_probs(scored: ScoredTrees, nodes: Tensor) -> Tensor:
         sure = torch.zeros(nodes.shape[0], scored.vocab_size, device=nodes.device)
         return sure.scatter_(1, tokens, 1.0)
     drawn = scored.probs[nodes]
-    chosen = torch.tensor([d == "chosen" for d in scored.drawings], device=nodes.device)
+    chosen = on_device([d == "chosen" for d in scored.drawings], nodes.device)
     chosen = chosen[scored.tree.tree_ids()[nodes]]
     return torch.where(chosen[:, None], torch.zeros_like(drawn).scatter_(1, tokens, 1.0), drawn)
 
