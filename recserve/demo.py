@@ -1,9 +1,9 @@
 """`recserve demo`: from nothing to answers in about two minutes on a laptop.
 
 Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
-together, a tiny language model on the sources of the standard library, one slate, one ranking and
-one completion are printed, and the server starts. A finished bundle stays in
-the user's cache folder under a name made of its data, so that a second run starts at once.
+together, then a tiny language model on the sources of the standard library; one slate, one ranking
+and one completion are printed, and the server starts. What was trained stays in the user's cache
+folder under a name made of its data, so that a second run starts at once.
 """
 
 from __future__ import annotations
