@@ -104,6 +104,7 @@ def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
         config = SelfDraftConfig(hidden, model.config.codebook_sizes, placeholders)
         heads.append(SelfDraftHead(config).to(dtype).eval())
         heads[-1].start_from(model)
+        heads[-1].pack()
     retriever = DenseRetriever(RetrieverConfig(hidden, **RETRIEVER)).to(dtype).eval()
     roots = drawn_roots(model, HISTORY_TOKENS // model.config.num_levels, users, 0)
     return Subject(model, catalogue.trie, Heads(*heads, retriever), roots)

@@ -67,6 +67,8 @@ def asked(bundle):
     model = load_recommender(bundle.directory("recommender"), codes, vectors)
     head = load_self_draft(bundle.directory("drafters/speculative"), model)
     head.calibration = None  # always draft, whether or not it pays on this machine
+    model.pack()  # as the server does
+    head.pack()
     heads = Heads(head)
     trie = build_trie(codes, model.config.codebook_sizes)
     cases = leave_one_out_cases(bundle.events(), "test").sample(NUM_USERS)

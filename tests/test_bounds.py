@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from recserve.core.beams import Beams, nothing_scored
-from recserve.core.bounds import DEAD, NEVER, bound_places
+from recserve.core.bounds import NEVER, bound_places
 from recserve.core.diversity import Cap
+from recserve.core.expansion import best_children
 from recserve.core.request import RecommendRequest
-from recserve.core.selection import keep_best
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels.trie import build_trie
@@ -48,7 +48,7 @@ def plain_search(trie, gains, width: int) -> list[tuple[float, int]]:
 
 
 def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, int]], int]:
-    """The first k of the same by keep_best with a bound, and how many forks were opened."""
+    """The first k of the same by best_children with a bound, and how many forks were opened."""
     top = torch.zeros(1, 1, dtype=torch.int64)
     tails = torch.zeros(1, 1)
     beams = Beams((), (None,), trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0], top,
@@ -57,9 +57,10 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
     for _ in range(trie.num_levels):
         opened += int(beams.forked().sum())
         children = trie.children(beams.nodes[0])
-        total = beams.log_probs[0][:, None] + gains[children.nodes]
-        total = total.masked_fill(~children.valid, DEAD)
-        beams = keep_best(beams, children.nodes.view(1, -1), total.view(1, -1), [width])
+        logits = torch.zeros(len(children.nodes), max(trie.codebook_sizes))
+        row, column = children.valid.nonzero(as_tuple=True)
+        logits[row, children.codes[row, column].long()] = gains[children.nodes[row, column]]
+        beams = best_children(beams, logits, [width], torch.zeros(len(logits)))
     found = list(zip(beams.log_probs[0].tolist(), beams.nodes[0].tolist(), strict=True))
     return found[:k], opened
 

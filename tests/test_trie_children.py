@@ -1,13 +1,11 @@
-"""One level of beam search: against a plain loop, against the engine's own step, and in Triton."""
+"""One level of beam search: against a plain loop, and in Triton."""
 
 import math
 
 import pytest
 import torch
-from test_trie import CATALOGUES, draw_codes
+from test_trie import CATALOGUES
 
-from recserve.core.beams import Beams, nothing_scored
-from recserve.core.selection import keep_best
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children, leaf_bits, popcount, unpacked
 
@@ -91,27 +89,6 @@ def test_best_children_are_those_of_a_plain_loop(codes, form):
             scores = torch.tensor([-s for s, _, _ in expected])
             torch.testing.assert_close(got.log_probs[b][alive], scores, rtol=1e-5, atol=1e-5)
             assert (got.nodes[b][~alive] == 0).all()
-
-
-def test_equals_the_engine_s_step_ties_included():
-    """core/selection.keep_best over the same totals; coarse scores, so that many are equal."""
-    trie = build(draw_codes(300, (8, 8, 8)))
-    nodes, log_probs, logits = draw_level(trie, 1, 2, 8, coarse=True)
-    logits[:] = 0.0
-    got = best_children(trie, nodes, log_probs, logits, trie.widths[1], 20)
-    children = trie.children(nodes.flatten())
-    gain = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
-    total = (log_probs.flatten()[:, None] + gain.log_softmax(-1)).masked_fill(~children.valid, DEAD)
-    hidden = torch.zeros(2, 4)
-    beams = Beams(
-        (), (None, None), trie, 1, nodes, log_probs, nodes[..., None], nodes, hidden,
-        nothing_scored(hidden), torch.zeros(2),
-    )  # fmt: skip
-    kept = keep_best(beams, children.nodes.view(2, -1), total.view(2, -1), [20, 20])
-    torch.testing.assert_close(got.log_probs, kept.log_probs)
-    order = torch.argsort(kept.nodes + (-kept.log_probs.double()).round(decimals=3) * 1e6, dim=1)
-    assert torch.equal(got.nodes, kept.nodes.gather(1, order))
-    assert torch.equal(got.parents, kept.parents.gather(1, order))
 
 
 def test_counts_of_allowed_leaves():

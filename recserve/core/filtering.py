@@ -1,44 +1,16 @@
-"""Which items a request allows, counted at every prefix of the trie.
-
-Leaves are numbered in trie order, so the items under a prefix are a range of leaf ranks and the
-allowed ones among them are a difference of two counts: no beam is spent on a subtree that the
+"""Which items a request allows, as leaves of the trie: no beam is spent on a subtree that the
 filter empties. What the catalogue version hides is left out in the same way.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.trie import Leaves
+from recserve.kernels.leaf_filter import LeafFilter as LeafFilter
 from recserve.kernels.trie_overlay import AnyTrie
-
-
-@dataclass(frozen=True)
-class LeafFilter:
-    """Allowed leaves, in the cheaper of two forms.
-
-    excluded: ascending ranks of the leaves that are not allowed, in lists that have no leaf in
-    common; a row without a leaf has the number of items there. before [I + 1]: allowed leaves
-    before each rank; used instead of `excluded` when the request allows by bitmap.
-    """
-
-    excluded: tuple[Tensor, ...]
-    before: Tensor | None = None
-
-    def remaining(self, leaves: Leaves) -> Tensor:
-        """Allowed leaves in each range, any shape."""
-        if self.before is not None:
-            return self.before[leaves.last] - self.before[leaves.first]
-        left = leaves.last - leaves.first
-        for ranks in self.excluded:
-            gone = torch.searchsorted(ranks, leaves.last) - torch.searchsorted(ranks, leaves.first)
-            left = left - gone
-        return left
 
 
 def leaf_filter(

@@ -14,25 +14,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.bounds import above_bound
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_children import DEAD, BestChildren, packed, unpacked
-
-
-def keep_best(beams: Beams, nodes: Tensor, total: Tensor, widths: list[int]) -> Beams:
-    """One level deeper: the best allowed children of each request, but for those that cannot enter
-    its answer any more.
-
-    nodes, total [B, W * M]: children of all beams and their log-probabilities, -inf where there is
-    none.
-    widths: how many of them each request keeps.
-    """
-    trie, width = beams.trie, beams.nodes.shape[1]
-    for b, allowed in enumerate(beams.filters):
-        if allowed is not None:
-            total[b].masked_fill_(allowed.remaining(trie.leaves(nodes[b])) <= 0, DEAD)
-    best = unpacked(packed(total, nodes), total.shape[1] // width, max(widths))
-    kept = still_of_use(beams, best, widths)
-    used = max(int((kept > DEAD).sum(1).max()), 1)
-    return deeper(beams, best.nodes[:, :used], kept[:, :used], best.parents[:, :used])
+from recserve.kernels.trie_children import DEAD, BestChildren
 
 
 def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:

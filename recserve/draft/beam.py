@@ -13,7 +13,9 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
+from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
+from recserve.kernels.native_layout import ALIVE, FORKED, OPEN, Prefixes, wanted_prefixes
 
 
 def wanted(beams: Beams, skip_single: bool) -> Tensor:
@@ -30,16 +32,28 @@ def propose(
     with all nodes above it.
     """
     closing = skip_single and beams.level >= beams.trie.closing_level
+    natively = dispatch.lays_out(beams.nodes)
+    unscored = _unscored_natively if natively else _unscored
+    keys = unscored(beams, skip_single, closing)
+    if extra is not None:
+        keys = torch.cat([keys, extra])
+    return draft_of_keys(beams.trie, keys, len(beams.sequences), level_offsets, beams.scored)
+
+
+def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
+    """Keys of what a round scores. closing: whether it goes to the leaves."""
     needed = beams.open() if closing else wanted(beams, skip_single)
     missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
-    keys = [beams.keys(beams.paths)[missing].flatten()]
-    if closing:
-        keys.append(_below(beams, missing))
-    if extra is not None:
-        keys.append(extra)
-    return draft_of_keys(
-        beams.trie, torch.cat(keys), len(beams.sequences), level_offsets, beams.scored
-    )
+    keys = beams.keys(beams.paths)[missing].flatten()
+    return torch.cat([keys, _below(beams, missing)]) if closing else keys
+
+
+def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
+    """The same in C."""
+    which = OPEN if closing else FORKED if skip_single else ALIVE
+    below = beams.widths if closing else [0] * len(beams.sequences)
+    prefixes = Prefixes(beams.nodes, beams.log_probs, beams.paths)
+    return wanted_prefixes(beams.trie.native, prefixes, which, beams.scored.keys, below)
 
 
 def _below(beams: Beams, chosen: Tensor) -> Tensor:

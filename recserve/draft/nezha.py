@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import value_at
+from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
-from recserve.core.selection import keep_best
 from recserve.draft.beam import wanted
+from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD
 from recserve.kernels.trie_overlay import AnyTrie, padding_of
 from recserve.models.drafters.nezha import SelfDraftHead
-
-
-@dataclass(frozen=True)
-class _States:
-    """The head's states at the beams below which the trie forks; no other is ever read.
-
-    slots [B * W]: row of `values` that belongs to each beam. values [n, E].
-    """
-
-    slots: Tensor
-    values: Tensor
 
 
 def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:
@@ -34,7 +24,10 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     beams: at level 0, the empty prefix of each request. contexts [B, L, E]: what the head reads at
     each level beside its state. widths: beams that each request keeps.
     """
-    states = _States(torch.arange(len(beams.sequences), device=beams.tails.device), beams.tails)
+    if (native := searches(beams, head.search)) is not None:
+        levels = beams.trie.num_levels
+        return descend(beams, native, levels, widths, contexts=contexts).at(levels)
+    states = beams.tails
     while not beams.finished:
         deeper = _expand(beams, states, contexts[:, beams.level], head, widths)
         if deeper.level < beams.trie.num_levels:
@@ -53,6 +46,8 @@ def likely_prefixes(
     that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
     whose score is the floor, as in core/bounds.py.
     """
+    if (native := searches(beams, head.search)) is not None:
+        return _likely_natively(replace(beams, places=places), native, widths, skip_single)
     found, states = [replace(beams, places=places)], _states_of_paths(beams, head)
     while not (last := found[-1]).finished:
         deeper = _expand(last, states, last.tails, head, widths)
@@ -66,6 +61,19 @@ def likely_prefixes(
         keys.append(each.keys(each.paths).flatten())
         needed.append(may[..., None].expand_as(each.paths).flatten())
     return torch.cat(keys)[torch.cat(needed)]
+
+
+def _likely_natively(
+    beams: Beams, native: NativeSearch, widths: list[int], skip_single: bool
+) -> Tensor:
+    """The same in C. beams: with the places."""
+    assert beams.places is not None
+    levels = beams.trie.num_levels
+    contexts = beams.tails[:, None].expand(-1, levels, -1)
+    found = descend(beams, native, levels, widths, contexts=contexts)
+    floor = value_at(found.at(levels).log_probs, beams.places)
+    held = found.held(missing=False) if skip_single else found.levels.log_probs[beams.level : -1]
+    return found.keys_of_paths((held > DEAD) & (held >= floor))
 
 
 def item_log_probs(
@@ -89,46 +97,26 @@ def item_log_probs(
     return total
 
 
-def _states_of_paths(beams: Beams, head: SelfDraftHead) -> _States:
-    """The head's state after the codes of each beam."""
-    batch, width = beams.nodes.shape
+def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
+    """[B * W, E] the head's state after the codes of each beam."""
+    width = beams.nodes.shape[1]
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
         state = head.step(level, state, beams.trie.codes_of(beams.paths[..., level].flatten()))
-    return _States(torch.arange(batch * width, device=state.device), state)
+    return state
 
 
-def _step(before: Beams, beams: Beams, states: _States, head: SelfDraftHead) -> _States:
-    """States one level deeper."""
-    trie, width = beams.trie, beams.nodes.shape[1]
-    if beams.nodes.is_cuda:  # of all beams: how many fork is not known without waiting
-        rows = torch.arange(beams.nodes.numel(), device=beams.nodes.device)
-    else:
-        below = trie.leaves(beams.nodes)
-        rows = ((below.last - below.first > 1) & beams.alive()).flatten().nonzero().flatten()
-    above = rows // width * before.nodes.shape[1] + beams.parents.flatten()[rows]
-    codes = trie.codes_of(beams.nodes.flatten()[rows])
-    values = head.step(before.level, states.values[states.slots[above]], codes)
-    slots = torch.zeros(beams.nodes.numel(), dtype=torch.int64, device=rows.device)
-    slots[rows] = torch.arange(rows.shape[0], device=rows.device)
-    return _States(slots, values)
+def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> Tensor:
+    """States one level deeper, of all beams: how many are needed is not known without waiting."""
+    above = before.nodes.shape[1]
+    owners = torch.arange(beams.nodes.shape[0], device=beams.nodes.device)[:, None]
+    parents = (owners * above + beams.parents).flatten()
+    return head.step(before.level, states[parents], beams.trie.codes_of(beams.nodes.flatten()))
 
 
 def _expand(
-    beams: Beams, states: _States, contexts: Tensor, head: SelfDraftHead, widths: list[int]
+    beams: Beams, states: Tensor, contexts: Tensor, head: SelfDraftHead, widths: list[int]
 ) -> Beams:
     """The most likely children by the head's own log-probabilities. contexts [B, E]."""
-    batch, width = beams.nodes.shape
-    if beams.nodes.is_cuda:
-        state = states.values[states.slots]
-        context = contexts.repeat_interleave(width, 0)
-        return best_children(beams, head.level_logits(context, state, beams.level), widths)
-    children = beams.trie.children(beams.nodes.flatten())
-    gain = torch.zeros(children.nodes.shape, device=contexts.device)
-    rows = beams.forked().flatten().nonzero().flatten()
-    state = states.values[states.slots[rows]]
-    logits = head.level_logits(contexts[rows // width], state, beams.level)
-    logits = logits.float().gather(1, children.codes[rows].long())
-    gain[rows] = logits.masked_fill(~children.valid[rows], DEAD).log_softmax(-1)
-    total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
-    return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), widths)
+    context = contexts.repeat_interleave(beams.nodes.shape[1], 0)
+    return best_children(beams, head.level_logits(context, states, beams.level), widths)

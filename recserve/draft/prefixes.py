@@ -9,6 +9,8 @@ from torch import Tensor
 
 from recserve.core.beams import Scored
 from recserve.core.drafting import Draft
+from recserve.kernels import dispatch
+from recserve.kernels.native_layout import lay_out
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.kernels.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
@@ -34,6 +36,8 @@ def draft_of_keys(
     keys [n], duplicates allowed; with a node all nodes above it. level_offsets [L]: first token of
     each level.
     """
+    if dispatch.lays_out(keys):
+        return _laid_out(trie, keys, num_trees, level_offsets, before)
     built = tree_of_nodes(trie, keys, num_trees)
     tree = built.tree
     tokens = level_offsets[tree.depths] + trie.codes_of(tree.tokens)
@@ -45,3 +49,13 @@ def draft_of_keys(
     queries = (scored < 0).nonzero().flatten()
     inputs = NodeInputs(tokens[queries])
     return PrefixDraft(replace(tree, tokens=tokens), inputs, queries, scored, node_keys[queries])
+
+
+def _laid_out(
+    trie: AnyTrie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None
+) -> PrefixDraft:
+    """The same in C."""
+    known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)
+    laid = lay_out(trie.native, keys, num_trees, level_offsets, known, slots)
+    inputs = NodeInputs(laid.query_tokens)
+    return PrefixDraft(laid.tree, inputs, laid.queries, laid.slots, laid.query_keys)

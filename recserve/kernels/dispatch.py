@@ -43,6 +43,11 @@ def in_native(x: Stored) -> bool:
     return KERNELS == "auto" and native.takes(x)
 
 
+def lays_out(keys: Tensor) -> bool:
+    """Whether sets of trie nodes [n] become trees in C (native_layout.py)."""
+    return KERNELS == "auto" and native.reads(keys)
+
+
 def packs(weight: Tensor) -> bool:
     """Whether products with a weight [n, m], in panels, run in C."""
     return KERNELS == "auto" and native.multiplies(weight)

@@ -41,7 +41,11 @@ SIGNATURES = {
     "linear": (INT, P, P, P, P, N, N, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P),
+    "trie_search": (P,),
+    "trie_layout": (P,),
+    "wanted_prefixes": (P,),
 }
+RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
 
 
 @functools.cache
@@ -59,7 +63,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, RETURNS.get(name)
     return loaded
 
 
@@ -129,15 +133,24 @@ def takes(x: Stored) -> bool:
     return library() is not None
 
 
+def reads(x: Tensor) -> bool:
+    """Whether these functions read such whole numbers, of tries and trees."""
+    return x.is_cpu and x.dtype == torch.int64 and library() is not None
+
+
 def multiplies(weight: Tensor) -> bool:
     """Whether `Panels` are the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
     if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
         return False
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
         return False
-    if weight.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        return False
     return library() is not None
+
+
+class Product(ctypes.Structure):
+    """`Product` of functions.h."""
+
+    _fields_ = [("panels", P), ("bias", P), ("steps", N), ("size", N)]
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,12 @@ class Panels:
         if bias is not None:
             padded[:size] = bias
         return Panels(packed, padded, size)
+
+    @property
+    def product(self) -> Product:
+        """For a C function; by address, so these panels are to be kept as long as it is."""
+        weight = self.weight
+        return Product(weight.data_ptr(), self.bias.data_ptr(), weight.shape[1], self.size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., m] of the weight's type -> x W^T + b [..., size]."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, compiled
+from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, Product, compiled
 from recserve.kernels.native_attention import NativeTreeAttention
 
 
@@ -49,14 +49,10 @@ class LayerShape:
         return self.size + qkv + 2 * self.heads * self.dim + 3 * self.inner
 
 
-class _Product(ctypes.Structure):
-    _fields_ = [("panels", P), ("bias", P), ("steps", N), ("size", N)]
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
-        *((name, _Product) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
     ]
 
 
@@ -121,8 +117,5 @@ def _layer(weights: LayerWeights) -> _Layer:
     products = [weights.qkv, weights.output, weights.gate_up, weights.down]
     return _Layer(
         *(None if norm is None else norm.data_ptr() for norm in norms),
-        *(
-            _Product(p.weight.data_ptr(), p.bias.data_ptr(), p.weight.shape[1], p.size)
-            for p in products
-        ),
+        *(panels.product for panels in products),
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
+from recserve.kernels.native_trie import BaseArrays, NativeTrie
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,16 @@ class Trie:
         edges[0] = -1
         fits = self.num_nodes * max(self.codebook_sizes) < 2**31
         return edges.to(torch.int32) if fits else edges
+
+    @property
+    def arrays(self) -> BaseArrays:
+        """What the C sources read."""
+        return BaseArrays(self.first_child, self.node_codes, self.first_leaf, self.last_leaf)
+
+    @cached_property
+    def native(self) -> NativeTrie:
+        """For the C sources; on a CPU."""
+        return NativeTrie(self.arrays, self.any_leaf)
 
     def num_children(self, nodes: Tensor) -> Tensor:
         """Branching of each node. nodes: any shape; same shape back."""

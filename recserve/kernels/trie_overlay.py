@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
+from recserve.kernels.native_trie import NativeTrie, OverlayArrays
 from recserve.kernels.trie import Children, Leaves, Trie
 
 
@@ -168,6 +169,12 @@ class TrieOverlay:
         merged[kept] = base
         merged[ranks] = self.rows
         return merged
+
+    @cached_property
+    def native(self) -> NativeTrie:
+        """For the C sources; on a CPU."""
+        own = OverlayArrays(**vars(self.grown), codes=self.codes, inserted=self.inserted)
+        return NativeTrie(self.base.arrays, self.any_leaf, own)
 
     def num_children(self, nodes: Tensor) -> Tensor:
         """Branching of each node. nodes: any shape; same shape back."""

@@ -18,6 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch
+from recserve.kernels.native import Panels
+from recserve.kernels.native_search import NativeSearch
 from recserve.models.attention import Attend
 from recserve.models.decoder import Decoder
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
@@ -60,6 +63,7 @@ class Recommender(nn.Module):
         self._packed_levels: nn.ModuleList | None = None
         self._packed_head: nn.Module | None = None
         self.one_by_one = False
+        self.search: NativeSearch | None = None
         self.apply(_initialise)
         if config.tied:
             self.head.weight = self.tokens.weight
@@ -174,14 +178,21 @@ class Recommender(nn.Module):
         logits: Tensor = head(hidden)
         return logits
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights out for this CPU (packing.py); then it neither trains nor is saved."""
         pack_weights(self.decoder)
         pack_layers(self, "vector_projection", "dense_query")
+        books = [self.level_codes(level) for level in range(self.config.num_levels)]
+        panels: list[Panels | None] = [None] * len(books)
         if packable(self.head.weight):
-            books = [self.level_codes(level) for level in range(self.config.num_levels)]
-            self._packed_levels = nn.ModuleList(map(PackedLinear, books))
+            packed = [PackedLinear(codes) for codes in books]
+            panels = [linear.panels for linear in packed]
+            self._packed_levels = nn.ModuleList(packed)
             self._packed_head = PackedLinear(self.head.weight)
+        if self.config.normalization == "children" and dispatch.in_native(self.head.weight):
+            pairs = zip(panels, books, strict=True)
+            self.search = NativeSearch([had or Panels.of(codes, None) for had, codes in pairs])
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Logits of a level from the root's last hidden state, without the codes before it.

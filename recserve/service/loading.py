@@ -103,7 +103,9 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
         section = f"drafters/{name}"
         if not fits(section):
             return None
-        return load_self_draft(bundle.directory(section), recommender)
+        head = load_self_draft(bundle.directory(section), recommender)
+        head.pack()
+        return head
 
     retriever = None
     if fits(RETRIEVER):

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.bounds import NEVER, bound_places, value_at
+from recserve.core.descent import Descent, descend, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
-from recserve.core.selection import keep_best
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
+from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
@@ -29,8 +30,9 @@ LANES = 16  # a sum over whole vectors does not depend on how many empty columns
 
 def start(beams: Beams, model: Recommender) -> Beams:
     """Level 1 of beams at level 0, from the hidden states of the last root tokens."""
-    rows = torch.arange(len(beams.sequences), device=beams.tails.device)
-    return advance(expand(beams, rows, beams.tails, model), model)
+    if searches(beams, model.search) is not None:
+        return advance(beams, model)
+    return advance(expand(beams, beams.tails, model), model)
 
 
 def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
@@ -77,6 +79,9 @@ def advance(beams: Beams, model: Recommender) -> Beams:
     """Level by level while every beam that must be scored is scored: then the best W children are
     those of full beam search, whoever drafted them.
     """
+    if (search := searches(beams, model.search)) is not None:
+        found = descend(beams, search, beams.trie.num_levels, beams.widths, stops=True)
+        return found.at(found.level) if found.level > beams.level else beams
     while not beams.finished and (deeper := one_level_deeper(beams, model)) is not None:
         beams = deeper
     return beams
@@ -84,20 +89,20 @@ def advance(beams: Beams, model: Recommender) -> Beams:
 
 def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
     """None where a beam that must be scored is not. One look at the device."""
+    if (search := searches(beams, model.search)) is not None:
+        found = descend(beams, search, beams.level + 1, beams.widths, stops=True)
+        return found.at(found.level) if found.level > beams.level else None
     needed = wanted(beams, model.config.normalization == "children")
     row = beams.scored.find(beams.keys(beams.nodes))
     if bool((needed & (row < 0)).any()):
         return None
-    return _expand_scored(beams, needed, row, model)
+    return expand(beams, _states(beams, row), model)
 
 
-def _expand_scored(beams: Beams, needed: Tensor, row: Tensor, model: Recommender) -> Beams:
-    """needed [B, W]: beams that the model scored, in the given row [B, W] of `scored`."""
-    if beams.nodes.is_cuda:
-        table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
-        return expand_all(beams, table[row.flatten().clamp(min=0)], model)
-    rows = needed.flatten().nonzero().flatten()
-    return expand(beams, rows, beams.scored.hidden[row.flatten()[rows]], model)
+def _states(beams: Beams, row: Tensor) -> Tensor:
+    """[B * W, E] of the given rows [B, W] of `scored`, some state where a row is -1."""
+    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+    return table[row.flatten().clamp(min=0)]
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     """
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     places = on_device(wants, beams.nodes.device)[:, None]
+    if (search := searches(beams, model.search)) is not None:
+        return _search_natively(beams, search, places, collect)
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
     left_out: list[tuple[Tensor, Tensor]] = []
     used: list[tuple[Tensor, Tensor]] = []
@@ -137,11 +144,29 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
         if collect:
             held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
             used.append((held, beams.keys(beams.paths)))
-        beams = _expand_scored(beams, needed & ~gone, row, model)
+        beams = expand(beams, _states(beams, row), model)
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
     missing = _that_matter([] if proven else left_out, kth)
     return Found(beams, proven, missing, _that_matter(used, kth))
+
+
+def _search_natively(beams: Beams, search: NativeSearch, places: Tensor, collect: bool) -> Found:
+    """The same in C."""
+    found = descend(beams, search, beams.trie.num_levels, beams.widths)
+    last = found.at(found.level)
+    kth = value_at(last.log_probs, places)
+    lost = found.held(missing=True).amax((0, 2))[:, None]
+    proven = bool(((kth > lost) | (lost == DEAD)).all())
+    nothing = kth[:0, 0].long()
+    missing = nothing if proven else _passed(found, True, kth)
+    return Found(last, proven, missing, _passed(found, False, kth) if collect else nothing)
+
+
+def _passed(found: Descent, missing: bool, kth: Tensor) -> Tensor:
+    """As `_that_matter`."""
+    held = found.held(missing)
+    return found.keys_of_paths((held > DEAD) & (held >= kth))
 
 
 def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
@@ -159,26 +184,11 @@ def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
     return torch.cat(keys)[torch.cat(matter)]
 
 
-def expand(beams: Beams, rows: Tensor, hidden: Tensor, model: Recommender) -> Beams:
-    """All allowed children of all beams, the best W of each request.
+def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
+    """All allowed children of all beams, the best W of each request, without a host sync.
 
-    rows [P]: beams scored by the model, as indices into [B * W]; hidden [P, E] at their last node.
+    hidden [B * W, E] at the last node of each beam, anything finite at those that need none.
     """
-    if beams.nodes.is_cuda:
-        return expand_all(beams, hidden, model)
-    batch, width = beams.nodes.shape
-    trie = beams.trie
-    children = trie.children(beams.nodes.flatten())
-    gain = torch.zeros(children.nodes.shape, device=beams.log_probs.device)
-    if rows.shape[0]:
-        codes, valid = children.codes[rows].long(), children.valid[rows]
-        gain[rows] = level_log_probs(model, hidden, beams.level, codes, valid)
-    total = (beams.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
-    return keep_best(beams, children.nodes.view(batch, -1), total.view(batch, -1), beams.widths)
-
-
-def expand_all(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
-    """The same without a host sync. hidden [B * W, E], anything finite at beams that need none."""
     if model.config.normalization == "children":
         return best_children(beams, model.level_logits(hidden, beams.level), beams.widths)
     logits = model.full_logits(hidden).float()

@@ -22,6 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from recserve.kernels import dispatch
+from recserve.kernels.native import Panels
+from recserve.kernels.native_search import Cell, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 
@@ -60,6 +63,7 @@ class SelfDraftHead(nn.Module):
             self.placeholders = nn.Parameter(torch.randn(levels, size) * size**-0.5)
         self.calibration: Calibration | None = None
         self._inputs: dict[int, Tensor] = {}
+        self.search: NativeSearch | None = None
 
     @torch.no_grad()
     def start_from(self, target: Recommender) -> None:
@@ -69,9 +73,21 @@ class SelfDraftHead(nn.Module):
 
     def train(self, mode: bool = True) -> SelfDraftHead:
         """As nn.Module.train; forgets the tables that eval mode keeps."""
-        self._inputs = {}
+        self._inputs, self.search = {}, None
         super().train(mode)
         return self
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Lay the weights out for this CPU, for as long as it is not trained."""
+        if not dispatch.in_native(self.head.weight):
+            return
+        levels = range(len(self.config.codebook_sizes))
+        cells = [
+            Cell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
+            for level in levels[:-1]
+        ]
+        self.search = NativeSearch([Panels.of(self._codes(level), None) for level in levels], cells)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
         """State after a code. level: of that code; state [n, E], codes [n] -> [n, E]."""
@@ -83,9 +99,12 @@ class SelfDraftHead(nn.Module):
 
         context [n, E]: h of the level, or s_0 without placeholders; state [n, E] -> [n, C_level].
         """
+        return F.linear(context + state, self._codes(level))
+
+    def _codes(self, level: int) -> Tensor:
+        """[C_level, E] what a state is compared with."""
         start = self.config.level_offsets[level]
-        rows = self.head.weight[start : start + self.config.codebook_sizes[level]]
-        return F.linear(context + state, rows)
+        return self.head.weight[start : start + self.config.codebook_sizes[level]]
 
     def _cell(self, level: int) -> nn.RNNCell:
         cell = self.cells[level]

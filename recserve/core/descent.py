@@ -1,0 +1,125 @@
+"""Beams that go down the trie several levels at a time, in C on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.beams import Beams
+from recserve.core.bounds import NEVER
+from recserve.kernels import dispatch
+from recserve.kernels.native_search import (
+    KNOWN,
+    MISSING,
+    Levels,
+    Limits,
+    NativeSearch,
+    RivalScores,
+    States,
+    empty_levels,
+)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """A search that is over. above: the beams it began with."""
+
+    above: Beams
+    levels: Levels
+
+    @property
+    def level(self) -> int:
+        """The level it reached."""
+        return self.levels.reached
+
+    def at(self, level: int) -> Beams:
+        """The beams of a level that it reached."""
+        found = self.levels
+        width = int(found.used[level])
+        return replace(
+            self.above,
+            level=level,
+            nodes=found.nodes[level, :, :width],
+            log_probs=found.log_probs[level, :, :width],
+            paths=found.paths[level, :, :width, :level],
+            parents=found.parents[level, :, :width],
+        )
+
+    def held(self, missing: bool) -> Tensor:
+        """[levels passed, B, W] log-probabilities of the beams that needed a state which was
+        missing, or of those that had it; -inf elsewhere.
+        """
+        passed = slice(self.above.level, self.level)
+        other = self.levels.scored[passed] != (MISSING if missing else KNOWN)
+        return self.levels.log_probs[passed].masked_fill(other, float("-inf"))
+
+    def keys_of_paths(self, chosen: Tensor) -> Tensor:
+        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool."""
+        step, owner, column = chosen.nonzero(as_tuple=True)
+        level = step + self.above.level
+        paths = self.levels.paths[level, owner, column]
+        inside = torch.arange(paths.shape[1]) < level[:, None]
+        return (owner[:, None] * self.above.trie.num_nodes + paths)[inside]
+
+
+def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
+    """What `descend` goes down by, None where these beams are not in its reach."""
+    return search if dispatch.in_native(beams.tails) else None
+
+
+def descend(
+    beams: Beams,
+    search: NativeSearch,
+    until: int,
+    widths: Seq[int],
+    stops: bool = False,
+    contexts: Tensor | None = None,
+) -> Descent:
+    """From the beams to level `until`, each request keeping so many; by what was scored for them,
+    or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
+    state is missing.
+    """
+    batch, width = beams.nodes.shape
+    levels = empty_levels(beams.trie.num_levels, batch, max(width, *widths))
+    levels.nodes[beams.level, :, :width] = beams.nodes
+    levels.log_probs[beams.level, :, :width] = beams.log_probs
+    levels.paths[beams.level, :, :width, : beams.level] = beams.paths
+    states = States(beams.tails, contexts=contexts)
+    if contexts is None:
+        states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
+    found = search(
+        beams.trie.native,
+        levels,
+        beams.level,
+        Limits(widths, _places(beams), beams.filters),
+        states,
+        until,
+        _rivals(beams),
+        stops,
+    )
+    return Descent(beams, found)
+
+
+def _places(beams: Beams) -> list[int]:
+    unscored = beams.rivals is not None and beams.rivals.log_probs is None
+    if beams.places is None or unscored:
+        return [-1] * beams.nodes.shape[0]
+    return [-1 if place >= NEVER else place for place in beams.places.flatten().tolist()]
+
+
+def _rivals(beams: Beams) -> RivalScores | None:
+    rivals = beams.rivals
+    if rivals is None or rivals.log_probs is None:
+        return None
+    return RivalScores(
+        rivals.rows,
+        rivals.valid,
+        rivals.scores,
+        rivals.share,
+        rivals.weights,
+        rivals.dense,
+        beams.trie.leaf_rows,
+    )

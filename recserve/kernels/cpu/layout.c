@@ -1,0 +1,136 @@
+/* Sets of trie nodes as token trees, one for each request (kernels/trie_tree.py).
+ *
+ * The items below a node are a range of leaf ranks, so nodes ordered by where their range begins,
+ * wider ones first, are in preorder; what a stack of open ranges holds at a node is its path.
+ */
+#include "trie.h"
+
+#include <stdlib.h>
+
+typedef struct {
+    const Trie *trie;
+    int64_t num_trees, num_keys;
+    const int64_t *keys;   /* [num_keys] tree number * all_nodes + node, in any order, some twice */
+    const int64_t *tokens; /* [levels] first token of each level */
+    /* nodes that were scored before: keys, ascending, and their slots */
+    const int64_t *scored_keys, *scored_slots;
+    int64_t num_scored;
+    /* found, [nodes] each, with room for num_keys; offsets [num_trees + 1] */
+    int64_t *node_tokens, *parents, *depths, *ends, *offsets;
+    int64_t *slots; /* -1: not scored before */
+    /* the nodes that were not, [queries] */
+    int64_t *queries, *query_tokens, *query_keys;
+    int64_t num_queries;
+} Layout;
+
+typedef struct {
+    int64_t tree, first, last, node;
+} Range;
+
+static int in_preorder(const void *one, const void *other) {
+    const Range *a = one, *b = other;
+    if (a->tree != b->tree) return a->tree < b->tree ? -1 : 1;
+    if (a->first != b->first) return a->first < b->first ? -1 : 1;
+    if (a->last != b->last) return a->last > b->last ? -1 : 1;
+    return (a->node > b->node) - (a->node < b->node);
+}
+
+/* Returns how many nodes there are. */
+int64_t trie_layout(Layout *l) {
+    const Trie *trie = l->trie;
+    Range *ranges = malloc((l->num_keys + 1) * sizeof *ranges);
+    for (int64_t i = 0; i < l->num_keys; i++) {
+        int64_t tree = l->keys[i] / trie->all_nodes, node = l->keys[i] - tree * trie->all_nodes;
+        Leaves below = leaves(trie, node);
+        ranges[i] = (Range){tree, below.first, below.last, node};
+    }
+    qsort(ranges, l->num_keys, sizeof *ranges, in_preorder);
+    int64_t count = 0, open = -1, trees = 0;
+    l->num_queries = 0;
+    for (int64_t i = 0; i < l->num_keys; i++) {
+        Range *range = ranges + i;
+        if (count && !in_preorder(range, ranges + count - 1)) continue;
+        while (trees <= range->tree) l->offsets[trees++] = count;
+        while (open >= 0 && (ranges[open].tree != range->tree || ranges[open].last <= range->first)) {
+            l->ends[open] = count;
+            open = l->parents[open];
+        }
+        int64_t key = range->tree * trie->all_nodes + range->node;
+        int64_t at = find(l->scored_keys, l->num_scored, key);
+        l->parents[count] = open;
+        l->depths[count] = open < 0 ? 0 : l->depths[open] + 1;
+        l->node_tokens[count] = l->tokens[l->depths[count]] + last_code(trie, range->node);
+        l->slots[count] = at < 0 ? -1 : l->scored_slots[at];
+        if (at < 0) {
+            l->queries[l->num_queries] = count;
+            l->query_tokens[l->num_queries] = l->node_tokens[count];
+            l->query_keys[l->num_queries++] = key;
+        }
+        ranges[count] = *range;
+        open = count++;
+    }
+    for (; open >= 0; open = l->parents[open]) l->ends[open] = count;
+    while (trees <= l->num_trees) l->offsets[trees++] = count;
+    free(ranges);
+    return count;
+}
+
+enum { ALIVE, FORKED, OPEN }; /* which beams are wanted: with any child, several, several items */
+
+typedef struct {
+    const Trie *trie;
+    int64_t batch, columns, level, which;
+    const int64_t *nodes, *paths; /* [batch, columns (, level)] */
+    const float *log_probs;       /* -inf where there is no beam */
+    const int64_t *scored_keys;   /* ascending */
+    int64_t num_scored;
+    const int64_t *below; /* [batch] how many prefixes below the beams are wanted too */
+    int64_t *keys;        /* found: room for every path and all below */
+    int64_t *open;        /* room for the most below */
+} Wanted;
+
+INLINE int64_t items(const Trie *trie, int64_t node) {
+    Leaves below = leaves(trie, node);
+    return below.last - below.first;
+}
+
+static int is_wanted(const Wanted *w, int64_t b, int64_t node) {
+    Children below = children(w->trie, node);
+    if (w->which == FORKED && below.count + below.more < 2) return 0;
+    if (w->which == OPEN && items(w->trie, node) < 2) return 0;
+    return find(w->scored_keys, w->num_scored, b * w->trie->all_nodes + node) < 0;
+}
+
+/* Up to `most` prefixes below a node that have several items, the shorter ones first. */
+static int64_t prefixes_below(const Wanted *w, int64_t b, int64_t node, int64_t most,
+                              int64_t *keys) {
+    int64_t count = 0;
+    for (int64_t next = -1; next < count && count < most; next++) {
+        Children below = children(w->trie, next < 0 ? node : w->open[next]);
+        for (int64_t i = 0; i < below.count + below.more && count < most; i++) {
+            int64_t found = child(below, i);
+            if (items(w->trie, found) < 2) continue;
+            w->open[count] = found;
+            keys[count++] = b * w->trie->all_nodes + found;
+        }
+    }
+    return count;
+}
+
+/* Keys of the wanted beams that are not scored, each with all above it, and of prefixes below them,
+ * those of better beams first. Returns how many. */
+int64_t wanted_prefixes(const Wanted *w) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < w->batch; b++) {
+        int64_t left = w->below[b];
+        for (int64_t i = b * w->columns; i < (b + 1) * w->columns; i++) {
+            if (!(w->log_probs[i] > -INFINITY) || !is_wanted(w, b, w->nodes[i])) continue;
+            for (int64_t l = 0; l < w->level; l++)
+                w->keys[count++] = b * w->trie->all_nodes + w->paths[i * w->level + l];
+            int64_t more = prefixes_below(w, b, w->nodes[i], left, w->keys + count);
+            count += more;
+            left -= more;
+        }
+    }
+    return count;
+}

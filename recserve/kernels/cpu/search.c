@@ -1,0 +1,410 @@
+/* Beam search down a trie, several levels in one call.
+ *
+ *     score[child] = score[beam] + logit[child] - log sum exp(logits of the beam's children)
+ *
+ * Of every request the best children over all beams are kept, ties to the lower node, but for those
+ * that cannot enter its answer any more (core/bounds.py). The logits come from states that a model
+ * computed for some prefixes, or from a recurrent head that is stepped on the way (NEZHA, arXiv
+ * 2511.18793, section 4). Beams with one child need none. What is left to do is little: a product
+ * with one level's codes for the beams that fork, m C E operations, and a few reads for each child.
+ */
+#include "trie.h"
+
+#include <stdlib.h>
+
+#define ROUNDING 1e-4f /* a rival's score and a beam's are sums in different orders */
+
+typedef struct {
+    const int64_t *ranks;
+    int64_t count;
+} Ranks;
+
+/* What one request keeps and allows. */
+typedef struct {
+    int64_t width;         /* beams that are kept */
+    int64_t place;         /* of the score that bounds it, from 0; -1: nothing does */
+    const Ranks *excluded; /* ascending leaf ranks in lists that have none in common */
+    int64_t num_excluded;
+    const int64_t *before; /* allowed leaves before each rank, or NULL: all but the excluded */
+} Request;
+
+/* Items that compete with the finished beams, [batch, count] each; count 0: there are none. */
+typedef struct {
+    int64_t count;
+    const int64_t *rows;
+    const char *valid;
+    const float *scores, *share, *weights; /* share, weights [batch] */
+    const float *dense;                    /* [batch, num_rows] */
+    int64_t num_rows;
+    const int32_t *leaf_rows; /* [items], one of the two */
+    const int64_t *wide_leaf_rows;
+} Rivals;
+
+typedef struct {
+    const Trie *trie;
+    const Request *requests;
+    const Rivals *rivals;
+    const Product *heads; /* [levels] codes of each level */
+    int64_t type, size, levels, batch;
+    int64_t level, until; /* where it begins, and where it ends at the latest */
+    int64_t stops;        /* at the first level of which a needed state is not there */
+    /* states that are known: [batch, size] of the empty prefixes, [num_keys, size] of others */
+    const char *tails, *hidden;
+    const int64_t *keys;
+    int64_t num_keys;
+    /* or a recurrent head: [levels - 1] of each; contexts by request and level, so far apart */
+    const Product *cells;
+    const char *const *inputs;
+    const char *contexts;
+    int64_t next_request, next_level;
+    /* [levels + 1, batch, columns (, levels)]: of `level` the beams it begins with, -inf where there
+     * is none; of the next ones what it finds. used [levels + 1]: columns with a beam in them. */
+    int64_t columns;
+    int64_t *nodes, *parents, *paths, *used;
+    float *log_probs;
+    char *scored; /* of the beams of a level: KNOWN or MISSING where a state is needed */
+} Search;
+
+enum { UNNEEDED, KNOWN, MISSING };
+
+typedef struct {
+    float score;
+    int64_t node, parent;
+} Candidate;
+
+INLINE int better(Candidate one, Candidate other) {
+    return one.score > other.score || (one.score == other.score && one.node < other.node);
+}
+
+/* A heap's worst is on top; `at` may be better than what is below it. */
+static void sink(Candidate *heap, int64_t size, int64_t at) {
+    Candidate moved = heap[at];
+    for (int64_t below; (below = 2 * at + 1) < size; at = below) {
+        if (below + 1 < size && better(heap[below], heap[below + 1])) below++;
+        if (!better(moved, heap[below])) break;
+        heap[at] = heap[below];
+    }
+    heap[at] = moved;
+}
+
+/* Keep the best `most`; returns how many there are. */
+static int64_t offer(Candidate *heap, int64_t size, int64_t most, Candidate one) {
+    if (size == most) {
+        heap[0] = one;
+        sink(heap, size, 0);
+        return size;
+    }
+    int64_t at = size;
+    for (; at && better(heap[(at - 1) / 2], one); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    heap[at] = one;
+    return size + 1;
+}
+
+static void best_first(Candidate *heap, int64_t size) {
+    while (size > 1) {
+        Candidate worst = heap[0];
+        heap[0] = heap[--size];
+        heap[size] = worst;
+        sink(heap, size, 0);
+    }
+}
+
+static int allowed(const Trie *trie, const Request *request, int64_t node) {
+    if (!request->before && !request->num_excluded) return 1;
+    Leaves below = leaves(trie, node);
+    if (request->before) return request->before[below.last] > request->before[below.first];
+    int64_t left = below.last - below.first;
+    for (int64_t i = 0; i < request->num_excluded && left > 0; i++) {
+        Ranks gone = request->excluded[i];
+        left -= lower(gone.ranks, gone.count, below.last) -
+                lower(gone.ranks, gone.count, below.first);
+    }
+    return left > 0;
+}
+
+/* The log-probabilities of a beam's children, in their order, in place of their logits. */
+static void normalise(float *logits, int64_t count) {
+    int64_t whole = (count + LANES - 1) / LANES * LANES;
+    for (int64_t i = count; i < whole; i++) logits[i] = -INFINITY;
+    float peak = -INFINITY;
+    for (int64_t i = 0; i < count; i++) peak = logits[i] > peak ? logits[i] : peak;
+    floats total = {};
+    for (int64_t i = 0; i < whole; i += LANES)
+        total += exponential(load(FLOAT32, logits, i) - peak);
+    float log_sum = logf(sum(total));
+    for (int64_t i = 0; i < count; i++) logits[i] = (logits[i] - peak) - log_sum;
+}
+
+INLINE float number(int type, const char *data, int64_t at) {
+    if (type == FLOAT32) return ((const float *)data)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Candidates below one beam; logits NULL: it has one child, which costs nothing. */
+static int64_t offer_children(const Search *s, const Request *request, Candidate beam,
+                              const char *logits, float *gains, Candidate *heap, int64_t size) {
+    Children below = children(s->trie, beam.node);
+    int64_t count = below.count + below.more;
+    for (int64_t i = 0; logits && i < count; i++)
+        gains[i] = number(s->type, logits, last_code(s->trie, child(below, i)));
+    if (logits) normalise(gains, count);
+    for (int64_t i = 0; i < count; i++) {
+        float score = beam.score + (logits ? gains[i] : 0.0f);
+        Candidate one = {score + 0.0f, child(below, i), beam.parent};
+        if (!(one.score > -INFINITY)) continue;
+        if (size == request->width && !better(one, heap[0])) continue;
+        if (allowed(s->trie, request, one.node)) size = offer(heap, size, request->width, one);
+    }
+    return size;
+}
+
+static int among(const Rivals *rivals, int64_t b, int64_t row) {
+    int found = 0;
+    for (int64_t i = b * rivals->count; i < (b + 1) * rivals->count; i++)
+        found |= rivals->valid[i] & (rivals->rows[i] == row);
+    return found;
+}
+
+/* The score below which nothing enters the answer of request b. best [size], best first. */
+static float bound(const Search *s, int64_t b, const Candidate *best, int64_t size,
+                   Candidate *known) {
+    const Rivals *rivals = s->rivals;
+    int64_t most = s->requests[b].place + 1, count = 0;
+    for (int64_t i = 0; i < rivals->count; i++) {
+        Candidate one = {rivals->scores[b * rivals->count + i], i, 0};
+        if (count < most || better(one, known[0])) count = offer(known, count, most, one);
+    }
+    for (int64_t i = 0; i < size; i++) {
+        Leaves below = leaves(s->trie, best[i].node);
+        if (below.last - below.first != 1) continue;
+        Candidate one = {best[i].score, rivals->count + i, 0};
+        if (rivals->count) {
+            int64_t row = rivals->leaf_rows ? rivals->leaf_rows[below.first]
+                                            : rivals->wide_leaf_rows[below.first];
+            if (among(rivals, b, row)) continue;
+            if (rivals->weights[b] != 0.0f)
+                one.score += rivals->weights[b] * rivals->dense[b * rivals->num_rows + row];
+        }
+        if (count < most || better(one, known[0])) count = offer(known, count, most, one);
+    }
+    return count < most ? -INFINITY : known[0].score;
+}
+
+/* Of the best, best first, those that can still enter the answer. */
+static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t size,
+                      Candidate *known) {
+    if (s->requests[b].place < 0) return size;
+    float least = bound(s, b, best, size, known), share = 0.0f;
+    if (s->rivals->count) {
+        least -= ROUNDING;
+        share = s->rivals->share[b];
+    }
+    while (size && best[size - 1].score + share < least) size--;
+    return size;
+}
+
+/* tanh(state of the code + U state before), in place. */
+static void activate(int type, char *states, const char *input, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats x = load_some(type, states, i, size - i) + load_some(type, input, i, size - i);
+        x = choose(x > 10.0f, all(10.0f), choose(x < -10.0f, all(-10.0f), x));
+        floats power = exponential(x + x);
+        store_some(type, states, i, (power - 1.0f) / (power + 1.0f), size - i);
+    }
+}
+
+/* What a request's search has in hand. Beams of the level it is at; `states` of the recurrent head,
+ * of the beams below which the trie forks. */
+typedef struct {
+    int64_t count;
+    Candidate *beams;
+    int64_t *slots; /* row of `states` or `hidden`, -1: none */
+    char *states, *rows, *next, *logits;
+    float *gains;
+    Candidate *heap, *known;
+} Work;
+
+INLINE int64_t bytes_of(const Search *s) { return (s->type == FLOAT32 ? 4 : 2) * s->size; }
+
+INLINE void product(const Search *s, const Product *by, const char *x, char *out, int64_t rows) {
+    linear(s->type, x, by->panels, by->bias, out, rows, by->steps, by->size);
+}
+
+INLINE int64_t place_of(const Search *s, int64_t level, int64_t b) {
+    return (level * s->batch + b) * s->columns;
+}
+
+/* States of the recurrent head after one more code. `parents` of the new beams are slots. */
+static void step_states(const Search *s, Work *work, int64_t level, const int64_t *parents) {
+    int64_t each = bytes_of(s), count = 0;
+    for (int64_t i = 0; i < work->count; i++) {
+        Leaves below = leaves(s->trie, work->beams[i].node);
+        work->slots[i] = below.last - below.first > 1 ? count++ : -1;
+        if (work->slots[i] >= 0)
+            memcpy(work->rows + work->slots[i] * each, work->states + parents[i] * each, each);
+    }
+    product(s, s->cells + level, work->rows, work->next, count);
+    for (int64_t i = 0; i < work->count; i++)
+        if (work->slots[i] >= 0)
+            activate(s->type, work->next + work->slots[i] * each,
+                     s->inputs[level] + last_code(s->trie, work->beams[i].node) * each, s->size);
+    char *before = work->states;
+    work->states = work->next;
+    work->next = before;
+}
+
+/* The beams that a request begins with, and the head's states at them. */
+static void begin(const Search *s, int64_t b, Work *work) {
+    int64_t each = bytes_of(s), first = place_of(s, s->level, b);
+    work->count = 0;
+    for (int64_t w = 0; w < s->columns; w++)
+        if (s->log_probs[first + w] > -INFINITY)
+            work->beams[work->count++] =
+                (Candidate){s->log_probs[first + w], s->nodes[first + w], w};
+    if (!s->cells) return;
+    for (int64_t i = 0; i < work->count; i++) {
+        memcpy(work->states + i * each, s->tails + b * each, each);
+        work->slots[i] = i;
+    }
+    for (int64_t level = 0; level < s->level; level++) {
+        product(s, s->cells + level, work->states, work->next, work->count);
+        for (int64_t i = 0; i < work->count; i++) {
+            int64_t node = s->paths[(first + work->beams[i].parent) * s->levels + level];
+            activate(s->type, work->next + i * each,
+                     s->inputs[level] + last_code(s->trie, node) * each, s->size);
+        }
+        char *before = work->states;
+        work->states = work->next;
+        work->next = before;
+    }
+}
+
+/* The logits of the beams that fork, one row after another; in `slots` the row of each beam, -1
+ * where it has none. Returns how many states are missing. */
+static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
+    int64_t each = bytes_of(s), count = 0, missing = 0;
+    char *scored = s->scored + place_of(s, level, b);
+    for (int64_t i = 0; i < work->count; i++) {
+        Candidate *beam = work->beams + i;
+        Children below = children(s->trie, beam->node);
+        int64_t slot = s->cells ? work->slots[i] : b;
+        work->slots[i] = -1;
+        if (below.count + below.more < 2) continue;
+        const char *state = (s->cells ? work->states : s->tails) + slot * each;
+        scored[beam->parent] = KNOWN;
+        if (!s->cells && level) {
+            slot = find(s->keys, s->num_keys, b * s->trie->all_nodes + beam->node);
+            if (slot < 0) {
+                scored[beam->parent] = MISSING;
+                missing++;
+                beam->score = -INFINITY;
+                continue;
+            }
+            state = s->hidden + slot * each;
+        }
+        char *row = work->rows + count * each;
+        if (s->cells) {
+            const char *context = s->contexts + (each / s->size) * (b * s->next_request +
+                                                                    level * s->next_level);
+            for (int64_t j = 0; j < s->size; j += LANES)
+                store_some(s->type, row, j,
+                           load_some(s->type, state, j, s->size - j) +
+                               load_some(s->type, context, j, s->size - j),
+                           s->size - j);
+        } else {
+            memcpy(row, state, each);
+        }
+        work->slots[i] = count++;
+    }
+    if (!missing || !s->stops) product(s, s->heads + level, work->rows, work->logits, count);
+    return missing;
+}
+
+/* Level `level + 1` of request b, from the beams in hand. */
+static void deepen(const Search *s, int64_t b, int64_t level, Work *work, int64_t *parents) {
+    const Request *request = s->requests + b;
+    int64_t wide = (s->type == FLOAT32 ? 4 : 2) * s->heads[level].size, size = 0;
+    for (int64_t i = 0; i < work->count; i++) {
+        Candidate beam = work->beams[i];
+        if (!(beam.score > -INFINITY)) continue;
+        if (size == request->width && beam.score < work->heap[0].score) break; /* nor any behind */
+        beam.parent = i;
+        const char *logits = work->slots[i] < 0 ? NULL : work->logits + work->slots[i] * wide;
+        size = offer_children(s, request, beam, logits, work->gains, work->heap, size);
+    }
+    best_first(work->heap, size);
+    size = of_use(s, b, work->heap, size, work->known);
+    int64_t at = place_of(s, level + 1, b), above = place_of(s, level, b);
+    for (int64_t i = 0; i < s->columns; i++) {
+        Candidate *one = work->heap + i;
+        int64_t *path = s->paths + (at + i) * s->levels;
+        int64_t column = i < size ? work->beams[one->parent].parent : 0;
+        s->nodes[at + i] = i < size ? one->node : s->trie->any_leaf;
+        s->parents[at + i] = column;
+        s->log_probs[at + i] = i < size ? one->score : -INFINITY;
+        if (i >= size) {
+            for (int64_t l = 0; l <= level; l++) path[l] = s->trie->any_leaf;
+            continue;
+        }
+        memcpy(path, s->paths + (above + column) * s->levels, level * sizeof *path);
+        path[level] = one->node;
+        parents[i] = one->parent;
+    }
+    for (int64_t i = 0; i < size; i++) {
+        work->beams[i] = work->heap[i];
+        work->beams[i].parent = i;
+    }
+    work->count = size;
+}
+
+/* The level that request b reached. */
+static int64_t search_one(const Search *s, int64_t b) {
+    int64_t most = s->columns, each = bytes_of(s), codes = 0;
+    for (int64_t l = 0; l < s->levels; l++)
+        codes = s->heads[l].size > codes ? s->heads[l].size : codes;
+    int64_t known = s->requests[b].place + 1;
+    int64_t wide = (s->type == FLOAT32 ? 4 : 2) * codes;
+    int64_t small = 3 * (most + 1) * sizeof(Candidate) + 3 * (most + 1) * sizeof(int64_t);
+    char *memory = malloc(small + known * sizeof(Candidate) + most * (3 * each + wide) +
+                          (codes + LANES) * sizeof(float));
+    Work work = {0};
+    work.beams = (Candidate *)memory;
+    work.heap = work.beams + most + 1;
+    work.known = work.heap + most + 1;
+    work.slots = (int64_t *)(work.known + known);
+    int64_t *parents = work.slots + most + 1, *slots = parents + most + 1;
+    work.gains = (float *)(slots + most + 1);
+    work.rows = (char *)(work.gains + codes + LANES);
+    work.states = work.rows + most * each;
+    work.next = work.states + most * each;
+    work.logits = work.next + most * each;
+    begin(s, b, &work);
+    int64_t level = s->level;
+    for (; level < s->until; level++) {
+        memcpy(slots, work.slots, work.count * sizeof *slots);
+        if (score(s, b, level, &work) && s->stops) break;
+        deepen(s, b, level, &work, parents);
+        if (s->cells && level + 1 < s->levels) {
+            for (int64_t i = 0; i < work.count; i++) parents[i] = slots[parents[i]];
+            step_states(s, &work, level, parents);
+        }
+#pragma omp critical(used)
+        if (work.count > s->used[level + 1]) s->used[level + 1] = work.count;
+    }
+    free(memory);
+    return level;
+}
+
+/* Returns the level that all requests reached. */
+int64_t trie_search(const Search *s) {
+    int64_t reached = s->until;
+#pragma omp parallel for schedule(dynamic) reduction(min : reached) if (s->batch > 1)
+    for (int64_t b = 0; b < s->batch; b++) {
+        int64_t level = search_one(s, b);
+        reached = level < reached ? level : reached;
+    }
+    return reached;
+}

@@ -1,0 +1,227 @@
+"""Beam search down a trie on a CPU, in C: several levels in one call.
+
+A level of beam search is thirty small operators of torch, which take longer to call than to
+compute; so is a step of a draft head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.leaf_filter import LeafFilter
+from recserve.kernels.native import TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.native_trie import NativeTrie
+
+UNNEEDED, KNOWN, MISSING = range(3)
+DEAD = float("-inf")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step of a recurrent head: tanh(inputs[code] + states U). inputs [C, E]."""
+
+    weight: Panels
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What B requests keep and allow. widths: beams. places: of the score that bounds each, from 0;
+    negative: nothing does.
+    """
+
+    widths: Sequence[int]
+    places: Sequence[int]
+    filters: Sequence[LeafFilter | None]
+
+
+@dataclass(frozen=True)
+class RivalScores:
+    """Items that compete with the finished beams. rows [B, R] int64, valid [B, R], scores [B, R];
+    share, weights [B, 1]; dense [B, I]; leaf_rows [I] int32 or int64: item row at each leaf rank.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    scores: Tensor
+    share: Tensor
+    weights: Tensor
+    dense: Tensor
+    leaf_rows: Tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """Final hidden states. tails [B, E]: of the last root tokens. keys [n] int64 ascending, hidden
+    [n, E]: of scored prefixes, keys `request number * nodes of the trie + trie node`. contexts
+    [B, L, E]: what a recurrent head reads at each level beside its own state.
+    """
+
+    tails: Tensor
+    keys: Tensor | None = None
+    hidden: Tensor | None = None
+    contexts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Beams of each level 0 : L + 1, best first; those of a search are filled in from where it
+    begins.
+
+    nodes, parents [L + 1, B, W] int64, log_probs [L + 1, B, W], -inf where there is no beam; paths
+    [L + 1, B, W, L]; scored [L + 1, B, W] uint8: UNNEEDED, or whether the state was KNOWN. used
+    [L + 1]: columns in use. reached: the last level.
+    """
+
+    nodes: Tensor
+    parents: Tensor
+    log_probs: Tensor
+    paths: Tensor
+    scored: Tensor
+    used: Tensor
+    reached: int = 0
+
+
+class _Ranks(ctypes.Structure):
+    _fields_ = [("ranks", P), ("count", N)]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("width", N),
+        ("place", N),
+        ("excluded", P),
+        ("num_excluded", N),
+        ("before", P),
+    ]
+
+
+class _Rivals(ctypes.Structure):
+    _fields_ = [
+        ("count", N),
+        *((name, P) for name in ("rows", "valid", "scores", "share", "weights", "dense")),
+        ("num_rows", N),
+        ("leaf_rows", P),
+        ("wide_leaf_rows", P),
+    ]
+
+
+class _Search(ctypes.Structure):
+    _fields_ = [
+        *((name, P) for name in ("trie", "requests", "rivals", "heads")),
+        *((name, N) for name in ("type", "size", "levels", "batch", "level", "until", "stops")),
+        *((name, P) for name in ("tails", "hidden", "keys")),
+        ("num_keys", N),
+        *((name, P) for name in ("cells", "inputs", "contexts")),
+        *((name, N) for name in ("next_request", "next_level", "columns")),
+        *((name, P) for name in ("nodes", "parents", "paths", "used", "log_probs", "scored")),
+    ]
+
+
+class NativeSearch:
+    """Beam search by the logits of one model's states, or by a recurrent head."""
+
+    def __init__(self, heads: Sequence[Panels], cells: Sequence[Cell] = ()) -> None:
+        """heads [L]: the codes of each level. cells [L - 1]: of a recurrent head."""
+        self._read = tuple(heads), tuple(cells)  # by address: kept as long as this is
+        self._heads = (Product * len(heads))(*(panels.product for panels in heads))
+        self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
+        self._inputs = (P * len(cells))(*(cell.inputs.data_ptr() for cell in cells))
+
+    def __call__(
+        self,
+        trie: NativeTrie,
+        levels: Levels,
+        level: int,
+        limits: Limits,
+        states: States,
+        until: int,
+        rivals: RivalScores | None = None,
+        stops: bool = False,
+    ) -> Levels:
+        """Fills `levels` from the beams of `level` on to `until`, or, if it `stops`, to the first
+        level at which a state is missing; otherwise what has none leads nowhere.
+        """
+        tails, hidden, keys = states.tails.contiguous(), states.hidden, states.keys
+        s = _Search(
+            trie.address,
+            heads=ctypes.addressof(self._heads),
+            type=TYPES[tails.dtype],
+            size=tails.shape[1],
+            levels=len(self._heads),
+            batch=tails.shape[0],
+            level=level,
+            until=until,
+            stops=stops,
+            tails=tails.data_ptr(),
+            columns=levels.nodes.shape[2],
+        )
+        if hidden is not None and keys is not None:
+            hidden, keys = hidden.contiguous(), keys.contiguous()
+            s.hidden, s.keys, s.num_keys = hidden.data_ptr(), keys.data_ptr(), keys.shape[0]
+        if states.contexts is not None:
+            assert states.contexts.stride(2) == 1, "a context is no row"
+            s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
+            s.contexts = states.contexts.data_ptr()
+            s.next_request, s.next_level, _ = states.contexts.stride()
+        asked = _requests(limits)
+        competing = _rivals(rivals)
+        s.requests, s.rivals = ctypes.addressof(asked.requests), ctypes.addressof(competing)
+        for name in ("nodes", "parents", "paths", "used", "log_probs", "scored"):
+            setattr(s, name, getattr(levels, name).data_ptr())
+        reached = compiled().trie_search(ctypes.addressof(s))
+        return Levels(**{**vars(levels), "reached": reached})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Requests, and what they point to."""
+
+    requests: ctypes.Array[_Request]
+    lists: list[ctypes.Array[_Ranks]]
+
+
+def _requests(limits: Limits) -> _Asked:
+    requests, lists = (_Request * len(limits.widths))(), []
+    columns = zip(requests, limits.widths, limits.places, limits.filters, strict=True)
+    for request, width, place, allowed in columns:
+        request.width, request.place = width, place
+        if allowed is None:
+            continue
+        if allowed.before is not None:
+            request.before = allowed.before.data_ptr()
+        ranks = [_Ranks(each.data_ptr(), each.shape[0]) for each in allowed.excluded]
+        lists.append((_Ranks * len(ranks))(*ranks))
+        request.excluded, request.num_excluded = ctypes.addressof(lists[-1]), len(ranks)
+    return _Asked(requests, lists)
+
+
+def _rivals(rivals: RivalScores | None) -> _Rivals:
+    if rivals is None:
+        return _Rivals()
+    leaf_rows = "leaf_rows" if rivals.leaf_rows.dtype == torch.int32 else "wide_leaf_rows"
+    names = ("rows", "valid", "scores", "share", "weights", "dense")
+    return _Rivals(
+        count=rivals.rows.shape[1],
+        num_rows=rivals.dense.shape[1],
+        **{name: getattr(rivals, name).data_ptr() for name in names},
+        **{leaf_rows: rivals.leaf_rows.data_ptr()},
+    )
+
+
+def empty_levels(num_levels: int, batch: int, columns: int) -> Levels:
+    """No beam at any level."""
+    shape = (num_levels + 1, batch, columns)
+    return Levels(
+        torch.empty(shape, dtype=torch.int64),
+        torch.empty(shape, dtype=torch.int64),
+        torch.full(shape, DEAD),
+        torch.empty(*shape, num_levels, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.uint8),
+        torch.ones(num_levels + 1, dtype=torch.int64),
+    )
