@@ -2,17 +2,14 @@
 
     python benchmarks/drafters.py --target DIR [--draft DIR] [--medusa DIR] --json F.json
 
-DIR: a folder of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
-`train medusa`; without --target, the reference checkpoint stories260k. Continuations of passages
-of the validation books and of Spec-Bench's prompts. The run fails where a text differs from plain
-decoding's. The methods take turns, prompt by prompt; with --load-aware every drafter twice, as
-ever and as the load lets it pay.
+Folders and the default: trained.py. Continuations of passages of the validation books and of
+Spec-Bench's prompts. The run fails where a text differs from plain decoding's. The methods take
+turns, prompt by prompt; with --load-aware every drafter twice, as ever and as the load lets it pay.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,17 +20,15 @@ import torch
 from measuring import CLOCKS, machine, write_json
 from rich.console import Console
 from rich.table import Table
+from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
 from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import DrafterWeights, build_drafter
+from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.text.tokenizer import TextTokenizer
-from recserve.training.corpus import read_texts
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-PLAIN = "none"
 LOAD_AWARE = ", load-aware"
 POSITIONS = 5  # of acceptance that the table shows
 
@@ -74,26 +69,6 @@ class Tally:
         }
 
 
-def passages(tokenizer: TextTokenizer, count: int, length: int) -> list[list[int]]:
-    """Beginnings of passages spread over the validation books."""
-    (text,) = read_texts([DATA / "text" / "valid.txt.zst"])
-    places = np.linspace(0, len(text) - 20 * length, count + 1)[:-1].astype(int)
-    texts = [text[text.index(" ", place) + 1 : place + 20 * length] for place in places]
-    return [tokenizer.encode(part, special=False)[:length] for part in texts]
-
-
-def questions(tokenizer: TextTokenizer, count: int, longest: int) -> list[list[int]]:
-    """Spec-Bench's first turns, every category in turn, those that are short enough."""
-    by_category: dict[str, list[list[int]]] = {}
-    for line in (DATA / "prompts" / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        tokens = tokenizer.encode(entry["turns"][0], special=False)
-        if 0 < len(tokens) <= longest:
-            by_category.setdefault(entry["category"], []).append(tokens)
-    ranked = [(i, name, t) for name, own in by_category.items() for i, t in enumerate(own)]
-    return [tokens for _, _, tokens in sorted(ranked)[:count]]
-
-
 @dataclass(frozen=True)
 class Method:
     """A drafter in one of the engines, whose weights are the same."""
@@ -131,17 +106,6 @@ def measure(
             truth = truth or texts
             tally.differ += sum(a != b for a, b in zip(truth, texts, strict=True))
     return tallies
-
-
-def drafters_of(options: argparse.Namespace) -> list[str]:
-    names = [PLAIN, "ngram", "suffix", "lookahead"]
-    if options.draft is not None:
-        names += ["draft_model", "specinfer", "suffix+draft_model"]
-    names += ["medusa"] if options.medusa is not None else []
-    wanted = options.drafters or names
-    if unknown := sorted(set(wanted) - set(names)):
-        raise SystemExit(f"--drafters names {unknown}; these can be built: {names}")
-    return [name for name in names if name in {PLAIN, *wanted}]
 
 
 def print_rows(console: Console, title: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -189,20 +153,13 @@ def save_plot(path: Path, workloads: dict[str, dict[str, dict[str, Any]]]) -> No
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--medusa", type=Path)
+    parser = options_of(__doc__, tokens=96)
     parser.add_argument("--prompts", type=int, default=26, help="of each workload")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
-    parser.add_argument("--tokens", type=int, default=96, help="written per prompt")
     parser.add_argument("--together", type=int, default=1, help="prompts written at once")
     parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--load-aware", action="store_true", help="besides, as the load lets them")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a picture of the tables")
     return parser.parse_args()
 
@@ -213,9 +170,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     target, tokenizer = load_language_model(options.target), TextTokenizer.open(options.target)
     names = drafters_of(options)
-    weights = DrafterWeights(
-        () if options.draft is None else (options.draft,), medusa=options.medusa
-    )
+    weights = weights_of(options)
     kinds = {"": False} | ({LOAD_AWARE: True} if options.load_aware else {})
     drafters = {
         kind: {name: build_drafter(name, target, weights) for name in names} for kind in kinds

@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from drafters import DATA, PLAIN, drafters_of, passages, questions
 from measuring import machine, write_json
 from rich.console import Console
 from rich.table import Table
+from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import DrafterWeights, build_drafter
+from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
@@ -100,9 +99,7 @@ def compare(
     """One row per temperature, drafter and number of texts at once."""
     exact = load_language_model(options.target).to(dtype).float()
     target = load_language_model(options.target).to(dtype)
-    weights = DrafterWeights(
-        () if options.draft is None else (options.draft,), medusa=options.medusa
-    )
+    weights = weights_of(options)
     drafters = {name: build_drafter(name, target, weights) for name in names}
     pack_weights(target)
     engine = Engine(text=target, drafters=drafters)
@@ -158,19 +155,12 @@ def print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--medusa", type=Path)
+    parser = options_of(__doc__, tokens=96)
     parser.add_argument("--drafters", nargs="+", help="only these, beside plain decoding")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.3])
     parser.add_argument("--together", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--prompts", type=int, default=16, help="of books and of Spec-Bench each")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
-    parser.add_argument("--tokens", type=int, default=96, help="written per prompt")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

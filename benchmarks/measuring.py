@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from timing import processor
 
 TAIL_RUNS = 100
 
@@ -91,7 +92,7 @@ def machine() -> dict[str, Any]:
     """What the figures depend on."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_before": round(load, 2),
@@ -100,15 +101,6 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "device": "cpu",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def silence_transformers() -> None:

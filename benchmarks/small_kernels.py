@@ -34,98 +34,118 @@ class Case:
     equal: bool = False
 
 
+class Drawn:
+    """Numbers on a device, from one seed; smoke: tiny sizes. keys, values [layers, slots, K, D],
+    and copies of them for the twins.
+    """
+
+    def __init__(self, device: str, smoke: bool) -> None:
+        self.device, self.smoke = device, smoke
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.dtype = torch.bfloat16 if device == "cuda" and not smoke else torch.float32
+        sizes = (2, 40, 2, 16) if smoke else (36, 4096, 8, 128)
+        self.keys, self.values = self.normal(*sizes), self.normal(*sizes)
+        self.twin_keys, self.twin_values = self.keys.clone(), self.values.clone()
+
+    def normal(self, *sizes: int) -> torch.Tensor:
+        drawn = torch.randn(*sizes, generator=self.generator, device=self.device)
+        return drawn.to(self.dtype)
+
+
 def cases(device: str, smoke: bool = False) -> Iterator[Case]:
     """Every kernel; smoke: tiny."""
-    g = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" and not smoke else torch.float32
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=g, device=device).to(dtype)
-
+    drawn = Drawn(device, smoke)
     for trees, nodes, vocabulary in (
         [(2, 7, 1500)] if smoke else [(1, 64, 151_936), (16, 16, 32_000)]
     ):
-        yield from _acceptance(trees, nodes, vocabulary, device, normal)
+        yield from _acceptance(trees, nodes, vocabulary, drawn)
+    yield _path_move(drawn)
+    yield from _rope_write(drawn)
+    yield _grouped_rms_norm(drawn)
+    yield _head_topk(drawn)
+    yield from _trie(device, smoke)
 
-    layers, slots, kv_heads, dim = (2, 40, 2, 16) if smoke else (36, 4096, 8, 128)
-    keys, values = normal(layers, slots, kv_heads, dim), normal(layers, slots, kv_heads, dim)
-    twin_keys, twin_values = keys.clone(), values.clone()
-    paths, depth = (2, 5) if smoke else (16, 8)
-    targets = torch.arange(paths, device=device)[:, None] * (slots // paths) + torch.arange(
-        depth, device=device
-    )
-    sources = targets + torch.arange(depth, device=device) // 2 + 1
-    lengths = torch.full((paths,), depth, device=device)
+
+def _path_move(drawn: Drawn) -> Case:
+    layers, slots, kv_heads, dim = drawn.keys.shape
+    paths, depth = (2, 5) if drawn.smoke else (16, 8)
+    steps = torch.arange(depth, device=drawn.device)
+    targets = torch.arange(paths, device=drawn.device)[:, None] * (slots // paths) + steps
+    sources = targets + steps // 2 + 1
+    lengths = torch.full((paths,), depth, device=drawn.device)
 
     def moved(k: torch.Tensor, v: torch.Tensor, move: Callable[..., None]) -> Any:
         move(k, v, sources, targets, lengths)
         return k, v
 
-    yield Case(
+    return Case(
         f"path_move {paths} paths of {depth}, {layers} layers",
-        lambda: moved(keys, values, dispatch.move_paths),
-        lambda: moved(twin_keys, twin_values, reference.move_paths),
-        4 * paths * depth * layers * kv_heads * dim * keys.element_size(),
+        lambda: moved(drawn.keys, drawn.values, dispatch.move_paths),
+        lambda: moved(drawn.twin_keys, drawn.twin_values, reference.move_paths),
+        4 * paths * depth * layers * kv_heads * dim * drawn.keys.element_size(),
         equal=True,
     )
 
-    rows, heads = (5, 4) if smoke else (1024, 32)
-    qkv = normal(rows, heads + 2 * kv_heads, dim)
+
+def _rope_write(drawn: Drawn) -> Iterator[Case]:
+    _, slots, kv_heads, dim = drawn.keys.shape
+    rows, heads = (5, 4) if drawn.smoke else (1024, 32)
+    qkv = drawn.normal(rows, heads + 2 * kv_heads, dim)
+    g, device = drawn.generator, drawn.device
     angles = torch.rand(rows, dim // 2, generator=g, device=device) * 6
     where = torch.randperm(slots, generator=g, device=device)[:rows]
 
-    def roped(k: torch.Tensor, v: torch.Tensor, write: Callable[..., torch.Tensor]) -> Any:
-        return write(qkv, angles.cos(), angles.sin(), where, k, v), k, v
+    def roped(pool: tuple[Any, Any], write: Callable[..., torch.Tensor]) -> Any:
+        query = write(qkv, angles.cos(), angles.sin(), where, *pool)
+        return query, *(x.float() if isinstance(x, Fp8) else x for x in pool)
 
+    pool = drawn.keys[0], drawn.values[0]
+    twin_pool = drawn.twin_keys[0], drawn.twin_values[0]
     yield Case(
         f"rope_write {rows} tokens",
-        lambda: roped(keys[0], values[0], dispatch.rope_write),
-        lambda: roped(twin_keys[0], twin_values[0], reference.rope_write),
+        lambda: roped(pool, dispatch.rope_write),
+        lambda: roped(twin_pool, reference.rope_write),
         2 * qkv.numel() * qkv.element_size() + 8 * angles.numel(),
     )
-
-    codes, twin_codes = ([Fp8.of(x[0]) for x in (keys, values)] for _ in range(2))
-
-    def roped_fp8(pair: list[Fp8], write: Callable[..., torch.Tensor]) -> Any:
-        query = write(qkv, angles.cos(), angles.sin(), where, *pair)
-        return query, *(x.float() for x in pair)
-
+    codes, twin_codes = ((Fp8.of(pool[0]), Fp8.of(pool[1])) for _ in range(2))
     yield Case(
         f"rope_write fp8 {rows} tokens",
-        lambda: roped_fp8(codes, dispatch.rope_write),
-        lambda: roped_fp8(twin_codes, reference.rope_write),
+        lambda: roped(codes, dispatch.rope_write),
+        lambda: roped(twin_codes, reference.rope_write),
         (qkv.numel() + rows * heads * dim) * qkv.element_size() + 2 * rows * kv_heads * dim,
     )
 
-    groups, size = (3, 50) if smoke else (4, 2560)
-    hidden, weight = normal(rows, groups, size), normal(groups, size)
-    yield Case(
+
+def _grouped_rms_norm(drawn: Drawn) -> Case:
+    rows, groups, size = (5, 3, 50) if drawn.smoke else (1024, 4, 2560)
+    hidden, weight = drawn.normal(rows, groups, size), drawn.normal(groups, size)
+    return Case(
         f"grouped_rms_norm {rows} x {groups} x {size}",
         lambda: (dispatch.grouped_rms_norm(hidden, weight, 1e-6),),
         lambda: (reference.grouped_rms_norm(hidden, weight, 1e-6),),
         2 * hidden.numel() * hidden.element_size(),
     )
 
-    rows, heads, size, vocabulary = (3, 2, 48, 300) if smoke else (16, 5, 2560, 151_936)
-    wide, matrix = normal(rows, heads, size), normal(1, vocabulary, size)
-    yield Case(
+
+def _head_topk(drawn: Drawn) -> Case:
+    rows, heads, size, vocabulary = (3, 2, 48, 300) if drawn.smoke else (16, 5, 2560, 151_936)
+    wide, matrix = drawn.normal(rows, heads, size), drawn.normal(1, vocabulary, size)
+    return Case(
         f"head_topk {rows} x {heads} heads, vocabulary {vocabulary}",
         lambda: (lambda t: (t.values, t.log_sums))(dispatch.head_topk(wide, matrix, 8)),
         lambda: (lambda t: (t.values, t.log_sums))(reference.head_topk(wide, matrix, 8)),
         matrix.numel() * matrix.element_size(),
         2 * rows * heads * size * vocabulary,
     )
-    yield from _trie(device, smoke)
 
 
-def _acceptance(
-    trees: int, nodes: int, vocabulary: int, device: str, normal: Callable[..., torch.Tensor]
-) -> Iterator[Case]:
+def _acceptance(trees: int, nodes: int, vocabulary: int, drawn: Drawn) -> Iterator[Case]:
+    device = drawn.device
     host = torch.Generator().manual_seed(nodes)
     tree = merge([draw_tree("tree", nodes, host) for _ in range(trees)])
     tree.tokens.copy_(torch.randint(0, vocabulary, tree.tokens.shape, generator=host))
     tree = tree.to(device)
-    logits = normal(trees * nodes, vocabulary)
+    logits = drawn.normal(trees * nodes, vocabulary)
     # Drafts that are often right, so that walks are long.
     logits[tree.parents.clamp(min=0), tree.tokens] = 9.0
     seeds = torch.randint(0, 2**62, (trees,), generator=host).to(device)

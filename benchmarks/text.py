@@ -16,191 +16,37 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from baselines.llama import Network, language_llama
-from baselines.llama_cpp import LlamaCpp, missing, write_gguf
-from baselines.oracle import Oracle, OracleCandidates, OracleDrafter
+from baselines.llama import language_llama
+from baselines.llama_cpp import missing
+from baselines.oracle import Oracle
 from drawn import drawn_language_model, walk
-from measuring import CLOCKS, machine, silence_transformers, write_json
+from measuring import CLOCKS
+from report import Report
 from rich.console import Console
 from rich.table import Table
-from transformers import StoppingCriteria
+from text_methods import (
+    AGREEMENTS,
+    BESIDE,
+    DRAFTED,
+    LLAMA_CPP,
+    OURS,
+    THEIRS,
+    Ours,
+    PlainCpp,
+    Theirs,
+)
+from written import Written, figures
 
-from recserve.core.text_request import SamplingParams, Speculation, TextCommit, TextRequest
-from recserve.draft.ngram import NgramDrafter
-from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 
-DRAFTED = 5
 CONCURRENT = 8
-AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}
-OURS = ("plain", *AGREEMENTS, "ngram", "together")
-THEIRS = ("transformers", "assisted-100", "assisted-70", "lookup")
-LLAMA_CPP = "llama.cpp"
-BESIDE = {
-    "plain": "transformers",
-    "oracle-100": "assisted-100",
-    "oracle-70": "assisted-70",
-    "ngram": "lookup",
-    "together": "plain",
-    LLAMA_CPP: "plain",
-}
-
-
-@dataclass(frozen=True)
-class Written:
-    """One run. texts: of each request. prefill_s: to the first commit, which gave `first` tokens of
-    each; seconds: all of it. network_s: inside the network and its head, from the first commit on;
-    nan where not measured.
-    """
-
-    texts: list[list[int]]
-    seconds: float
-    prefill_s: float
-    first: int
-    steps: int
-    network_s: float = float("nan")
-
-    @property
-    def tokens_per_s(self) -> float:
-        """With prefill."""
-        return sum(map(len, self.texts)) / self.seconds
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Without prefill and the tokens it gave."""
-        return sum(len(t) - self.first for t in self.texts) / (self.seconds - self.prefill_s)
-
-    @property
-    def overhead(self) -> float:
-        """Share of the decode steps that is spent outside the network."""
-        return 1 - self.network_s / (self.seconds - self.prefill_s)
-
-
-class Ours:
-    """The engine with its drafters, and a stopwatch around the network."""
-
-    def __init__(
-        self, model: LanguageModel, oracles: dict[str, Oracle], clock: str, invariant: bool = False
-    ) -> None:
-        drafters = {name: OracleDrafter(oracle) for name, oracle in oracles.items()}
-        slot = 2 * model.config.decoder.num_layers * model.config.decoder.num_kv_heads
-        slot *= model.config.decoder.head_dim * model.tokens.weight.dtype.itemsize
-        self.engine = Engine(
-            config=EngineConfig(kv_bytes=slot * 8192, invariant=invariant),
-            text=model,
-            drafters={**drafters, "ngram": NgramDrafter()},
-        )
-        self.now, self.network_s = CLOCKS[clock], 0.0
-        lane: Any = self.engine._lanes["text"]
-        runner = lane.runner
-        runner.trunk.hidden = self._timed(runner.trunk.hidden)
-        model.logits = self._timed(model.logits)  # type: ignore[method-assign]
-
-    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            began = self.now()
-            result = call(*arguments)
-            self.network_s += self.now() - began
-            return result
-
-        return timed
-
-    def write(self, prompts: list[list[int]], drafter: str, tokens: int) -> Written:
-        """All prompts at once."""
-        self.engine.forget_all()
-        first: list[tuple[float, float, int]] = []
-
-        def listen(news: TextCommit) -> bool:
-            first.append((self.now(), self.network_s, len(news.tokens)))
-            return False
-
-        params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        requests = [
-            TextRequest(np.array(p), params, Speculation(drafter), on_commit=listen)
-            for p in prompts
-        ]
-        began, steps = self.now(), 0
-        futures = [self.engine.submit(request) for request in requests]
-        with torch.inference_mode():  # as the engine's own thread
-            while self.engine.step():
-                steps += 1
-        ended = self.now()
-        answers = [future.result(0) for future in futures]
-        return Written(
-            [a.tokens.tolist() for a in answers],
-            ended - began,
-            first[0][0] - began,
-            first[0][2],
-            max(a.timing.forwards for a in answers),
-            self.network_s - first[0][1],
-        )
-
-
-class _Clock(StoppingCriteria):
-    """Notes when each step of transformers ended, and how long the text was then."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now, self.times, self.lengths = now, list[float](), list[int]()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times.append(self.now())
-        self.lengths.append(input_ids.shape[1])
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-class Theirs:
-    """transformers' generate on the same weights."""
-
-    def __init__(self, model: Network, oracles: dict[str, Oracle], clock: str) -> None:
-        self.model, self.oracles, self.now = model, oracles, CLOCKS[clock]
-        self.stock = model._get_candidate_generator
-
-    @torch.inference_mode()
-    def write(self, prompts: list[list[int]], method: str, tokens: int) -> Written:
-        """One prompt, by a method of THEIRS."""
-        prompt = torch.tensor(prompts)
-        length, options = prompt.shape[1] + tokens, dict[str, Any]()
-        if method != "transformers":
-            options["prompt_lookup_num_tokens"] = DRAFTED
-        self.model._get_candidate_generator = self.stock
-        if method.startswith("assisted"):
-            # What generate would ask the assistant model for.
-            oracle = self.oracles[method.replace("assisted", "oracle")]
-            candidates = OracleCandidates(oracle, length)
-            self.model._get_candidate_generator = lambda **_: candidates
-        clock = _Clock(self.now)
-        began = self.now()
-        out = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=tokens,
-            stopping_criteria=[clock],
-            **options,
-        )
-        ended = self.now()
-        text = out[0, prompt.shape[1] :].tolist()
-        first = clock.lengths[0] - prompt.shape[1]
-        return Written([text], ended - began, clock.times[0] - began, first, len(clock.times))
-
-
-def open_llama_cpp(model: LanguageModel, options: argparse.Namespace) -> LlamaCpp:
-    """The same weights, read from a file that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(model, path)
-        positions = options.prompt + options.tokens
-        return LlamaCpp(path, positions, options.threads, model.tokens.weight.dtype)
 
 
 def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> list[int]:
@@ -216,78 +62,53 @@ def prompt_for(model: LanguageModel, length: int, tokens: int, seed: int) -> lis
     return [*noise[: max(length - len(known) - 12, 0)], *known, *noise[:8], *known[:4]]
 
 
-def run_type(
-    model: LanguageModel, options: argparse.Namespace, console: Console
-) -> tuple[dict[str, list[Written]], bool]:
-    """Every method's runs; whether the texts agree as they must."""
-    oracles = {n: Oracle(a, DRAFTED, model.config.vocab_size) for n, a in AGREEMENTS.items()}
-    theirs: Theirs | None = None
-    if options.only != "ours":
-        theirs = Theirs(language_llama(model), oracles, options.clock)
-    llama_cpp = None if options.only == "ours" or missing() else open_llama_cpp(model, options)
-    pack_weights(model)
-    ours = Ours(model, oracles, options.clock, options.invariant)
-    runs: dict[str, list[Written]] = {}
-    same = True
-    for number in range(options.repeats + 1):
+class Bench:
+    """All methods on one set of weights. same: whether the texts agreed as they must, so far."""
+
+    def __init__(self, model: LanguageModel, options: argparse.Namespace, console: Console) -> None:
+        self.model, self.options, self.console = model, options, console
+        self.oracles = {
+            n: Oracle(a, DRAFTED, model.config.vocab_size) for n, a in AGREEMENTS.items()
+        }
+        self.others: dict[str, Theirs | PlainCpp] = {}
+        if options.only != "ours":
+            theirs = Theirs(language_llama(model), self.oracles, options.clock)
+            self.others = dict.fromkeys(THEIRS, theirs)
+        if options.only != "ours" and not missing():
+            positions = options.prompt + options.tokens
+            self.others[LLAMA_CPP] = PlainCpp(model, positions, options.threads, options.clock)
+        pack_weights(model)
+        self.ours = Ours(model, self.oracles, options.clock, options.invariant)
+        self.same = True
+
+    def runs(self) -> dict[str, list[Written]]:
+        """Every method's; the first of each was to warm up and is left out."""
+        runs: dict[str, list[Written]] = {}
+        for number in range(self.options.repeats + 1):
+            for name, written in self._turns(number).items():
+                runs.setdefault(name, []).append(written)
+        return {name: own[1:] for name, own in runs.items()}
+
+    def _turns(self, number: int) -> dict[str, Written]:
+        """One run of each method, on prompts of this run's own."""
+        tokens = self.options.tokens
         seeds = [100 * number + i for i in range(CONCURRENT)]
-        prompts = [prompt_for(model, options.prompt, options.tokens, seed) for seed in seeds]
+        prompts = [prompt_for(self.model, self.options.prompt, tokens, seed) for seed in seeds]
         alone = prompts[:1]
-        done = {"plain": ours.write(alone, "none", options.tokens)}
+        done = {"plain": self.ours.write(alone, "none", tokens)}
         truth = done["plain"].texts[0]
-        for oracle in oracles.values():
+        for oracle in self.oracles.values():
             oracle.texts = [alone[0] + truth]
         for name in (*AGREEMENTS, "ngram"):
-            done[name] = ours.write(alone, name, options.tokens)
-            same &= done[name].texts[0] == truth
-        done["together"] = ours.write(prompts, "none", options.tokens)
-        same &= done["together"].texts[0] == truth
-        for name in THEIRS if theirs is not None else ():
-            assert theirs is not None
-            done[name] = theirs.write(alone, name, options.tokens)
-        if llama_cpp is not None:
-            began = CLOCKS[options.clock]()
-            written, times = llama_cpp.write(alone[0], options.tokens, CLOCKS[options.clock])
-            done[LLAMA_CPP] = Written(
-                texts=[written],
-                seconds=times[-1] - began,
-                prefill_s=times[0] - began,
-                first=1,
-                steps=len(times),
-            )
-        for name in (*THEIRS, LLAMA_CPP):
-            if name in done and done[name].texts[0] != truth:
-                console.print(f"  {name}: run {number} writes another text")
-                same &= model.tokens.weight.dtype != torch.float32
-        if number:  # the first is to warm up
-            for name, written in done.items():
-                runs.setdefault(name, []).append(written)
-    return runs, same
-
-
-def middle(runs: list[Written], of: Callable[[Written], float]) -> float:
-    """Median."""
-    return float(np.median([of(run) for run in runs]))
-
-
-def figures(runs: dict[str, list[Written]]) -> dict[str, dict[str, float]]:
-    """Medians of each method, and of the ratios to its peer run by run."""
-    out: dict[str, dict[str, float]] = {}
-    for name, own in runs.items():
-        peer = runs.get(BESIDE.get(name, "none"))
-        out[name] = {
-            "tokens_per_s": middle(own, lambda r: r.tokens_per_s),
-            "decode_tokens_per_s": middle(own, lambda r: r.decode_tokens_per_s),
-            "prefill_ms": 1e3 * middle(own, lambda r: r.prefill_s),
-            "tokens_per_step": middle(own, lambda r: len(r.texts[0]) / r.steps),
-            "overhead": middle(own, lambda r: r.overhead),
-        }
-        if peer is not None:
-            pairs = list(zip(own, peer, strict=True))
-            for field in ("tokens_per_s", "decode_tokens_per_s"):
-                ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs]
-                out[name][f"{field}_ratio"] = float(np.median(ratios))
-    return out
+            done[name] = self.ours.write(alone, name, tokens)
+        done["together"] = self.ours.write(prompts, "none", tokens)
+        self.same &= all(written.texts[0] == truth for written in done.values())
+        for name, other in self.others.items():
+            done[name] = other.write(alone, name, tokens)
+            if done[name].texts[0] != truth:
+                self.console.print(f"  {name}: run {number} writes another text")
+                self.same &= self.model.tokens.weight.dtype != torch.float32
+        return done
 
 
 def print_figures(console: Console, title: str, found: dict[str, dict[str, float]]) -> None:
@@ -338,35 +159,29 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    silence_transformers()
-    torch.set_num_threads(options.threads)
+    report = Report(options)
     hidden, layers = (int(part) for part in options.model.split("x"))
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    facts = machine() | {"clock": options.clock, "repeats": options.repeats}
-    content: dict[str, Any] = {"machine": facts, "cells": []}
-    console.print(facts)
     all_same = True
     for name in options.dtypes:
         dtype = getattr(torch, name)
         model = drawn_language_model(hidden, layers, options.vocabulary, dtype)
         weights = sum(w.numel() for w in model.parameters())
         began = time.perf_counter()
-        runs, same = run_type(model, options, console)
-        all_same &= same
-        found = figures(runs)
+        bench = Bench(model, options, report.console)
+        runs = bench.runs()
+        all_same &= bench.same
+        found = figures(runs, BESIDE)
         title = (
             f"{options.model} · {weights / 1e6:.0f} M weights · {name} · prompt {options.prompt} · "
             f"{options.tokens} tokens · {time.perf_counter() - began:.0f} s"
         )
-        print_figures(console, title, found)
-        content["cells"].append(
-            {"dtype": name, "weights": weights, "prompt": options.prompt, "tokens": options.tokens}
-            | {"figures": found, "runs": {n: [asdict(r) for r in rs] for n, rs in runs.items()}}
-        )
-        if options.json:
-            write_json(options.json, content)
+        print_figures(report.console, title, found)
+        cell = {"dtype": name, "weights": weights, "prompt": options.prompt}
+        cell |= {"tokens": options.tokens, "repeats": options.repeats, "figures": found}
+        cell |= {"runs": {n: [asdict(run) for run in own] for n, own in runs.items()}}
+        report.add([cell])
     if not all_same:
-        console.print("[red]texts differ that must be the same[/red]")
+        report.console.print("[red]texts differ that must be the same[/red]")
     return 0 if all_same else 1
 
 

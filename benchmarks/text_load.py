@@ -2,11 +2,10 @@
 
     python benchmarks/text_load.py --target DIR [--draft DIR] [--medusa DIR] --threads 1 --clock cpu
 
-Folders as for drafters.py; without --target, the reference checkpoint stories260k. In every round a
-wave of texts, as many at once as the load says, is written by every method; the first round of a
-load is to warm up. The last column is what counts: tokens/s of the load-aware drafts beside the
-better of never and always, median of the rounds. The run fails where a text differs from plain
-decoding's.
+Folders and the default: trained.py. In every round a wave of texts, as many at once as the load
+says, is written by every method; the first round of a load is to warm up. The last column is what
+counts: tokens/s of the load-aware drafts beside the better of never and always, median of the
+rounds. The run fails where a text differs from plain decoding's.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from drafters import DATA, PLAIN, passages
 from measuring import CLOCKS, machine, write_json
 from rich.console import Console
 from rich.table import Table
+from trained import PLAIN, options_of, passages, weights_of
 
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import DrafterWeights, build_drafter
+from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
@@ -66,9 +64,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.now = options, CLOCKS[options.clock]
         target = load_language_model(options.target)
-        weights = DrafterWeights(
-            () if options.draft is None else (options.draft,), medusa=options.medusa
-        )
+        weights = weights_of(options)
         made = [
             {name: build_drafter(name, target, weights) for name in options.drafters}
             for _ in range(2)
@@ -143,19 +139,12 @@ def print_rows(console: Console, title: str, rows: list[Row]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--medusa", type=Path)
+    parser = options_of(__doc__, tokens=64)
     parser.add_argument("--drafters", nargs="+", default=["ngram"])
     parser.add_argument("--loads", nargs="+", type=int, default=[1, 8, 32], help="texts at once")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64, help="written per text")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with --threads 1")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

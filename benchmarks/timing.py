@@ -118,7 +118,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     """What the figures depend on."""
     facts: dict[str, Any] = {
         "device": device,
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -137,7 +137,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return facts
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """`recserve demo`: from nothing to answers in about two minutes on a laptop.
 
 Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
-together, a tiny language model on the sources of the standard library, one slate, one ranking and
-one completion are printed, and the server starts. A finished bundle stays in
-the user's cache folder under a name made of its data, so that a second run starts at once.
+together, then a tiny language model on the sources of the standard library; one slate, one ranking
+and one completion are printed, and the server starts. What was trained stays in the user's cache
+folder under a name made of its data, so that a second run starts at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.served import Served
 from recserve.service.text_loading import TextSettings, load_text
-from recserve.terminal import ranking_table, slate_table, timing_line, titles
+from recserve.terminal import counted, ranking_table, slate_table, timing_line, titles
 from recserve.training.corpus import standard_library
 from recserve.training.language_model import LanguageRecipe, train_language_model
 from recserve.training.options import TrainOptions, TrainReport
@@ -153,7 +153,7 @@ def minutes(name: str, console: Console) -> TrainOptions:
 def tell(report: TrainReport, console: Console) -> None:
     """What a training run came to."""
     kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
-    say(console, f"trained {report.epochs} epochs in {report.seconds:.0f} s: {kept}")
+    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {kept}")
 
 
 @contextmanager

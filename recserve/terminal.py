@@ -23,6 +23,11 @@ Title = Callable[[str], str | None]
 STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 part`, `2 parts`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def titles(item: Callable[[str], ItemAnswer]) -> Title:
     """Titles from a service's `item`; an item that is not there any more has none."""
 

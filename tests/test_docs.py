@@ -19,6 +19,7 @@ IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(recserve [^`]*)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users)/\w+")
 
 
@@ -96,15 +97,39 @@ def test_commands_are_found_in_blocks():
     assert fenced_commands(text) == [["recserve", "a", "--b", "c"], ["recserve", "d"]]
 
 
+def anchors(text):
+    """What a link may name behind `#`: the headings, as they are written in addresses."""
+    headings = HEADING.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page):
+    """Links to files that are not there, or to headings that their file lacks."""
+    dead = []
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        other = page.parent / name if name else page
+        found = other.exists()
+        if found and anchor:
+            found = anchor in anchors(other.read_text(encoding="utf-8"))
+        if not found:
+            dead.append(target)
+    return dead
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_lead_somewhere(page):
-    missing = []
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
-        if target.startswith(("http://", "https://", "#", "mailto:")):
-            continue
-        if not (page.parent / target.split("#")[0]).exists():
-            missing.append(target)
-    assert not missing, missing
+    assert dead_links(page) == []
+
+
+def test_dead_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A: `b` c\n\n[1](#a-b-c) [2](#b) [3](page.md#a-b-c) [4](page.md#c) [5](no.md)"
+    )
+    assert dead_links(page) == ["#b", "page.md#c", "no.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

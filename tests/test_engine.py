@@ -1,6 +1,7 @@
 """The engine against plain paths: full forwards without cache, tree, pages or company."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -61,15 +62,21 @@ def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommende
     return model.eval(), build_trie(codes, sizes)
 
 
-def draw_root(model: Recommender, events: int, seed: int) -> Root:
-    g = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
+def root_of(model: Recommender, history: Sequence[int]) -> Root:
+    """BOS and the items of these rows, in the model's own form."""
+    rows = torch.tensor(history, dtype=torch.long)
     if model.config.input == "items":
         tokens = model.config.num_code_tokens + rows
     else:
         tokens = model.item_tokens[rows].flatten()
     tokens = torch.cat([torch.zeros(1, dtype=torch.long), tokens])
     return Root(NodeInputs(tokens), tokens.numpy())
+
+
+def draw_root(model: Recommender, events: int, seed: int) -> Root:
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
+    return root_of(model, rows.tolist())
 
 
 @torch.inference_mode()

@@ -10,11 +10,13 @@ import recorder
 import torch
 from text_engines import (
     PARAMETERS,
+    among_others,
     assert_no_leak,
     engine_for,
     plain_texts,
     prompts,
     shared_model,
+    texts_by_prompt,
 )
 from text_plain import TableDrafter, drawn_model, plain
 
@@ -86,8 +88,7 @@ def recorded(model):
 def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     """Alone, and eight together with neighbours of other parameters."""
     engine, counted = recorded[way]
-    texts = {tuple(p.tolist()): expected[name, n][1] for n, p in enumerate(prompts(8))}
-    engine.drafters["table"] = TableDrafter(kind, texts)
+    engine.drafters["table"] = TableDrafter(kind, texts_by_prompt(name))
     speculation = Speculation("table")
     before = counted.replays
     params, tokens, *_ = expected[name, 3]
@@ -96,13 +97,7 @@ def test_replays_write_the_plain_text(name, way, kind, recorded, expected):
     # With what is left of a prompt comes its first step, which is not replayed.
     launched = answer.timing.root_computed > 0
     assert counted.replays - before == answer.timing.forwards - launched
-    requests, wanted = [], []
-    others = list(PARAMETERS)
-    for number, prompt in enumerate(prompts(8)):
-        other = others[(others.index(name) + number // 2) % len(others)]
-        params, tokens, *_ = expected[name if number % 2 == 0 else other, number]
-        requests.append(TextRequest(prompt, params, speculation))
-        wanted.append(tokens)
+    requests, wanted = among_others(name, speculation)
     before = counted.replays
     answers = engine.run_many(requests)
     assert [a.tokens.tolist() for a in answers] == wanted

@@ -44,12 +44,11 @@ MAY_IMPORT = {
     "training": TOP,
     "server": TOP,
     "batch": TOP,
-    "experiments": TOP,
     "doctor": TOP,
     "terminal": {"messages", "doctor", "batch"},
     "demo": TOP | {"building", "training", "server", "terminal"},
     "cli": TOP
-    | {"building", "training", "server", "batch", "experiments"}
+    | {"building", "training", "server", "batch"}
     | {"demo", "doctor", "exporting", "terminal"},
     "__main__": {"cli"},
     "__init__": TOP | {"building"},

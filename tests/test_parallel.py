@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from test_engine import root_of
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
-from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
+from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.item_graph import ItemGraph
@@ -17,7 +18,6 @@ from recserve.kernels.trie import build_trie
 from recserve.messages import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
-from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
@@ -55,16 +55,6 @@ def make(form, items=80, sizes=(6, 5, 9)):
     near = torch.randint(0, len(codes), (len(codes), 4), generator=g).to(torch.int32)
     graph = ItemGraph(near, torch.arange(5, dtype=torch.int32))
     return model.eval(), build_trie(codes, sizes), graph
-
-
-def root_of(model, rows):
-    rows = torch.tensor(rows, dtype=torch.int64)
-    if model.config.input == "items":
-        tokens = model.config.num_code_tokens + rows
-    else:
-        tokens = model.item_tokens[rows].flatten()
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])
-    return Root(NodeInputs(tokens), tokens.numpy())
 
 
 @torch.no_grad()

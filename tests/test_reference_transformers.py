@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_engine import root_of
 
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.kernels.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
-from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.models.saving import named_tensors
@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import rank  # noqa: E402
 import recommend  # noqa: E402
+import recommend_methods  # noqa: E402
 from baselines.constraints import TrieProcessor, allowed_tokens  # noqa: E402
 from baselines.llama import empty_model, to_llama  # noqa: E402
 
@@ -76,8 +77,7 @@ def recommender(seed: int, normalization: str):
 
 def history(model: Recommender, events: int, seed: int) -> Root:
     rows = np.random.default_rng(seed).integers(0, model.num_bound_items, events)
-    tokens = torch.cat([torch.zeros(1, dtype=torch.long), model.item_tokens[rows].flatten()])
-    return Root(NodeInputs(tokens), tokens.numpy())
+    return root_of(model, rows.tolist())
 
 
 def generate(theirs, root: Root, beams: int, **constraint):
@@ -173,10 +173,10 @@ def test_a_benchmark_fails_where_answers_differ(monkeypatch):
     """The comparison notices a method that answers something else."""
     arguments = ["benchmark", "--models", "64x1", "--beams", "5", "--methods", "bare-tree", *TINY]
     monkeypatch.setattr(sys, "argv", arguments)
-    bare_tree = recommend.bare_tree
+    bare_tree = recommend_methods.bare_tree
 
     def wrong(model, prompts, search):
         return bare_tree(model, prompts[:, :-1], search)
 
-    monkeypatch.setattr(recommend, "bare_tree", wrong)
+    monkeypatch.setattr(recommend_methods, "bare_tree", wrong)
     assert recommend.main() == 1

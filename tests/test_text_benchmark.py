@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import drafters
 import lossless
 import text
+from baselines.llama_cpp import LlamaCpp, missing, write_gguf
 from drawn import drawn_language_model
 
 from recserve.models.attention import DenseAttention
@@ -34,7 +35,7 @@ def test_text_beside_transformers(monkeypatch, tmp_path):
     assert text.main() == 0
     (cell,) = json.loads(written.read_text())["cells"]
     found = cell["figures"]
-    theirs = {*text.THEIRS} if text.missing() else {*text.THEIRS, text.LLAMA_CPP}
+    theirs = {*text.THEIRS} if missing() else {*text.THEIRS, text.LLAMA_CPP}
     assert set(found) == {*text.OURS, *theirs}
     assert found["oracle-100"]["tokens_per_step"] > found["oracle-70"]["tokens_per_step"] > 1
     assert found["ngram"]["tokens_per_step"] > 1
@@ -43,13 +44,13 @@ def test_text_beside_transformers(monkeypatch, tmp_path):
         assert texts[0] == texts[1]
 
 
-@pytest.mark.skipif(bool(text.missing()), reason=f"not installed: {text.missing()}: did not run")
+@pytest.mark.skipif(bool(missing()), reason=f"not installed: {missing()}: did not run")
 @torch.inference_mode()
 def test_llama_cpp_writes_what_the_model_says(tmp_path):
     """Weights without a walk, so that every token hangs on attention and its rotary pairs."""
     model = drawn_language_model(256, 2, 300, torch.float32, spread=0.0)
-    text.write_gguf(model, tmp_path / "model.gguf")
-    theirs = text.LlamaCpp(tmp_path / "model.gguf", 64, 1, torch.float32)
+    write_gguf(model, tmp_path / "model.gguf")
+    theirs = LlamaCpp(tmp_path / "model.gguf", 64, 1, torch.float32)
     tokens = prompt = [7, 290, 31, 112, 5, 5, 64]
     for _ in range(24):
         hidden = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], DenseAttention())

@@ -13,11 +13,13 @@ import torch
 from conftest import reference
 from text_engines import (
     PARAMETERS,
+    among_others,
     assert_no_leak,
     engine_for,
     plain_texts,
     prompts,
     shared_model,
+    texts_by_prompt,
 )
 from text_plain import VOCABULARY, TableDrafter, drawn_model, last_logits, plain
 
@@ -58,11 +60,7 @@ def test_drafts_change_nothing(name, kind, model, expected):
     """Alone, and eight together with neighbours of other parameters; from an empty cache and a
     warm one.
     """
-    texts = {
-        tuple(prompt.tolist()): expected[name, number][1]
-        for number, prompt in enumerate(prompts(8))
-    }
-    drafter = TableDrafter(kind, texts)
+    drafter = TableDrafter(kind, texts_by_prompt(name))
     engine = engine_for(model, drafters={"table": drafter})
     speculation = Speculation("table")
     alone = prompts(8)[3]
@@ -71,14 +69,7 @@ def test_drafts_change_nothing(name, kind, model, expected):
         answer = engine.run(TextRequest(alone, params, speculation))
         assert answer.tokens.tolist() == tokens
         assert (answer.finish_reason, answer.stop_token) == (reason, stop)
-    requests, wanted = [], []
-    others = list(PARAMETERS)
-    for number, prompt in enumerate(prompts(8)):
-        other = others[(others.index(name) + number // 2) % len(others)]
-        beside = name if number % 2 == 0 else other
-        params, tokens, *_ = expected[beside, number]
-        requests.append(TextRequest(prompt, params, speculation))
-        wanted.append(tokens)
+    requests, wanted = among_others(name, speculation)
     answers = engine.run_many(requests)
     assert [a.tokens.tolist() for a in answers] == wanted
     if kind == "right":

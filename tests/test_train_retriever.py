@@ -19,6 +19,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.service import Service
+from recserve.training.drafters import train_drafter
 from recserve.training.evaluate import evaluate_bundle
 from recserve.training.futures import Futures
 from recserve.training.options import TrainOptions
@@ -232,14 +233,15 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
     assert found.strategy == "dense" and found.users == 20
 
 
-def test_a_retriever_of_another_recommender_is_left_out(tmp_path, caplog):
+def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     root = tmp_path / "bundle"
     shutil.copytree(shared_bundle(), root)
     bundle = Bundle.open(root)
     recipe = RetrieverRecipe(drawn=64, in_batch=64, validation_users=5, schedule=Schedule(1, 1e-3))
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, QUIET)
+    train_drafter(bundle, TrainOptions(device="cpu", epochs=1, name="nezha"), console=QUIET)
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert "dense" in service.runtime.engine.strategies
+        assert {"dense", "nezha"} <= set(service.runtime.engine.strategies)
         assert service.models()[0]["recserve"]["outcomes"]
     shutil.copytree(
         tiny_bundle(tmp_path / "other", ranker=False) / "recommender",
@@ -252,8 +254,9 @@ def test_a_retriever_of_another_recommender_is_left_out(tmp_path, caplog):
     path.write_bytes(changed)
     bundle.commit("recommender", {})
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert "dense" not in service.runtime.engine.strategies
-    assert "belongs to another recommender" in caplog.text
+        assert not {"dense", "nezha"} & set(service.runtime.engine.strategies)
+    for section in ("retriever", "drafters/nezha"):
+        assert f"{section} belongs to another recommender" in caplog.text
     with pytest.raises(BundleError, match="no retriever for this recommender"):
         evaluate_bundle(bundle, "test", "dense", (5,), width=10)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from text_plain import VOCABULARY, drawn_model, plain
 
-from recserve.core.text_request import SamplingParams
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.draft.draft_model import ModelDrafter
 from recserve.draft.lookahead import LookaheadDrafter
 from recserve.draft.medusa import MedusaDrafter
@@ -118,3 +118,19 @@ def plain_texts() -> dict[tuple[str, int], tuple]:
             params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
             out[name, number] = (params, *plain(shared_model(), prompt.tolist(), params))
     return out
+
+
+def among_others(name: str, speculation: Speculation) -> tuple[list[TextRequest], list[list[int]]]:
+    """Eight requests, every second under parameters other than `name`; their plain texts."""
+    others, requests, wanted = list(PARAMETERS), [], []
+    for number, prompt in enumerate(prompts(8)):
+        other = others[(others.index(name) + number // 2) % len(others)]
+        params, tokens, *_ = plain_texts()[name if number % 2 == 0 else other, number]
+        requests.append(TextRequest(prompt, params, speculation))
+        wanted.append(tokens)
+    return requests, wanted
+
+
+def texts_by_prompt(name: str) -> dict[tuple[int, ...], list[int]]:
+    """What plain decoding writes under the parameters `name`, for a TableDrafter."""
+    return {tuple(p.tolist()): plain_texts()[name, n][1] for n, p in enumerate(prompts(8))}

@@ -123,7 +123,7 @@ def batch(
     from recserve.batch.generate import Defaults, Generator
     from recserve.batch.job import Job, check, run
     from recserve.batch.together import together
-    from recserve.terminal import job_progress
+    from recserve.terminal import counted, job_progress
 
     job = Job(input, output, rows_per_part, overwrite)
     try:
@@ -141,8 +141,8 @@ def batch(
             report = run(job, Generator(together(service), defaults, in_flight), tell)
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     typer.echo(
-        f"{report.users} users, {report.rows} rows in {len(report.parts)} parts"
-        f"{refused}, {report.seconds:.1f} s"
+        f"{counted(report.users, 'user')}, {counted(report.rows, 'row')} in "
+        f"{counted(len(report.parts), 'part')}{refused}, {report.seconds:.1f} s"
     )
 
 

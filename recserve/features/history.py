@@ -82,6 +82,7 @@ class StoredEvent:
 
 class HistoryStore(Protocol):
     """Histories of all users: EVENT_DTYPE arrays, read-only, oldest first, at most `2 * cap` long.
+    For one user it asks as for many.
 
     All methods are safe to call from several threads, raise ValueError for a user id that is
     empty or longer than 480 bytes, and StoreUnavailable where the store fails.
@@ -89,6 +90,10 @@ class HistoryStore(Protocol):
 
     def get(self, user_id: str) -> np.ndarray:
         """A user's events; none for an unknown user. Raises CorruptHistory."""
+        (found,) = self.get_many([user_id])
+        if isinstance(found, CorruptHistory):
+            raise found
+        return found
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Events of each user, one round trip for all; a damaged value is reported in its place."""
@@ -98,6 +103,10 @@ class HistoryStore(Protocol):
 
         An accepted event is on disk, or in the server, when this returns. Raises CorruptHistory.
         """
+        accepted = self.append_many({user_id: events})[user_id]
+        if isinstance(accepted, CorruptHistory):
+            raise accepted
+        return accepted
 
     def append_many(
         self, events: Mapping[str, Sequence[StoredEvent]]
@@ -189,6 +198,16 @@ def unpack(data: bytes) -> np.ndarray:
     if _checksum(data[:8], body) != checksum:
         raise CorruptHistory("stored history does not match its checksum")
     return np.frombuffer(body, dtype=EVENT_DTYPE)
+
+
+def read_stored(value: bytes | None) -> np.ndarray | CorruptHistory:
+    """What a store holds for a user: events, none for None; damage is returned, not raised."""
+    if value is None:
+        return np.frombuffer(b"", dtype=EVENT_DTYPE)
+    try:
+        return unpack(value)
+    except CorruptHistory as error:
+        return error
 
 
 @dataclass(frozen=True)

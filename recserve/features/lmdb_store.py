@@ -8,28 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
 
 from recserve.features.history import (
     DEFAULT_CAP,
-    EVENT_DTYPE,
     CorruptHistory,
+    HistoryStore,
     StoredEvent,
     StoreUnavailable,
     merge,
     pack,
-    unpack,
+    read_stored,
     user_key,
 )
 
-EMPTY = np.frombuffer(b"", dtype=EVENT_DTYPE)
 MAX_READERS = 512
 
 
-class LmdbStore:
+class LmdbStore(HistoryStore):
     """A HistoryStore in the folder `path`, which may be open once per process.
 
     map_size_bytes: the most the file may grow to; the file is sparse and takes only what it holds.
@@ -47,26 +45,12 @@ class LmdbStore:
                 str(self.path), map_size=map_size_bytes, max_readers=MAX_READERS
             )
 
-    def get(self, user_id: str) -> np.ndarray:
-        """A user's events; none for an unknown user. Raises CorruptHistory."""
-        found = self.get_many([user_id])[0]
-        if isinstance(found, CorruptHistory):
-            raise found
-        return found
-
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Events of each user, from one snapshot; a damaged value is reported in its place."""
         keys = [user_key(user_id) for user_id in user_ids]
         with self._failures(), self._environment.begin() as transaction:
             values = [transaction.get(key) for key in keys]
-        return [_read(value) for value in values]
-
-    def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
-        """Add events; per event, whether it was accepted. Raises CorruptHistory."""
-        accepted = self.append_many({user_id: events})[user_id]
-        if isinstance(accepted, CorruptHistory):
-            raise accepted
-        return accepted
+        return [read_stored(value) for value in values]
 
     def append_many(
         self, events: Mapping[str, Sequence[StoredEvent]]
@@ -76,7 +60,7 @@ class LmdbStore:
         answers: dict[str, list[bool] | CorruptHistory] = {}
         with self._failures(), self._environment.begin(write=True) as transaction:
             for user_id, key in keys.items():
-                history = _read(transaction.get(key))
+                history = read_stored(transaction.get(key))
                 if isinstance(history, CorruptHistory):
                     answers[user_id] = history
                     continue
@@ -104,12 +88,3 @@ class LmdbStore:
             raise StoreUnavailable(f"{self.path}: full; open it with a larger map size") from error
         except (lmdb.Error, OSError) as error:
             raise StoreUnavailable(f"{self.path}: {error}") from error
-
-
-def _read(value: Any) -> np.ndarray | CorruptHistory:
-    if value is None:
-        return EMPTY
-    try:
-        return unpack(value)
-    except CorruptHistory as error:
-        return error

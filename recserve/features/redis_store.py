@@ -22,10 +22,11 @@ from recserve.features.history import (
     EVENT_DTYPE,
     HEADER,
     CorruptHistory,
+    HistoryStore,
     StoredEvent,
     StoreUnavailable,
+    read_stored,
     records,
-    unpack,
     user_key,
 )
 
@@ -95,7 +96,7 @@ return table.concat(flags)
 assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script spells these sizes out"
 
 
-class RedisStore:
+class RedisStore(HistoryStore):
     """A HistoryStore in the Redis at `url`.
 
     timeout_s: to connect and for each answer; a failed call is tried twice more, which is safe
@@ -114,13 +115,6 @@ class RedisStore:
         with self._failures():
             self._script = self._client.script_load(APPEND)
 
-    def get(self, user_id: str) -> np.ndarray:
-        """A user's events; none for an unknown user. Raises CorruptHistory."""
-        found = self.get_many([user_id])[0]
-        if isinstance(found, CorruptHistory):
-            raise found
-        return found
-
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Events of each user by one MGET; a damaged value is reported in its place."""
         if not user_ids:
@@ -128,14 +122,7 @@ class RedisStore:
         keys = [PREFIX + user_key(user_id) for user_id in user_ids]
         with self._failures():
             values = self._client.mget(keys)
-        return [_read(value) for value in values]
-
-    def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
-        """Add events; per event, whether it was accepted. Raises CorruptHistory."""
-        accepted = self.append_many({user_id: events})[user_id]
-        if isinstance(accepted, CorruptHistory):
-            raise accepted
-        return accepted
+        return [read_stored(value) for value in values]
 
     def append_many(
         self, events: Mapping[str, Sequence[StoredEvent]]
@@ -190,12 +177,3 @@ class RedisStore:
             yield
         except RedisError as error:
             raise StoreUnavailable(f"redis: {type(error).__name__}: {error}") from error
-
-
-def _read(value: bytes | None) -> np.ndarray | CorruptHistory:
-    if value is None:
-        return np.frombuffer(b"", dtype=EVENT_DTYPE)
-    try:
-        return unpack(value)
-    except CorruptHistory as error:
-        return error

@@ -100,7 +100,7 @@ def _items(groups: np.ndarray, rng: np.random.Generator) -> pa.Table:
             "title": titles,
             "categories": pa.array(categories, pa.list_(pa.string())),
             "brand": brands,
-            "price": pa.array(prices, pa.float32()),
+            "price": pa.array(prices, pa.float64()),
         }
     )
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.native import LANES, Panels
+from recserve.kernels.native import LANES, TYPES, Panels
 from recserve.kernels.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.models.decoder import Decoder, DecoderLayer
 from recserve.models.language_model import LanguageModel
 from recserve.models.silu import Silu
 
 ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
-TYPES = (torch.float32, torch.bfloat16)
 
 
 class _OneDnn:

@@ -85,25 +85,31 @@ def load_models(
 def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
     """The networks beside the recommender that were trained.
 
-    A retriever that was trained on an earlier recommender would find nonsense: it is left out, and
-    a warning says so. Raises ValueError where one is damaged or does not fit.
+    One that was trained on an earlier recommender would find nonsense: it is left out, and a
+    warning says so. Raises ValueError where one is damaged or does not fit.
     """
+
+    def fits(section: str) -> bool:
+        if not bundle.has(section):
+            return False
+        digest = bundle.digest("recommender")
+        # Heads of before this was recorded are taken at their word.
+        same = bool(bundle.manifest.sections[section].get("recommender", digest) == digest)
+        if not same:
+            log.warning("%s belongs to another recommender: train it again; left out", section)
+        return same
 
     def self_draft(name: str) -> SelfDraftHead | None:
         section = f"drafters/{name}"
-        if not bundle.has(section):
+        if not fits(section):
             return None
         head = load_self_draft(bundle.directory(section), recommender)
         head.pack()
         return head
 
     retriever = None
-    if bundle.has(RETRIEVER):
-        trained_on = bundle.manifest.sections[RETRIEVER].get("recommender")
-        if trained_on == bundle.digest("recommender"):
-            retriever = load_retriever(bundle.directory(RETRIEVER), recommender)
-        else:
-            log.warning("the retriever belongs to another recommender: train it again; left out")
+    if fits(RETRIEVER):
+        retriever = load_retriever(bundle.directory(RETRIEVER), recommender)
     return Heads(self_draft("speculative"), self_draft("nezha"), retriever)
 
 

@@ -149,5 +149,6 @@ def train_drafter(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
         )
     save_self_draft(trainee.model, directory)
-    bundle.commit(section, {"validation": report.metrics, "seconds": round(report.seconds, 1)})
+    values = {"validation": report.metrics, "seconds": round(report.seconds, 1)}
+    bundle.commit(section, values | {"recommender": bundle.digest("recommender")})
     return report

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.request import LikelihoodRequest, Result, Scores
+from recserve.core.request import Result
 from recserve.core.sequence import Sequence
 from recserve.engine.strategies.at_once import AtOnce
+from recserve.engine.strategies.likelihood import likelihood_request, likelihood_results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_scores import score_rows
 from recserve.models.recommender import Recommender
@@ -35,7 +36,7 @@ class LevelLikelihoodStrategy(AtOnce):
     def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
         """The whole answer."""
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
-        requests = [_request(s) for s in sequences]
+        requests = [likelihood_request(s) for s in sequences]
         rows = np.concatenate([r.rows for r in requests])
         owners = np.repeat(np.arange(len(requests)), [len(r.rows) for r in requests])
         log_probs, item_tokens = self.tables.log_probs(tails), self.model.item_tokens
@@ -49,14 +50,4 @@ class LevelLikelihoodStrategy(AtOnce):
 
     def finish(self, state: LevelLikelihoods) -> list[Result]:
         """Scores with the one task `likelihood`."""
-        sizes = [len(_request(s).rows) for s in state.sequences]
-        parts = torch.split(state.scores.cpu()[:, None], sizes)
-        return [
-            Scores(part.numpy(), ("likelihood",), s.timing)
-            for part, s in zip(parts, state.sequences, strict=True)
-        ]
-
-
-def _request(sequence: Sequence) -> LikelihoodRequest:
-    assert isinstance(sequence.request, LikelihoodRequest)
-    return sequence.request
+        return likelihood_results(state.sequences, state.scores)

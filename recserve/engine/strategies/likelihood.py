@@ -50,7 +50,7 @@ class LikelihoodStrategy:
 
     def start(self, sequences: Seq[Sequence]) -> Likelihoods:
         """The first code's log-probability comes with the root."""
-        requests = [_request(s) for s in sequences]
+        requests = [likelihood_request(s) for s in sequences]
         trie = requests[0].trie
         rows = np.concatenate([r.rows for r in requests])
         nodes = trie.nodes_of_items(on_device(rows, trie.device, torch.int64))
@@ -76,7 +76,7 @@ class LikelihoodStrategy:
         self, state: Likelihoods, draft: PrefixDraft, slots: Tensor, hidden: Tensor
     ) -> Likelihoods:
         """Adds the log-probabilities of all codes after the first."""
-        trie = _request(state.sequences[0]).trie
+        trie = likelihood_request(state.sequences[0]).trie
         assert draft.query_keys is not None and draft.queries is not None
         scored = nothing_scored(hidden).add(draft.query_keys, slots[draft.queries], hidden)
         deeper = path_scores(trie, state.trie_nodes, state.owners, scored, self.model)
@@ -84,14 +84,20 @@ class LikelihoodStrategy:
 
     def finish(self, state: Likelihoods) -> list[Result]:
         """Scores with the one task `likelihood`."""
-        sizes = [len(_request(s).rows) for s in state.sequences]
-        parts = torch.split(state.scores.float().cpu()[:, None], sizes)
-        return [
-            Scores(part.numpy(), ("likelihood",), s.timing)
-            for part, s in zip(parts, state.sequences, strict=True)
-        ]
+        return likelihood_results(state.sequences, state.scores)
 
 
-def _request(sequence: Sequence) -> LikelihoodRequest:
+def likelihood_request(sequence: Sequence) -> LikelihoodRequest:
+    """What the sequence asks."""
     assert isinstance(sequence.request, LikelihoodRequest)
     return sequence.request
+
+
+def likelihood_results(sequences: Seq[Sequence], scores: Tensor) -> list[Result]:
+    """scores [M], requests one after another."""
+    sizes = [len(likelihood_request(s).rows) for s in sequences]
+    parts = torch.split(scores.float().cpu()[:, None], sizes)
+    return [
+        Scores(part.numpy(), ("likelihood",), s.timing)
+        for part, s in zip(parts, sequences, strict=True)
+    ]
