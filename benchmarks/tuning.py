@@ -20,30 +20,31 @@ SHAPES = [
     Shape("tree", 1, 32768, 1, *TEXT),
     Shape("branches", 1, 200, 2000, 4, 4, 64),
 ]
-# BLOCK_ROWS, BLOCK_KEYS, WARP_BYTES, STAGES, PROGRAMS; the first are the defaults.
+NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAM_KEYS")
+# The first are the defaults. Stages count by twos: an even number keeps as much in flight as the
+# odd one below it. What PROGRAM_KEYS is above or below the default, roots are split less or more.
 VARIANTS = [
+    (128, 64, 2**12, 5, 256),
     (128, 64, 2**12, 3, 256),
-    (64, 64, 2**12, 3, 256),
-    (128, 64, 2**12, 3, 512),
-    (128, 64, 2**12, 3, 1024),
-    (256, 64, 2**13, 3, 256),
+    (128, 64, 2**12, 7, 256),
+    (128, 64, 2**12, 5, 64),
+    (128, 64, 2**12, 5, 1024),
+    (64, 64, 2**12, 5, 256),
+    (128, 32, 2**12, 5, 256),
+    (128, 32, 2**12, 7, 256),
+    (64, 32, 2**12, 5, 256),
+    (64, 32, 2**12, 7, 256),
     (128, 128, 2**12, 3, 256),
-    (128, 64, 2**13, 3, 256),
-    (128, 64, 2**12, 2, 256),
-    (128, 64, 2**12, 4, 256),
+    (256, 64, 2**12, 5, 256),
     (64, 128, 2**12, 3, 256),
-    (64, 64, 2**12, 4, 256),
-    (64, 64, 2**11, 3, 256),
-    (32, 64, 2**12, 3, 256),
-    (128, 32, 2**12, 4, 256),
+    (32, 64, 2**12, 5, 256),
 ]
-NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAMS")
 
 
 @contextmanager
 def constants(variant: tuple[int, ...]) -> Iterator[None]:
-    """The kernel's module with these numbers, and its own afterwards."""
-    from recserve.kernels import tree_attention as module
+    """The launches' module with these numbers, and its own afterwards."""
+    from recserve.kernels import attention_launch as module
 
     kept = {
         name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES", "QUERY_BLOCK_BYTES")
