@@ -59,13 +59,17 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def tuning_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    """Microseconds of each variant at each shape; nothing on a CPU, which has no such kernel."""
+def tuning_rows(
+    device: str, smoke: bool, deadline: float, share: slice = slice(None)
+) -> Iterator[dict[str, Any]]:
+    """Microseconds of each variant, or of a share of them, at each shape; nothing on a CPU, which
+    has no such kernel.
+    """
     if device != "cuda":
         return
     shapes = SHAPES[1:2] if smoke else SHAPES
     problems = [attention.draw(shape, torch.bfloat16, device) for shape in shapes]
-    for variant in VARIANTS:
+    for variant in VARIANTS[share]:
         if time.monotonic() > deadline:
             return
         row: dict[str, Any] = dict(zip(NAMES, variant, strict=True))
