@@ -105,7 +105,7 @@ def _lines(child: subprocess.Popen[str], until: float) -> Iterator[str]:
 
 
 def side_by_side(jobs: list[Callable[[], Iterator[Any]]], workers: int) -> Iterator[Any]:
-    """What jobs find, as it comes, so many of them at a time. What one raises is raised in the end."""
+    """What jobs find, as it comes, so many of them at a time; in the end what one has raised."""
     found: SimpleQueue[Any] = SimpleQueue()
     done = object()
 
