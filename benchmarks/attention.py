@@ -14,13 +14,13 @@ from recserve.kernels.fp8 import Fp8
 from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
-from recserve.kernels.tree import TokenTree, from_parents, merge, root_branch
+from recserve.kernels.tree import TokenTree, chain, from_parents, merge, root_branch
 
 
 @dataclass(frozen=True)
 class Shape:
     """B equal trees of N nodes over roots of R tokens. kind: `tree` (a drawn draft of depth 8 at
-    most) or `branches` (isolated nodes, one per candidate).
+    most), `branches` (isolated nodes, one per candidate) or `chain` (a prefill).
     """
 
     kind: str
@@ -66,6 +66,8 @@ def draw_tree(kind: str, nodes: int, generator: torch.Generator) -> TokenTree:
     tokens = torch.zeros(nodes, dtype=torch.int64)
     if kind == "branches":
         return root_branch(tokens, torch.arange(nodes + 1))
+    if kind == "chain":
+        return chain(tokens)
     path: list[int] = []
     parents = []
     for i in range(nodes):

@@ -44,7 +44,8 @@ def cpu_grid() -> list[Shape]:
 def cuda_shapes(smoke: bool = False) -> list[Shape]:
     """Roots 200 to 32k, trees of 1 to 2,000 nodes, batches 1 to 64, most telling first."""
     if smoke:
-        return [Shape("tree", 2, 40, 9, 4, 2, 32), Shape("branches", 1, 20, 33, 2, 2, 16)]
+        shapes = [Shape("tree", 2, 40, 9, 4, 2, 32), Shape("branches", 1, 20, 33, 2, 2, 16)]
+        return [*shapes, Shape("chain", 1, 0, 21, 4, 2, 16)]
     shapes = [Shape("tree", 1, 8192, 64, *TEXT), Shape("tree", 1, 32768, 64, *TEXT)]
     shapes += [Shape("tree", 1, root, n, *TEXT) for root in (200, 2048) for n in (1, 16, 64, 256)]
     shapes += [Shape("tree", b, 2048, 64, *TEXT) for b in (8, 64)]
@@ -52,6 +53,9 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
     shapes += [Shape("tree", 1, 32768, n, *TEXT) for n in (1, 16, 256)]
     shapes += [Shape("branches", b, 200, 2000, *ITEMS) for b in (1, 8)]
     shapes += [Shape("branches", 1, 2048, 2000, *TEXT), Shape("tree", 64, 200, 50, *ITEMS)]
+    shapes += [Shape("chain", 1, root, 2000, *TEXT) for root in (0, 2048)]
+    shapes += [Shape("tree", 8, root, 64, *TEXT) for root in (8192, 32768)]
+    shapes += [Shape("tree", 64, 32768, 1, *TEXT)]
     return shapes
 
 

@@ -8,26 +8,32 @@ Needs torch, numpy, safetensors and triton, nothing else. Exits 2 without a CUDA
 check failed. Every part runs in a process of its own and for its own time at most, so that none
 loses the others; the JSON is written after every row. Outputs start as NaN (torch fills what it
 allocates) while the checks run.
+
+A kernel takes seconds to compile, and there are a hundred forms of them: checks run side by side,
+and then what is to be measured runs once side by side, its figures thrown away, to be compiled.
+Afterwards one thing at a time is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_rows import attention_rows, cuda_shapes, flex_rows, line, with_share
+from attention_rows import FLEX_SHAPES, attention_rows, cuda_shapes, flex_rows, line, with_share
 from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
 from gpu_text import text_checks, text_rows
-from parts import GRACE_S, begun, found, rows_of, this_file
+from parts import GRACE_S, begun, found, rows_of, side_by_side, this_file
 from small_kernels import small_kernels
 from timing import ceilings, machine
 from tuning import tuning_rows
@@ -35,23 +41,33 @@ from tuning import tuning_rows
 Rows = Iterator[dict[str, Any]]
 
 
+EVERYTHING = slice(0, None, 1)
+
+
 @dataclass(frozen=True)
 class Part:
-    """What one process does. rows: of (device, smoke, deadline). stage: where they belong in the
-    report. seconds: it may take, its start included; where it dies, checks go on behind the death.
+    """What one process does. rows: of (device, smoke, deadline, share). stage: where they belong in
+    the report. seconds: it may take, its start included; where it dies, checks go on behind the
+    death. shares: processes for it where several run side by side.
     """
 
     stage: str
     seconds: float
-    rows: Callable[[str, bool, float], Rows]
+    rows: Callable[..., Rows]
+    shares: int = 1
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is to run alone, with its kernels compiled before."""
+        return self.stage not in ("machine", "checks")
 
 
-def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[[str, bool, float], Rows]:
+def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[..., Rows]:
     """The rows of checks, begun one by one."""
 
-    def rows(device: str, smoke: bool, deadline: float) -> Rows:
+    def rows(device: str, smoke: bool, deadline: float, share: slice = EVERYTHING) -> Rows:
         with poisoned():
-            for task in tasks(device, smoke):
+            for task in islice(tasks(device, smoke), share.start, None, share.step):
                 if time.monotonic() > deadline:
                     note = "not reached in the time of its part"
                     yield {"name": task.name, "ok": False, "note": note}
@@ -61,16 +77,18 @@ def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[[str, bool
     return rows
 
 
-def measured_attention(device: str, smoke: bool, deadline: float) -> Rows:
+def measured_attention(
+    device: str, smoke: bool, deadline: float, share: slice = EVERYTHING
+) -> Rows:
     """Tree attention and its rivals, the most telling shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = cuda_shapes(smoke)
-    yield from attention_rows(shapes, dtype, device, deadline)
+    yield from attention_rows(shapes[share], dtype, device, deadline)
     if device == "cuda":
-        yield from flex_rows(shapes, dtype, device, deadline)
+        yield from flex_rows(shapes[:FLEX_SHAPES][share], dtype, device, deadline)
 
 
-def measured_kernels(device: str, smoke: bool, deadline: float) -> Rows:
+def measured_kernels(device: str, smoke: bool, deadline: float, _: slice = EVERYTHING) -> Rows:
     """The other kernels."""
     for row in small_kernels(device, smoke):
         yield row
@@ -79,16 +97,17 @@ def measured_kernels(device: str, smoke: bool, deadline: float) -> Rows:
 
 
 TOTAL_S = 535.0
+COMPILE_S = 60.0  # for what is to be measured
 PARTS = {
-    "machine": Part("machine", 25, lambda device, smoke, _: iter([facts(device, smoke)])),
-    "kernel checks": Part("checks", 80, checked(kernel_checks)),
-    "engine checks": Part("checks", 110, checked(engine_checks)),
-    "text checks": Part("checks", 50, checked(text_checks)),
-    "attention": Part("attention", 75, measured_attention),
-    "kernels": Part("kernels", 35, measured_kernels),
-    "text": Part("text", 55, lambda *how: text_rows(*how)),
-    "engine": Part("engine", 75, lambda *how: engine_rows(*how)),
-    "tuning": Part("tuning", 30, lambda *how: tuning_rows(*how)),
+    "machine": Part("machine", 25, lambda device, smoke, *_: iter([facts(device, smoke)])),
+    "kernel checks": Part("checks", 110, checked(kernel_checks), 4),
+    "engine checks": Part("checks", 110, checked(engine_checks), 4),
+    "text checks": Part("checks", 110, checked(text_checks)),
+    "attention": Part("attention", 80, measured_attention, 4),
+    "kernels": Part("kernels", 30, measured_kernels),
+    "text": Part("text", 55, lambda *how: text_rows(*how[:3])),
+    "engine": Part("engine", 70, lambda *how: engine_rows(*how[:3])),
+    "tuning": Part("tuning", 45, lambda *how: tuning_rows(*how), 4),
 }
 
 
@@ -108,11 +127,14 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def run_part(name: str, device: str, smoke: bool, skip: int, seconds: float) -> int:
-    """The rows of a part but for the first `skip`, as lines for the process above; 3 where the
-    device answers nothing any more.
+def run_part(
+    name: str, device: str, smoke: bool, skip: int, seconds: float, share: slice = EVERYTHING
+) -> int:
+    """The rows of a part, or of a share of it, but for the first `skip`, as lines for the process
+    above; 3 where the device answers nothing any more.
     """
-    for number, row in enumerate(PARTS[name].rows(device, smoke, time.monotonic() + seconds)):
+    rows = PARTS[name].rows(device, smoke, time.monotonic() + seconds, share)
+    for number, row in enumerate(rows):
         task = row.get("task")
         if number < skip:
             continue
@@ -167,14 +189,57 @@ def shown(row: dict[str, Any]) -> str:
     return f"{word} {row['name']}: {figures}{row.get('note', '')}"
 
 
-def run(device: str, smoke: bool, path: Path | None) -> bool:
+@dataclass(frozen=True)
+class Run:
+    """All parts on one device. workers: processes that run side by side at most."""
+
+    device: str
+    smoke: bool
+    workers: int
+    began: float
+
+    def rows(self, name: str, most_s: float = float("inf"), share: str = "0/1") -> Rows:
+        """What a part finds, within its seconds and what is left of them all."""
+        part = PARTS[name]
+        how = ["--part", name, "--share", share, "--device", self.device]
+        command = this_file(__file__, *how, *(["--smoke"] if self.smoke else []))
+        left = self.began + TOTAL_S - GRACE_S - time.monotonic()
+        yield from rows_of(command, name, min(part.seconds, most_s, left), part.stage == "checks")
+
+    def checks(self) -> Rows:
+        """Of all parts that check, side by side."""
+        names = [name for name, part in PARTS.items() if part.stage == "checks"]
+        yield from side_by_side(self.jobs(names), self.workers)
+
+    def compiled(self) -> None:
+        """What is measured has run once; alone on one worker it compiles as it is measured."""
+        if self.workers > 1:
+            names = [name for name, part in PARTS.items() if part.measures]
+            for _ in side_by_side(self.jobs(names, COMPILE_S), self.workers):
+                pass
+
+    def jobs(self, names: list[str], most_s: float = float("inf")) -> list[Callable[[], Rows]]:
+        """One for each share of each part."""
+        found = []
+        for name in names:
+            shares = PARTS[name].shares if self.workers > 1 else 1
+            for number in range(shares):
+                how = (name, most_s, f"{number}/{shares}")
+                found.append(lambda how=how: self.rows(*how))
+        return found
+
+
+def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
     """All parts; true if every check passed."""
     start, report = time.monotonic(), Report(path)
+    everything = Run(device, smoke, workers, start)
+    for row in everything.rows("machine"):
+        report.add("machine", row)
+    for row in everything.checks():
+        report.add("checks", row)
+    everything.compiled()
     for name, part in PARTS.items():
-        how = ["--part", name, "--device", device, *(["--smoke"] if smoke else [])]
-        again = part.stage == "checks"
-        seconds = min(part.seconds, start + TOTAL_S - GRACE_S - time.monotonic())
-        for row in rows_of(this_file(__file__, *how), name, seconds, again):
+        for row in everything.rows(name) if part.measures else ():
             report.add(part.stage, row)
     checks = report.content["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]
@@ -193,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", choices=PARTS, help="this one alone, its rows as lines")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, help="processes side by side; cores, or 1 on a CPU")
+    parser.add_argument("--share", default="0/1", help="of a part: every n-th row from this one on")
     parser.add_argument("--skip", type=int, default=0, help="rows of the part to leave out")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     chosen = parser.parse_args(arguments)
@@ -200,9 +268,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("no CUDA device here; --device cpu --smoke tries the logic", file=sys.stderr)
         return 2
     if chosen.part:
+        first, step = map(int, chosen.share.split("/"))
         how = chosen.device, chosen.smoke, chosen.skip, chosen.seconds
-        return run_part(chosen.part, *how)
-    return 0 if run(chosen.device, chosen.smoke, chosen.json) else 1
+        if step > 1:
+            torch.set_num_threads(1)
+        return run_part(chosen.part, *how, slice(first, None, step))
+    workers = chosen.workers or (cores if chosen.device == "cuda" else 1)
+    return 0 if run(chosen.device, chosen.smoke, chosen.json, workers) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A kernel that reads where it must not ends every later call of its process with the same error, and
 one that never ends would end nothing. So each part runs in a child, which writes a line for each
 row it is about to find and one for the row; rows that came are kept, whatever becomes of the child.
+Several children may run side by side: what takes long is mostly one core's, compiling a kernel.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import IO, Any
 
 BEGUN, FOUND = "BEGUN ", "FOUND "
 DEATHS = 4  # after which a part is given up
 GRACE_S = 15.0  # for its start, and for a row that began in time
+QUIET_S = 0.5  # after which a child that has ended has nothing more to say
 
 
 def begun(name: str) -> None:
@@ -46,19 +50,16 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
             child = subprocess.Popen(
                 [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
             )
-            stopper = threading.Timer(left + GRACE_S, child.kill)
-            stopper.start()
             current = f"{name}, its start"
-            assert child.stdout is not None
-            for line in child.stdout:
+            for line in _lines(child, time.monotonic() + left + GRACE_S):
                 if line.startswith(BEGUN):
                     current = line.removeprefix(BEGUN).strip()
                 elif line.startswith(FOUND):
                     rows, current = rows + 1, ""
                     yield json.loads(line.removeprefix(FOUND))
+            late = child.poll() is None
+            child.kill()
             code = child.wait()
-            late = stopper.finished.is_set()
-            stopper.cancel()
             errors.seek(0)
             note = f"killed after {left + GRACE_S:.0f} s" if late else f"exit {code}"
             tail = errors.read()[-400:].strip()
@@ -72,6 +73,60 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
             lost = {"name": f"{name}, what was left of it", "ok": False, "note": note}
             yield from [lost] if again else []
             return
+
+
+def _lines(child: subprocess.Popen[str], until: float) -> Iterator[str]:
+    """What a child writes before it ends or the time is up; what it has started may hold its end of
+    the pipe for longer.
+    """
+    lines: SimpleQueue[str | None] = SimpleQueue()
+
+    def pump(stream: IO[str]) -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    assert child.stdout is not None
+    Thread(target=pump, args=(child.stdout,), daemon=True).start()
+    while True:
+        left = until - time.monotonic()
+        try:
+            line = lines.get(timeout=max(min(left, QUIET_S), 0.0))
+        except Empty:
+            if left <= 0 or child.poll() is not None:
+                return
+            continue
+        if line is None:
+            # The pipe is closed a moment before the child is gone.
+            while child.poll() is None and time.monotonic() < until:
+                time.sleep(0.01)
+            return
+        yield line
+
+
+def side_by_side(jobs: list[Callable[[], Iterator[Any]]], workers: int) -> Iterator[Any]:
+    """What jobs find, as it comes, so many of them at a time; in the end what one has raised."""
+    found: SimpleQueue[Any] = SimpleQueue()
+    done = object()
+
+    def drain(job: Callable[[], Iterator[Any]]) -> None:
+        try:
+            for row in job():
+                found.put(row)
+        finally:
+            found.put(done)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(drain, job) for job in jobs]
+        left = len(jobs)
+        while left:
+            row = found.get()
+            if row is done:
+                left -= 1
+            else:
+                yield row
+        for future in futures:
+            future.result()
 
 
 def this_file(path: str, *arguments: str) -> list[str]:

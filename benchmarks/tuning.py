@@ -20,30 +20,31 @@ SHAPES = [
     Shape("tree", 1, 32768, 1, *TEXT),
     Shape("branches", 1, 200, 2000, 4, 4, 64),
 ]
-# BLOCK_ROWS, BLOCK_KEYS, WARP_BYTES, STAGES, PROGRAMS; the first are the defaults.
+NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAM_KEYS")
+# The first are the defaults. Stages count by twos: an even number keeps as much in flight as the
+# odd one below it. What PROGRAM_KEYS is above or below the default, roots are split less or more.
 VARIANTS = [
+    (128, 64, 2**12, 5, 256),
     (128, 64, 2**12, 3, 256),
-    (64, 64, 2**12, 3, 256),
-    (128, 64, 2**12, 3, 512),
-    (128, 64, 2**12, 3, 1024),
-    (256, 64, 2**13, 3, 256),
+    (128, 64, 2**12, 7, 256),
+    (128, 64, 2**12, 5, 64),
+    (128, 64, 2**12, 5, 1024),
+    (64, 64, 2**12, 5, 256),
+    (128, 32, 2**12, 5, 256),
+    (128, 32, 2**12, 7, 256),
+    (64, 32, 2**12, 5, 256),
+    (64, 32, 2**12, 7, 256),
     (128, 128, 2**12, 3, 256),
-    (128, 64, 2**13, 3, 256),
-    (128, 64, 2**12, 2, 256),
-    (128, 64, 2**12, 4, 256),
+    (256, 64, 2**12, 5, 256),
     (64, 128, 2**12, 3, 256),
-    (64, 64, 2**12, 4, 256),
-    (64, 64, 2**11, 3, 256),
-    (32, 64, 2**12, 3, 256),
-    (128, 32, 2**12, 4, 256),
+    (32, 64, 2**12, 5, 256),
 ]
-NAMES = ("BLOCK_ROWS", "BLOCK_KEYS", "WARP_BYTES", "STAGES", "PROGRAMS")
 
 
 @contextmanager
 def constants(variant: tuple[int, ...]) -> Iterator[None]:
-    """The kernel's module with these numbers, and its own afterwards."""
-    from recserve.kernels import tree_attention as module
+    """The launches' module with these numbers, and its own afterwards."""
+    from recserve.kernels import attention_launch as module
 
     kept = {
         name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES", "QUERY_BLOCK_BYTES")
@@ -58,13 +59,17 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def tuning_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    """Microseconds of each variant at each shape; nothing on a CPU, which has no such kernel."""
+def tuning_rows(
+    device: str, smoke: bool, deadline: float, share: slice = slice(None)
+) -> Iterator[dict[str, Any]]:
+    """Microseconds of each variant, or of a share of them, at each shape; nothing on a CPU, which
+    has no such kernel.
+    """
     if device != "cuda":
         return
     shapes = SHAPES[1:2] if smoke else SHAPES
     problems = [attention.draw(shape, torch.bfloat16, device) for shape in shapes]
-    for variant in VARIANTS:
+    for variant in VARIANTS[share]:
         if time.monotonic() > deadline:
             return
         row: dict[str, Any] = dict(zip(NAMES, variant, strict=True))

@@ -16,6 +16,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from recserve.kernels import (
     accept,
     accept_drawn,
+    attention_launch,
     grouped_rms_norm,
     head_topk,
     path_move,
@@ -26,6 +27,7 @@ from recserve.kernels import (
 
 # Shared memory that one program may use, in bytes.
 SHARED = {80: 166_912, 90: 232_448}
+SPILLED = 8  # bytes of a thread that may go to local memory where a kernel is to be fast
 
 
 def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=64, fp8=None):
@@ -34,22 +36,21 @@ def attention(dtype, dim, group, silu=False, limits=False, shared=False, nodes=6
     """
     block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
     row_bytes = row * (4 if dtype == "fp32" else 2)
-    rows = tree_attention.block_rows(nodes * block_group, block_group, row_bytes)
-    block_keys = min(tree_attention.BLOCK_KEYS, tree_attention.KEY_BLOCK_BYTES // row_bytes)
+    rows = attention_launch.block_rows(nodes * block_group, block_group, row_bytes)
     constants = {
         "GROUP": group, "BLOCK_GROUP": block_group,
         "BLOCK_Q": rows // block_group, "DIM": dim, "BLOCK_DIM": row,
-        "BLOCK_N": max(block_keys, 16),
-        "SPLIT": tree_attention.SPLIT_KEYS,
+        "BLOCK_N": attention_launch.keys_of(row_bytes), "SPLIT": attention_launch.SPLIT_KEYS,
         "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
         "FP8": fp8 is not None, "NATIVE": bool(fp8),
+        "SCAN": tree_attention.SCAN_NODES,
     }  # fmt: skip
     kinds = {
         **stored("*u8" if fp8 is not None else "*" + dtype),
         "query": "*" + dtype, "out": "*fp32", "lse": "*fp32",
         "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
     }  # fmt: skip
-    warps = max(rows * row_bytes // tree_attention.WARP_BYTES, 4)
+    warps = attention_launch.warps_of(rows, row_bytes)
     return tree_attention._attend, constants, kinds, warps
 
 
@@ -182,6 +183,8 @@ def main():
         source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
         options = {"enable_fp_fusion": "accept" not in kernel.__module__}
         options["num_warps"] = warps[0] if warps else 4
+        if kernel is tree_attention._attend:
+            options["num_stages"] = attention_launch.STAGES
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         code = built.asm["ptx"]
         shared = built.metadata.shared
@@ -192,7 +195,7 @@ def main():
         half = kernel is tree_attention._attend and kinds["query"] != "*fp32"
         if half and capability >= 90:  # where it is to be fast; on sm_80 a few dozen bytes spill
             spilled = spilled_bytes(code, capability)
-            assert not spilled, f"{constants}: {spilled} bytes spilled"
+            assert spilled <= SPILLED, f"{constants}: {spilled} bytes spilled"
         seconds = time.perf_counter() - began
         print(f"compiled {kernel.__name__} sm_{capability}: {shared} B shared, {seconds:.1f} s")
 

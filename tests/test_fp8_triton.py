@@ -6,6 +6,7 @@ import triton_interpreter
 from test_fp8 import CODES, pooled, spread
 from test_small_kernels_triton import draw_paths
 from test_tree_attention import SHAPES, as_table, draw_batch
+from test_tree_attention_triton import split_short_roots
 
 from recserve.kernels import fp8_kernel, path_move, reference, rope_write, tree_attention
 from recserve.kernels.fp8 import FP8, Fp8, parts
@@ -91,8 +92,7 @@ def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
 def test_attention(kinds, roots, heads, kv_heads, dim, split, native, monkeypatch, poisoned):
     monkeypatch.setattr(tree_attention, "has_native", lambda device: native)
     if split:
-        monkeypatch.setattr(tree_attention, "SPLIT_KEYS", 16)
-        monkeypatch.setattr(tree_attention, "BLOCK_KEYS", 16)
+        split_short_roots(monkeypatch, 16)
     cached, limits = (0.6, True) if split else (0.0, False)
     drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits)
     batch, query, keys, values = drawn
@@ -114,7 +114,7 @@ def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype, poisoned):
 
 
 def test_a_grid_for_longer_roots(monkeypatch, poisoned):
-    monkeypatch.setattr(tree_attention, "SPLIT_KEYS", 32)
+    split_short_roots(monkeypatch, 32)
     batch, query, keys, values = draw_batch([("tree", 9), ("chain", 1)], [40, 0], 4, 2, 16)
     pool = pooled(keys, values)
     expected = reference.tree_attention(query, pool.keys[0], pool.values[0], batch)

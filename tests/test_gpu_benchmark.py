@@ -2,8 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import attention_rows
@@ -121,7 +125,7 @@ def test_kernels_are_measured_on_a_pretended_gpu(part, pretended, monkeypatch):
     assert figures and all(isinstance(figure, float) for figure in figures)
     if part == "attention":
         flexed = [row for row in rows if "flex_us" in row]
-        assert len(flexed) == 2 and all("does not compile" in r["flex_error"] for r in flexed)
+        assert len(flexed) == 3 and all("does not compile" in r["flex_error"] for r in flexed)
 
 
 def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, monkeypatch):
@@ -167,6 +171,66 @@ def test_what_never_ends_is_ended(monkeypatch):
     monkeypatch.setattr(parts, "GRACE_S", 1.0)
     rows = outcome("time.sleep(60)", again=True, seconds=2.0)
     assert rows[2:] == [("row 2", True), ("row 3", False), ("part, what was left of it", False)]
+
+
+def test_what_a_child_has_started_is_not_waited_for(tmp_path):
+    """It holds the pipe open when all rows are there."""
+    sleep = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(started.pid))"
+    holder = f"import subprocess; started = subprocess.Popen({sleep}); {note}"
+    script = CHILD.replace("FATE", "pass").replace("os._exit(9)", "pass") + holder
+    rows = list(parts.rows_of([sys.executable, "-c", script], "part", 30.0, True))
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # an error if it had ended
+    assert len(rows) == 5 and all(row["ok"] for row in rows)
+
+
+def test_jobs_run_side_by_side():
+    """Each waits for the other's row, so one after another they would not end."""
+    gate = threading.Barrier(2, timeout=30)
+
+    def job(name):
+        yield name
+        gate.wait()
+        yield name * 2
+
+    found = list(parts.side_by_side([lambda: job("a"), lambda: job("b")], 2))
+    assert sorted(found) == ["a", "aa", "b", "bb"]
+
+    def broken():
+        yield "a"
+        raise RuntimeError("of a job")
+
+    with pytest.raises(RuntimeError, match="of a job"):
+        list(parts.side_by_side([broken, lambda: iter("bc")], 1))
+
+
+def test_shares_of_a_part_are_the_part(monkeypatch):
+    """Two processes with every other check each, and what is measured is shared out as well."""
+    monkeypatch.setattr(
+        gpu, "PARTS", {"kernel checks": replace(gpu.PARTS["kernel checks"], shares=2)}
+    )
+    found = gpu.Run("cpu", True, 2, time.monotonic()).checks()
+    names = [row["name"] for row in found if row["ok"]]
+    assert sorted(names) == sorted(task.name for task in kernel_checks("cpu", smoke=True))
+
+
+def test_all_that_is_measured_is_compiled_before(monkeypatch):
+    asked = []
+
+    def noted(command, name, seconds, again):
+        asked.append((name, command[command.index("--share") + 1], again))
+        assert seconds <= gpu.COMPILE_S
+        yield {}
+
+    monkeypatch.setattr(gpu, "rows_of", noted)
+    gpu.Run("cuda", False, 3, time.monotonic()).compiled()
+    wanted = {
+        (name, f"{n}/{part.shares}", False)
+        for name, part in gpu.PARTS.items()
+        for n in range(part.shares)
+        if name not in ("machine", "kernel checks", "engine checks", "text checks")
+    }
+    assert set(asked) == wanted and len(asked) == len(wanted) > 8
 
 
 def test_a_wrong_kernel_is_a_failed_check(tmp_path):

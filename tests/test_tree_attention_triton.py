@@ -7,7 +7,7 @@ import torch
 import triton_interpreter
 from test_tree_attention import SHAPES, as_table, draw_batch
 
-from recserve.kernels import reference, tree_attention
+from recserve.kernels import attention_launch, reference, tree_attention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
@@ -22,13 +22,19 @@ def same(batch, query, keys, values, activation):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
+def split_short_roots(monkeypatch, keys, most=64):
+    """Into parts of so many keys and blocks of 16, as if a program more cost nothing."""
+    for name, value in (("SPLIT_KEYS", keys), ("MAX_SPLITS", most), ("BLOCK_KEYS", 16)):
+        monkeypatch.setattr(attention_launch, name, value)
+    for name in ("PROGRAM_KEYS", "MERGE_KEYS"):
+        monkeypatch.setattr(attention_launch, name, 0)
+
+
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
 def splits(request, monkeypatch):
     """Roots in one piece, and split far below the sizes that would need it."""
     if request.param > 1:
-        monkeypatch.setattr(tree_attention, "SPLIT_KEYS", 16)
-        monkeypatch.setattr(tree_attention, "MAX_SPLITS", request.param)
-        monkeypatch.setattr(tree_attention, "BLOCK_KEYS", 16)
+        split_short_roots(monkeypatch, 16, request.param)
 
 
 @pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
@@ -69,6 +75,26 @@ def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation,
     kernel = tree_attention.TritonTreeAttention(batch, activation)
     got = kernel(query, query, query, keys, values)
     assert torch.isfinite(got).all()
+    if attention_launch.MAX_SPLITS == 3:
+        assert kernel.plan(4, 2, 128).num_splits == 3
+
+
+@pytest.mark.parametrize("shared", [0, 5], ids=["branches", "shared"])
+def test_blocks_that_no_row_sees_are_not_read(shared, monkeypatch):
+    """Three blocks of isolated chains, the last computed now: the middle holds NaN, and the first
+    too where no row of it is everybody's.
+    """
+    split_short_roots(monkeypatch, 16)
+    tree = root_branch(torch.zeros(48, dtype=torch.int64), torch.arange(0, 49, 4))
+    tree = replace(tree, shared=torch.tensor([shared])) if shared else tree
+    keys, values = torch.randn(2, 64, 2, 16, generator=torch.Generator().manual_seed(0))
+    slots, root = torch.arange(48), torch.arange(48, 64)
+    batch = TreeBatch(tree, torch.arange(33, 48), slots, (root,))
+    query = torch.randn(15, 4, 16, generator=torch.Generator().manual_seed(1))
+    expected = reference.tree_attention(query, keys, values, batch)
+    keys[16 if shared else 0 : 32] = float("nan")
+    got = tree_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(4, 2), (7, 1), (8, 1), (3, 3)])
@@ -116,15 +142,51 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     )
     plan = kernel.plan(32, 8, 256)
     trees, starts = kernel.blocks(plan)
-    assert plan.block_q * plan.block_group == tree_attention.BLOCK_ROWS and plan.num_splits == 1
+    assert plan.block_q * plan.block_group == attention_launch.BLOCK_ROWS and plan.num_splits == 1
     assert plan.warps == 8 and kernel.plan(32, 8, 512).block_q * 4 == 64
     assert torch.equal(starts[trees == 0], torch.arange(0, 8192, plan.block_q))
     small = TreeBatch(chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], (slots[:0],))
     assert tree_attention.TritonTreeAttention(small).plan(32, 8, 256).num_splits == 1
     long = TreeBatch(small.tree, None, slots[:4], (torch.arange(2**17),))
     plan = tree_attention.TritonTreeAttention(long).plan(32, 8, 256)
-    assert plan.num_splits == 32 and plan.num_blocks == 1
+    assert plan.num_splits == 33 and plan.num_blocks == 1
     assert tree_attention.TritonTreeAttention(long).plan(32, 8, 1024).block_keys == 16
+
+
+def launched(nodes, trees, root, machine=attention_launch.HOPPER):
+    """32 heads of 128 numbers in bfloat16, 8 of them of keys."""
+    work = attention_launch.Work(nodes, trees, root)
+    return attention_launch.launch(work, 32, 8, 256, machine)
+
+
+@pytest.mark.parametrize(
+    "nodes,trees,root,rows,splits",
+    [
+        (64, 1, 8192, 128, 8),  # 16 programs of 8 warps: 128 of 132 places
+        (64, 1, 32768, 128, 8),
+        (1, 1, 32768, 16, 32),  # 8 programs of 4 warps for 264 places
+        (1, 1, 300, 16, 1),
+        (512, 8, 2048, 128, 1),  # 128 programs: a second wave would cost more than four places
+        (64, 64, 32768, 16, 1),
+        (2000, 1, 0, 128, 1),
+        (64, 1, 200, 32, 1),  # 16 programs of 128 rows would leave most of the device idle
+        (64, 1, 512, 64, 4),
+        (64, 1, 1024, 128, 8),
+    ],
+)
+def test_roots_are_split_to_fill_a_device_once(nodes, trees, root, rows, splits):
+    """On 132 multiprocessors; the last split is never empty."""
+    plan = launched(nodes, trees, root)
+    assert plan.block_q * plan.block_group == rows and plan.num_splits == splits
+    chunk = -(-root // splits // plan.block_keys) * plan.block_keys
+    assert (splits - 1) * chunk < max(root, 1)
+
+
+def test_a_device_with_little_shared_memory_keeps_one_block_in_flight():
+    assert launched(64, 1, 8192).stages == attention_launch.STAGES
+    small = attention_launch.Machine(128, 102_400)
+    assert launched(64, 1, 8192, small).stages == attention_launch.FEW_STAGES
+    assert launched(1, 1, 8192, small).stages == attention_launch.STAGES
 
 
 @pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
@@ -132,7 +194,7 @@ def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, d
     """Roots in a table whose width is many times theirs: most splits have nothing to do, write
     nothing, and are not read; everything that is allocated starts as NaN.
     """
-    monkeypatch.setattr(tree_attention, "SPLIT_KEYS", 32)
+    split_short_roots(monkeypatch, 32)
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
     expected = reference.tree_attention(query, keys, values, batch)
     owned = torch.cat([batch.slots, *batch.root_slots])

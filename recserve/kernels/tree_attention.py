@@ -10,37 +10,27 @@ programs, whose partial results are merged by their log-sum-exp (plain sums for 
 the bytes: it is decoded in registers, on the way from shared memory to the product.
 
 One machine code for each BLOCK_Q (blocks of 16, 32, 64 and 128 rows) and for parts or results; all
-other constants are the model's, and what changes from step to step is not specialised. On an H200 a
-block of 128 rows (8 warps of 226 registers) has a multiprocessor to itself and computes, by
-estimate, for as long as its next keys and values take to come, so one block ahead is enough; of 16
-rows three share one. Slots are read one block further ahead (STAGES; benchmarks/tuning.py).
+other constants are the model's, and what changes from step to step is not specialised.
+`attention_launch.py` chooses; docs/performance.md counts what that is on a Hopper.
 Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
 split.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from recserve.kernels import attention_launch
+from recserve.kernels.attention_launch import Launch, Work, machine_of
 from recserve.kernels.fp8 import Fp8, Stored, parts
 from recserve.kernels.fp8_kernel import decoded, has_native, powers
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 
-BLOCK_ROWS = 128  # a block's query rows: every block of a tree reads the root again, from L2
-BLOCK_KEYS = 64
-QUERY_BLOCK_BYTES = 2**15
-WARP_BYTES = 2**12  # of a block's queries, for each warp: their accumulators stay in registers
-KEY_BLOCK_BYTES = 2**14  # of keys in shared memory, and of values; several are in flight
-SPLIT_KEYS = 256  # fewer root tokens are not worth a program of their own
-PROGRAMS = 256  # of split roots: two for each of 132 multiprocessors; each more writes its part
-MAX_SPLITS = 64
-STAGES = 3
+SCAN_NODES = 1024  # whose subtrees' ends are looked at at once
 # Arrays of int64 that are slices now and then: aligned or not, one code serves.
 TABLES = [
     *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
@@ -82,17 +72,18 @@ def _attend_block(
     v = _load_rows(
         values, value_exponents, slots, valid, head, kv_heads, dims, dim_valid, DIM, FP8, NATIVE
     ).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if SILU:
+        scores = scores * scale
         weights = tl.where(seen, scores * tl.sigmoid(scores), 0.0)
         acc += tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
     else:
-        # Scores are in powers of two.
+        # Peaks are in powers of two; the scale joins its score in one multiply-add.
         scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
         # A row that has seen nothing yet keeps a finite peak, so that no inf - inf appears.
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(scores * scale - safe[:, None])
         shrink = tl.exp2(peak - safe)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
@@ -109,10 +100,12 @@ def _attend(
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    FP8: tl.constexpr, NATIVE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """One block of nodes of one tree, one KV head, one split of the root."""
-    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last blocks of a chain see most keys, so they begin first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, split = tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     tree = tl.load(block_trees + block)
     if tree >= 0:
@@ -162,25 +155,36 @@ def _attend(
             local = (node - tree_first).to(tl.int32)
             lowest = tl.min(tl.where(row_valid, local, size))
             stop = tl.max(tl.where(row_valid, local, -1)) + 1
-            both_ways = size * 0
+            # Nothing before the subtree of a tree's root node that holds `lowest` reaches us.
+            top = lowest
+            for start in range(0, lowest, SCAN):
+                column = start + tl.arange(0, SCAN)
+                before = column < lowest
+                end = tl.load(ends + tree_first + column, mask=before, other=0)
+                above = before & (end - tree_first > lowest)
+                top = tl.minimum(top, tl.min(tl.where(above, column, lowest)))
+            top = top // BLOCK_N * BLOCK_N
+            skipped, gap = top, size * 0
             if HAS_SHARED:
                 both_ways = tl.load(shared + tree).to(tl.int32)
                 stop = tl.maximum(stop, both_ways)
-            for start in range(0, stop, BLOCK_N):
+                gap = tl.cdiv(both_ways, BLOCK_N) * BLOCK_N
+                skipped = tl.maximum(top - gap, 0)
+            for step in range(0, stop - skipped, BLOCK_N):
+                start = tl.where(step < gap, step, step + skipped)
                 column = start + tl.arange(0, BLOCK_N)
                 valid = column < size
-                end = (tl.load(ends + tree_first + column, mask=valid, other=0) - tree_first).to(
-                    tl.int32
-                )
-                # No subtree of this block reaches a node of ours: nothing of it is read.
-                if (tl.max(end) > lowest) | (start < both_ways):
-                    slots = tl.load(node_slots + tree_first + column, mask=valid, other=0)
-                    seen = (column[None, :] <= local[:, None]) & (local[:, None] < end[None, :])
-                    seen = (seen | (column[None, :] < both_ways)) & valid[None, :]
-                    acc, peak, total = _attend_block(
-                        q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
-                        kv_heads, dims, dim_valid, scale, acc, peak, total, DIM, SILU, FP8, NATIVE,
-                    )  # fmt: skip
+                slots = tl.load(node_slots + tree_first + column, mask=valid, other=0)
+                end = tl.load(ends + tree_first + column, mask=valid, other=0)
+                # No row is before the end of a node that is not there.
+                end = (end - tree_first).to(tl.int32)
+                seen = (column[None, :] <= local[:, None]) & (local[:, None] < end[None, :])
+                if HAS_SHARED:
+                    seen = seen | (column[None, :] < both_ways)
+                acc, peak, total = _attend_block(
+                    q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
+                    kv_heads, dims, dim_valid, scale, acc, peak, total, DIM, SILU, FP8, NATIVE,
+                )  # fmt: skip
 
         if SILU:
             acc = acc * inverse_normalizer
@@ -220,26 +224,6 @@ def _merge(
     if not SILU:
         merged = merged / tl.sum(weight)
     tl.store(out + row * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Grid and constants of one batch. num_blocks: upper bound, known without a host sync."""
-
-    num_blocks: int
-    num_splits: int
-    group: int
-    block_group: int
-    block_q: int
-    block_keys: int
-    warps: int
-
-
-def block_rows(rows_per_tree: int, block_group: int, row_bytes: int) -> int:
-    """Query rows of a block: those of a tree, as far as they fit beside their accumulators."""
-    wanted: int = triton.next_power_of_2(max(rows_per_tree, 1))
-    fitting = min(wanted, BLOCK_ROWS, QUERY_BLOCK_BYTES // row_bytes)
-    return max(fitting, 16, block_group)
 
 
 class TritonTreeAttention:
@@ -306,10 +290,11 @@ class TritonTreeAttention:
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
             GROUP=plan.group, BLOCK_GROUP=plan.block_group, BLOCK_Q=plan.block_q,
-            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys, SPLIT=SPLIT_KEYS,
-            SILU=silu, HAS_LIMITS=tree.root_limits is not None,
+            DIM=dim, BLOCK_DIM=block_dim, BLOCK_N=plan.block_keys,
+            SPLIT=attention_launch.SPLIT_KEYS, SILU=silu, HAS_LIMITS=tree.root_limits is not None,
             HAS_SHARED=tree.shared is not None,
-            FP8=isinstance(keys, Fp8), NATIVE=self.native, num_warps=plan.warps, num_stages=STAGES,
+            FP8=isinstance(keys, Fp8), NATIVE=self.native, SCAN=SCAN_NODES,
+            num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         if plan.num_splits > 1:
             _merge[(rows,)](
@@ -321,19 +306,9 @@ class TritonTreeAttention:
 
     def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
         """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
-        group = heads // kv_heads
-        block_group = triton.next_power_of_2(group)
-        per_tree = triton.cdiv(self.query_nodes.shape[0], self.batch.tree.num_trees)
-        rows = block_rows(per_tree * block_group, block_group, row_bytes)
-        block_q = rows // block_group
-        # The most that trees of so many nodes in all can need: each wastes part of one block.
-        trees = self.batch.tree.num_trees
-        num_blocks = max((self.query_nodes.shape[0] - trees) // block_q + trees, 1)
-        wanted = triton.cdiv(PROGRAMS, num_blocks * kv_heads)
-        splits = max(min(wanted, self.longest_root // SPLIT_KEYS, MAX_SPLITS), 1)
-        block_keys = max(min(BLOCK_KEYS, KEY_BLOCK_BYTES // row_bytes), 16)
-        warps = max(rows * row_bytes // WARP_BYTES, 4)
-        return Launch(num_blocks, splits, group, block_group, block_q, block_keys, warps)
+        work = Work(self.query_nodes.shape[0], self.batch.tree.num_trees, self.longest_root)
+        machine = machine_of(self.batch.slots.device)
+        return attention_launch.launch(work, heads, kv_heads, row_bytes, machine)
 
     def blocks(self, plan: Launch) -> tuple[Tensor, Tensor]:
         """[num_blocks] tree (-1: none) and first computed node of each block, found on the
