@@ -79,7 +79,7 @@ def main() -> None:
     shutil.copytree(source.root, options.out)
     bundle = Bundle.open(options.out)
     rewrite(bundle)
-    print(train_recommender(bundle, TrainOptions(max_minutes=options.max_minutes), RECIPE))
+    train_recommender(bundle, TrainOptions(max_minutes=options.max_minutes), RECIPE)
 
 
 if __name__ == "__main__":
