@@ -1,4 +1,5 @@
 /* The functions that Python calls, and what they are given. */
+#pragma once
 #include "vectors.h"
 
 /* One tree: `count` rows of queries over its root and itself. */

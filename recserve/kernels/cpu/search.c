@@ -8,6 +8,7 @@
  * 2511.18793, section 4). Beams with one child need none. What is left to do is little: a product
  * with one level's codes for the beams that fork, m C E operations, and a few reads for each child.
  */
+#include "heap.h"
 #include "trie.h"
 
 #include <stdlib.h>
@@ -66,48 +67,6 @@ typedef struct {
 } Search;
 
 enum { UNNEEDED, KNOWN, MISSING };
-
-typedef struct {
-    float score;
-    int64_t node, parent;
-} Candidate;
-
-INLINE int better(Candidate one, Candidate other) {
-    return one.score > other.score || (one.score == other.score && one.node < other.node);
-}
-
-/* A heap's worst is on top; `at` may be better than what is below it. */
-static void sink(Candidate *heap, int64_t size, int64_t at) {
-    Candidate moved = heap[at];
-    for (int64_t below; (below = 2 * at + 1) < size; at = below) {
-        if (below + 1 < size && better(heap[below], heap[below + 1])) below++;
-        if (!better(moved, heap[below])) break;
-        heap[at] = heap[below];
-    }
-    heap[at] = moved;
-}
-
-/* Keep the best `most`; returns how many there are. */
-static int64_t offer(Candidate *heap, int64_t size, int64_t most, Candidate one) {
-    if (size == most) {
-        heap[0] = one;
-        sink(heap, size, 0);
-        return size;
-    }
-    int64_t at = size;
-    for (; at && better(heap[(at - 1) / 2], one); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
-    heap[at] = one;
-    return size + 1;
-}
-
-static void best_first(Candidate *heap, int64_t size) {
-    while (size > 1) {
-        Candidate worst = heap[0];
-        heap[0] = heap[--size];
-        heap[size] = worst;
-        sink(heap, size, 0);
-    }
-}
 
 static int allowed(const Trie *trie, const Request *request, int64_t node) {
     if (!request->before && !request->num_excluded) return 1;

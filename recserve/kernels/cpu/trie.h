@@ -1,5 +1,6 @@
 /* The catalogue's trie as kernels/trie.py lays it out, and what came after it was built
  * (kernels/trie_overlay.py). */
+#pragma once
 #include "functions.h"
 
 typedef struct {

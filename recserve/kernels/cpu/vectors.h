@@ -2,6 +2,7 @@
  *
  * They are the compiler's own (GCC's vector extensions), so that the sources name no instruction set.
  */
+#pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
