@@ -31,7 +31,7 @@ from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
 from recserve.core.request import Root, Slate, WarmDraftRequest, WarmRequest
-from recserve.engine.plan_choice import TRIALS, Group, PlanChoice
+from recserve.engine.plan_choice import MANY, Group, PlanChoice
 from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.service.choosing import AUTO, BEAM, SPECULATIVE
@@ -113,7 +113,7 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
         first = number % groups * cell.batch
         return subject.roots[first : first + cell.batch]
 
-    for number in range(max(2 * groups if cell.visit == "again" else 0, 2 * TRIALS + 2)):
+    for number in range(max(2 * groups if cell.visit == "again" else 0, 2 * MANY + 2)):
         for name in METHODS[1:]:
             before(users(number))
             ask(name, users(number), None)

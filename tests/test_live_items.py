@@ -155,7 +155,7 @@ def test_attributes_are_checked_and_filtered_by(service):
     assert answer.inserted == 2
     reasons = {note.index: note.reason for note in answer.rejected}
     assert sorted(reasons) == [2, 3, 4, 5, 6, 7]
-    assert "did you mean price" in reasons[2] and "expected float" in reasons[3]
+    assert "did you mean price" in reasons[2] and "expected double" in reasons[3]
     assert "expected 16 numbers, got 1" in reasons[5] and "twice" in reasons[6]
     assert scores(slate(service, filter={"range": ["price", None, 0.3]})).keys() == {"cheap"}
     assert scores(slate(service, filter={"eq": ["brand", "none such"]})).keys() == {"dear"}

@@ -150,6 +150,7 @@ def test_wherever_keys_lie(
     and keys rounded up and several blocks of rows.
     """
     if products:
+        monkeypatch.setattr(cpu_plan, "_of_intel", lambda: False)
         monkeypatch.setattr(cpu_plan, "PRODUCT_ROWS", 0)
         monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 0)
         monkeypatch.setattr(cpu_attention, "TILE", 2048)
@@ -166,6 +167,7 @@ def test_wherever_keys_lie(
 @pytest.mark.parametrize("root,few", [(3000, False), (5000, True)], ids=["products", "two-parts"])
 def test_long_roots(root, few, monkeypatch):
     """64 nodes over a long root by products; 3 nodes apart from it by two results merged."""
+    monkeypatch.setattr(cpu_plan, "_of_intel", lambda: False)
     monkeypatch.setattr(cpu_plan, "PRODUCT_SIZE", 100_000)
     batch, query, keys, values = draw_batch([("tree", 3 if few else 64)], [root], 4, 2, 32)
     batch, keys, values = placed(batch, keys, values, "before")

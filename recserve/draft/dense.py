@@ -57,9 +57,8 @@ def nearest(
     tails [B, E]: hidden state of the last root token of each. Raises ValueError for a request
     without an index, or a mix of outcomes of another length.
     """
-    index = requests[0].index
-    if index is None:
-        strategy = requests[0].strategy
+    index, strategy = requests[0].index, requests[0].strategy
+    if index is None or any(request.index is None for request in requests):
         raise ValueError(f"strategy {strategy!r} needs the index of the catalogue's item vectors")
     config = retriever.config
     shares = np.stack([_shares(r, config.outcome_shares) for r in requests])

@@ -14,6 +14,8 @@ NOT_CALIBRATED = DraftPlan(MARGIN, 0.0, 0.0, 1.0)
 CLEARLY = 0.9  # costs are estimates: a draft that is expected to save less comes second
 HOPELESS = 1.3  # and one that is expected to cost so much is not tried
 TRIALS = 4  # of each, before their times are compared
+MANY = 16  # of each, where those are not further apart than CLOSE
+CLOSE = 0.15
 RETRY = 64  # every so many groups the slower one is tried again
 NEWEST = 0.1  # weight of the newest time in a running mean
 SURELY = 0.97  # times are running means: a draft has to be faster by more than their noise
@@ -48,8 +50,11 @@ class _Times:
 
     @property
     def known(self) -> bool:
-        """Whether both ways were tried often enough."""
-        return min(self.count.values()) >= TRIALS
+        """Whether both ways were tried often enough to tell them apart."""
+        fewest = min(self.count.values())
+        if TRIALS <= fewest < MANY:
+            return abs(self.mean_ms[True] / self.mean_ms[False] - 1) > CLOSE
+        return fewest >= MANY
 
     @property
     def drafts_are_faster(self) -> bool:
@@ -78,7 +83,8 @@ class PlanChoice:
 
     def plan(self, group: Group) -> DraftPlan:
         """What the group does next. The first groups of a cell try both, what is expected to be
-        faster first; after that the faster one has it, and now and then the other.
+        faster first, and more of them where the two are close; after that the faster one has it,
+        and now and then the other.
         """
         if self.calibration is None:
             return NOT_CALIBRATED
@@ -89,9 +95,8 @@ class PlanChoice:
             return plan
         times = self._times.setdefault(group.cell, _Times())
         times.asked += 1
-        drafting = promising
-        if times.count[promising] >= TRIALS:
-            drafting = not promising
+        tried, other = times.count[promising], times.count[not promising]
+        drafting = promising if tried < TRIALS or tried <= other else not promising
         if times.known:
             drafting = times.drafts_are_faster == (times.asked % RETRY > 0)
         return plan if drafting else NO_DRAFT

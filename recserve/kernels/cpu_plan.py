@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -240,11 +242,19 @@ def _stacked(parts: list[Part]) -> list[Part]:
 
 def has_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN's float32 products beat the flash kernel for keys of this type: on x86, but
-    for the halves on processors with AMX, which the flash kernel uses.
+    for Intel's processors, where those of the flash kernel (MKL's) are as fast, and for the halves
+    on processors with AMX, which the flash kernel uses.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available() or _of_intel():  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def _of_intel() -> bool:
+    """Whether this processor says that it is Intel's; not where there is no /proc/cpuinfo."""
+    about = Path("/proc/cpuinfo")
+    return about.exists() and "GenuineIntel" in about.read_text(encoding="utf-8")
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
