@@ -53,6 +53,18 @@ def work_of(slate):
     return slate.rows.tolist(), slate.rounds, slate.timing.nodes, slate.exact
 
 
+def same_as_in_torch(model, head, requests, monkeypatch):
+    """The slates in C, after they were compared with torch's."""
+    answers = []
+    for path in ("auto", "torch"):
+        monkeypatch.setattr(dispatch, "KERNELS", path)
+        answers.append(Engine(model, None, CONFIG, Heads(head, head)).run_many(requests))
+    for mine, theirs in zip(*answers, strict=True):
+        assert work_of(mine) == work_of(theirs)
+        np.testing.assert_allclose(mine.scores, theirs.scores, atol=2e-5)
+    return answers[0]
+
+
 @pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
@@ -64,13 +76,7 @@ def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, monkeyp
     asked = asked_of(model, trie, form)
     for strategy in ("beam", "speculative", "nezha"):
         requests = [replace(request, strategy=strategy) for request in asked]
-        answers = []
-        for path in ("auto", "torch"):
-            monkeypatch.setattr(dispatch, "KERNELS", path)
-            answers.append(Engine(model, None, CONFIG, Heads(head, head)).run_many(requests))
-        for mine, theirs in zip(*answers, strict=True):
-            assert work_of(mine) == work_of(theirs)
-            np.testing.assert_allclose(mine.scores, theirs.scores, atol=2e-5)
+        same_as_in_torch(model, head, requests, monkeypatch)
 
 
 @pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
@@ -91,13 +97,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
             )
             for k, width in ((1, 4), (4, 4), (5, 60))
         ]  # fmt: skip
-        answers = []
-        for path in ("auto", "torch"):
-            monkeypatch.setattr(dispatch, "KERNELS", path)
-            answers.append(Engine(model, None, CONFIG, Heads(head, head)).run_many(requests))
-        for mine, theirs in zip(*answers, strict=True):
-            assert work_of(mine) == work_of(theirs)
-            np.testing.assert_allclose(mine.scores, theirs.scores, atol=2e-5)
+        for mine in same_as_in_torch(model, head, requests, monkeypatch):
             assert not set(mine.rows.tolist()) & {*changed.hidden, *excluded.tolist()}
 
 

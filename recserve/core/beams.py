@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from recserve.core.filtering import LeafFilter
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
+from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_overlay import AnyTrie
 
 

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import above_bound
-from recserve.core.filtering import LeafFilter
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
+from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_children import DEAD, BestChildren, LeafBits, leaf_bits
 from recserve.kernels.trie_overlay import AnyTrie
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.leaf_filter import LeafFilter as LeafFilter
+from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_overlay import AnyTrie
 
 

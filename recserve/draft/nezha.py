@@ -46,9 +46,10 @@ def likely_prefixes(
     that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
     whose score is the floor, as in core/bounds.py.
     """
+    beams = replace(beams, places=places)
     if (native := searches(beams, head.search)) is not None:
-        return _likely_natively(replace(beams, places=places), native, widths, skip_single)
-    found, states = [replace(beams, places=places)], _states_of_paths(beams, head)
+        return _likely_natively(beams, native, widths, places, skip_single)
+    found, states = [beams], _states_of_paths(beams, head)
     while not (last := found[-1]).finished:
         deeper = _expand(last, states, last.tails, head, widths)
         if deeper.level < beams.trie.num_levels:
@@ -64,14 +65,13 @@ def likely_prefixes(
 
 
 def _likely_natively(
-    beams: Beams, native: NativeSearch, widths: list[int], skip_single: bool
+    beams: Beams, native: NativeSearch, widths: list[int], places: Tensor, skip_single: bool
 ) -> Tensor:
     """The same in C. beams: with the places."""
-    assert beams.places is not None
     levels = beams.trie.num_levels
     contexts = beams.tails[:, None].expand(-1, levels, -1)
     found = descend(beams, native, levels, widths, contexts=contexts)
-    floor = value_at(found.at(levels).log_probs, beams.places)
+    floor = value_at(found.at(levels).log_probs, places)
     held = found.held(missing=False) if skip_single else found.levels.log_probs[beams.level : -1]
     return found.keys_of_paths((held > DEAD) & (held >= floor))
 
