@@ -44,8 +44,13 @@ SIGNATURES = {
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
+    "extend_text": (P, P, N),
+    "ngram_drafts": (P, N),
+    "suffix_drafts": (P,),
 }
-RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
+RETURNS = dict.fromkeys(
+    ("trie_search", "trie_layout", "wanted_prefixes", "ngram_drafts", "suffix_drafts"), N
+)
 
 
 @functools.cache
