@@ -78,14 +78,14 @@ def test_ngrams_are_those_of_the_plain_lookup(stream, lengths):
 def test_suffixes_are_those_of_the_plain_lookup(stream, limits, capacity):
     """Texts come, grow and leave their output to the store, which drops its oldest tokens."""
     rng, found, forks = random.Random(1), 0, 0
-    plain, fast = PlainLookup(ANCHORS, capacity), NativeLookup(ANCHORS, capacity)
+    how = ANCHORS, capacity, LIMITS[limits]
+    plain, fast = PlainLookup(*how), NativeLookup(*how)
     running: dict[int, tuple[list[int], int]] = {}
-    for step in range(120):
+    for step in range(80):
         if len(running) < 3:
             running[step] = STREAMS[stream](step), rng.randrange(1, 60)
         asks = [drawn_ask(rng, id, text[:stop]) for id, (text, stop) in running.items()]
-        others = plain.suffixes(asks, LIMITS[limits])
-        for one, other in zip(fast.suffixes(asks, LIMITS[limits]), others, strict=True):
+        for one, other in zip(fast.suffixes(asks), plain.suffixes(asks), strict=True):
             assert equal(one, other)
             found += len(one) > 0
             forks += len(one) > one.depth
@@ -114,11 +114,12 @@ def test_an_index_that_forgets_keeps_its_memory_and_one_that_does_not_doubles():
 
 def test_a_short_store_behind_gaps():
     """What crosses the end of an output is no match, and nothing follows there."""
-    for lookup in (PlainLookup(ANCHORS, 16), text_lookup(ANCHORS, 16)):
+    how = ANCHORS, 16, SuffixLimits(factor=4.0)
+    for lookup in (PlainLookup(*how), text_lookup(*how)):
         lookup.store([1, 2, 3])
         lookup.store([4, 5])
         asks = [Ask(0, [9, 1, 2], 4, 4, 4), Ask(1, [9, 2, 3], 4, 4, 4), Ask(2, [3, 4], 4, 4, 4)]
-        drafts = lookup.suffixes(asks, SuffixLimits(factor=4.0))
+        drafts = lookup.suffixes(asks)
         assert [draft.tokens.tolist() for draft in drafts] == [[3], [], [5]]
     assert GAP < 0
 

@@ -52,6 +52,9 @@ class SuffixLimits:
         return int(self.factor * match + self.offset)
 
 
+USUAL = SuffixLimits()
+
+
 class Lookup(Protocol):
     """Indexes of texts that grow, by id; each knows the tokens of its text that it was asked about
     before. What a text adds is indexed once, at a cost that does not depend on its length.
@@ -61,7 +64,7 @@ class Lookup(Protocol):
         """What followed the longest n-grams that a text ended with before, the newest first."""
         ...
 
-    def suffixes(self, asks: Seq[Ask], limits: SuffixLimits) -> list[TextDraft]:
+    def suffixes(self, asks: Seq[Ask]) -> list[TextDraft]:
         """The likeliest tree of what followed the end of a text, in itself or in the store."""
         ...
 

@@ -12,7 +12,7 @@ import numpy as np
 from recserve.core.text import TextDraft
 from recserve.draft.draft_tree import DraftTree
 from recserve.draft.host_draft import NOTHING, HostDraft, as_tensors, chain
-from recserve.draft.lookup import LOOKED_AT, Ask, SuffixLimits
+from recserve.draft.lookup import LOOKED_AT, USUAL, Ask, SuffixLimits
 from recserve.draft.suffix_counts import NO_GUESS, Guess, likeliest
 from recserve.draft.text_index import GAP, TextIndex
 
@@ -20,8 +20,8 @@ from recserve.draft.text_index import GAP, TextIndex
 class PlainLookup:
     """Text by text."""
 
-    def __init__(self, lengths: Seq[int], capacity: int = 0) -> None:
-        self._lengths = tuple(lengths)
+    def __init__(self, lengths: Seq[int], capacity: int = 0, limits: SuffixLimits = USUAL) -> None:
+        self._lengths, self._limits = tuple(lengths), limits
         self._texts: dict[int, TextIndex] = {}
         self._store = TextIndex(lengths, capacity) if capacity else None
 
@@ -29,9 +29,9 @@ class PlainLookup:
         """See Lookup."""
         return as_tensors([self._continued(ask, self._text(ask)) for ask in asks])
 
-    def suffixes(self, asks: Seq[Ask], limits: SuffixLimits) -> list[TextDraft]:
+    def suffixes(self, asks: Seq[Ask]) -> list[TextDraft]:
         """See Lookup."""
-        return as_tensors([self._counted(ask, self._text(ask), limits) for ask in asks])
+        return as_tensors([self._counted(ask, self._text(ask)) for ask in asks])
 
     def _text(self, ask: Ask) -> TextIndex:
         """The text's index, up to date."""
@@ -61,30 +61,28 @@ class PlainLookup:
         for n in reversed(self._lengths):
             yield from text.ends(n, most)
 
-    def _counted(self, ask: Ask, text: TextIndex, limits: SuffixLimits) -> HostDraft:
+    def _counted(self, ask: Ask, text: TextIndex) -> HostDraft:
         if not ask.depth:
             return NOTHING
-        tail, most = ask.tokens[-limits.max_match :], limits.occurrences
+        tail, most = ask.tokens[-self._limits.max_match :], self._limits.occurrences
         lengths = self._lengths[::-1]
         own = [end for n in lengths for end in text.ends(n, most)]
-        guess = self._guess(text, own, tail, ask, limits)
+        guess = self._guess(text, own, tail, ask)
         if self._store is not None:
             known = [n for n in lengths if n <= len(tail)]
             other = [end for n in known for end in self._store.ends_of(tail[-n:], most)]
-            rival = self._guess(self._store, other, tail, ask, limits)
+            rival = self._guess(self._store, other, tail, ask)
             guess = max(guess, rival, key=lambda g: g.score)
         return guess.draft
 
-    def _guess(
-        self, text: TextIndex, ends: list[int], tail: list[int], ask: Ask, limits: SuffixLimits
-    ) -> Guess:
+    def _guess(self, text: TextIndex, ends: list[int], tail: list[int], ask: Ask) -> Guess:
         if not ends:
             return NO_GUESS
         places = np.array(list(dict.fromkeys(ends)), np.int64)
         rows = text.following(places, ask.depth)
         matches = text.matches(places, np.array(tail, np.int64))
         used = (rows[:, 0] != GAP) & (matches > 0)
-        return likeliest(rows[used], matches[used], limits, ask.num_nodes, ask.branches == 1)
+        return likeliest(rows[used], matches[used], self._limits, ask.num_nodes, ask.branches == 1)
 
     def forget(self, id: int) -> None:
         """See Lookup."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome
 from recserve.draft.limits import allowed, only_chains
-from recserve.draft.lookup import ANCHORS, Ask, SuffixLimits
+from recserve.draft.lookup import ANCHORS, USUAL, Ask, SuffixLimits
 from recserve.draft.text_lookup import text_lookup
 
 
@@ -28,19 +28,19 @@ class SuffixDrafter:
 
     def __init__(
         self,
-        limits: SuffixLimits | None = None,
+        limits: SuffixLimits = USUAL,
         capacity: int = 2**17,
     ) -> None:
         if capacity < 0:
             raise ValueError(f"capacity is {capacity}; it must be at least 0")
-        self.limits = limits or SuffixLimits()
-        self._lookup = text_lookup(ANCHORS, capacity)
+        self.limits = limits
+        self._lookup = text_lookup(ANCHORS, capacity, self.limits)
         self._contexts: dict[int, TextContext] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """The better of the two sources' guesses, the own text's at a tie."""
         asks = [self._ask(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return self._lookup.suffixes(asks, self.limits)
+        return self._lookup.suffixes(asks)
 
     def _ask(self, context: TextContext, budget: Budget) -> Ask:
         self._contexts[context.id] = context

@@ -2,60 +2,50 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Seq
 
 from recserve.core.text import TextDraft, empty_draft
-from recserve.draft.lookup import LOOKED_AT, Ask, Lookup, SuffixLimits
+from recserve.draft.lookup import LOOKED_AT, USUAL, Ask, Lookup, SuffixLimits
 from recserve.draft.plain_lookup import PlainLookup
 from recserve.draft.text_index import GAP
 from recserve.kernels import dispatch
-from recserve.kernels.native_lookup import (
-    Asked,
-    Counted,
-    Found,
-    NativeIndex,
-    ngram_trees,
-    suffix_trees,
-)
+from recserve.kernels.native_lookup import Counting, Found, NativeIndex, Question
 
 
-def text_lookup(lengths: Seq[int], capacity: int = 0) -> Lookup:
-    """lengths: of the n-grams, ascending. capacity: tokens of the store; 0: there is none."""
+def text_lookup(lengths: Seq[int], capacity: int = 0, limits: SuffixLimits = USUAL) -> Lookup:
+    """lengths: of the n-grams, ascending. capacity: tokens of the store; 0: there is none. limits:
+    of suffixes.
+    """
     kind = NativeLookup if dispatch.looks_up() else PlainLookup
-    return kind(lengths, capacity)
+    return kind(lengths, capacity, limits)
 
 
 class NativeLookup:
     """All texts of a step in one call."""
 
-    def __init__(self, lengths: Seq[int], capacity: int = 0) -> None:
+    def __init__(self, lengths: Seq[int], capacity: int = 0, limits: SuffixLimits = USUAL) -> None:
         self._lengths = tuple(lengths)
         self._texts: dict[int, NativeIndex] = {}
         self._store = NativeIndex(lengths, capacity) if capacity else None
-        self._counted: dict[SuffixLimits, Counted] = {}
+        rooms = [limits.room(match) for match in range(limits.max_match + 1)]
+        self._counting = Counting(self._store, rooms, limits.occurrences, limits.min_prob)
 
     def ngrams(self, asks: Seq[Ask]) -> list[TextDraft]:
         """See Lookup."""
-        return _drafts(ngram_trees(self._asked(asks), LOOKED_AT))
+        return _drafts(self._question(asks).ngrams(LOOKED_AT))
 
-    def suffixes(self, asks: Seq[Ask], limits: SuffixLimits) -> list[TextDraft]:
+    def suffixes(self, asks: Seq[Ask]) -> list[TextDraft]:
         """See Lookup."""
-        counted = self._counted.get(limits)
-        if counted is None:
-            rooms = array("q", [limits.room(m) for m in range(limits.max_match + 1)])
-            counted = Counted(rooms, limits.occurrences, limits.min_prob)
-            self._counted[limits] = counted
-        return _drafts(suffix_trees(self._asked(asks), self._store, counted))
+        return _drafts(self._question(asks).suffixes(self._counting))
 
-    def _asked(self, asks: Seq[Ask]) -> list[Asked]:
-        asked, texts = [], self._texts
+    def _question(self, asks: Seq[Ask]) -> Question:
+        question, texts = Question(), self._texts
         for id, tokens, num_nodes, depth, branches in asks:
             text = texts.get(id)
             if text is None:
                 text = texts[id] = NativeIndex(self._lengths)
-            asked.append(Asked(text, tokens[text.stop :], num_nodes, depth, branches))
-        return asked
+            question.add(text, tokens[text.stop :], num_nodes, depth, branches)
+        return question
 
     def forget(self, id: int) -> None:
         """See Lookup."""

@@ -45,12 +45,10 @@ SIGNATURES = {
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
     "extend_text": (P, P, N),
-    "ngram_drafts": (P, N),
-    "suffix_drafts": (P,),
+    "ngram_drafts": (P, N, P, P, P, P, N),
+    "suffix_drafts": (P, N, P, P, P, P, P),
 }
-RETURNS = dict.fromkeys(
-    ("trie_search", "trie_layout", "wanted_prefixes", "ngram_drafts", "suffix_drafts"), N
-)
+RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
 
 
 @functools.cache

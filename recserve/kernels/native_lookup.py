@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,21 +31,10 @@ class _Index(ctypes.Structure):
     ]
 
 
-class _Drafts(ctypes.Structure):
-    """`Drafts` of draft_tree.h."""
-
-    _fields_ = [
-        ("asks", P),
-        ("num_asks", N),
-        *((name, P) for name in ("new_tokens", "tokens", "parents", "shapes")),
-    ]
-
-
 class _Suffixes(ctypes.Structure):
     """`Suffixes` of suffix.c."""
 
     _fields_ = [
-        ("drafts", _Drafts),
         ("store", P),
         ("max_match", N),
         ("occurrences", N),
@@ -101,28 +90,24 @@ class NativeIndex:
         self.stop += len(added)
 
 
-class Asked(NamedTuple):
-    """Of one text: the tokens that are new to its index, and what its draft may be.
+class Counting:
+    """How suffixes are counted, and in which store beside the text itself."""
 
-    num_nodes, depth: most. branches: most continuations of n-grams that are merged; 1: no forks.
-    """
-
-    text: NativeIndex
-    new: list[int]
-    num_nodes: int
-    depth: int
-    branches: int
-
-
-@dataclass(frozen=True)
-class Counted:
-    """How suffixes are counted. rooms [max_match + 1]: most nodes drafted after a match so long;
-    the others as in draft/lookup.py's SuffixLimits.
-    """
-
-    rooms: array[int]
-    occurrences: int
-    min_prob: float
+    def __init__(
+        self, store: NativeIndex | None, rooms: Seq[int], occurrences: int, min_prob: float
+    ) -> None:
+        """rooms [m + 1]: most nodes drafted after a match so long, at most m. The others as in
+        draft/lookup.py's SuffixLimits.
+        """
+        self._kept = store, array("q", rooms)
+        self._struct = _Suffixes(
+            None if store is None else store.address,
+            len(rooms) - 1,
+            occurrences,
+            min_prob,
+            self._kept[1].buffer_info()[0],
+        )
+        self.address = ctypes.addressof(self._struct)
 
 
 @dataclass(frozen=True)
@@ -136,56 +121,50 @@ class Found:
     depths: list[int]
 
 
-def ngram_trees(asked: Seq[Asked], looked_at: int) -> Found:
-    """Continuations, longest match first. looked_at: occurrences for each branch."""
-    question = _Question(asked)
-    compiled().ngram_drafts(ctypes.addressof(question.drafts), looked_at)
-    return question.found()
+class Question:
+    """What is asked of some texts, each once: the columns that C reads and writes."""
 
+    def __init__(self) -> None:
+        self._asks, self._new = array("q"), array("q")
+        self._count = self._most = 0
 
-def suffix_trees(asked: Seq[Asked], store: NativeIndex | None, how: Counted) -> Found:
-    """The likeliest tree over all match lengths, in the text itself or in the store."""
-    question = _Question(asked)
-    suffixes = _Suffixes(
-        question.drafts,
-        None if store is None else store.address,
-        len(how.rooms) - 1,
-        how.occurrences,
-        how.min_prob,
-        how.rooms.buffer_info()[0],
-    )
-    compiled().suffix_drafts(ctypes.addressof(suffixes))
-    return question.found()
+    def add(
+        self, text: NativeIndex, new: list[int], num_nodes: int, depth: int, branches: int
+    ) -> None:
+        """One more text. new: its tokens that the index does not know yet; num_nodes, depth: most
+        of its draft; branches: most continuations of n-grams that are merged, 1: no forks.
+        """
+        count = len(new)
+        text.make_room(count)
+        text.stop += count
+        self._asks.extend((text.address, count, num_nodes, depth, branches))
+        self._new.extend(new)
+        self._count += 1
+        self._most += num_nodes
 
+    def ngrams(self, looked_at: int) -> Found:
+        """Continuations, longest match first. looked_at: occurrences for each branch."""
+        return self._found(compiled().ngram_drafts, looked_at)
 
-class _Question:
-    """The columns that C reads and writes for some texts."""
+    def suffixes(self, counting: Counting) -> Found:
+        """The likeliest tree over all match lengths, in the text itself or in the store."""
+        return self._found(compiled().suffix_drafts, counting.address)
 
-    def __init__(self, asked: Seq[Asked]) -> None:
-        asks, new, most = array("q"), array("q"), 0
-        for text, tokens, num_nodes, depth, branches in asked:
-            count = len(tokens)
-            text.make_room(count)
-            text.stop += count
-            asks.extend((text.address, count, num_nodes, depth, branches))
-            new.extend(tokens)
-            most += num_nodes
-        self._asks, self._new, self._most = asks, new, most
-        self._shapes = array("q", bytes(16 * len(asked)))
-        self._nodes = torch.empty(2 * most, dtype=torch.int64)
-        tokens_at = self._nodes.data_ptr()
-        self.drafts = _Drafts(
-            asks.buffer_info()[0],
-            len(asked),
-            new.buffer_info()[0],
-            *(tokens_at, tokens_at + 8 * most),
-            self._shapes.buffer_info()[0],
+    def _found(self, function: Callable[..., None], how: int) -> Found:
+        count, most = self._count, self._most
+        shapes = array("q", bytes(16 * count))
+        nodes = torch.empty(2 * most, dtype=torch.int64)
+        tokens = nodes.data_ptr()
+        function(
+            self._asks.buffer_info()[0],
+            count,
+            self._new.buffer_info()[0],
+            *(tokens, tokens + 8 * most),
+            shapes.buffer_info()[0],
+            how,
         )
-
-    def found(self) -> Found:
-        """What was written, once it is."""
-        shapes = self._shapes.tolist()
-        sizes, depths = shapes[::2], shapes[1::2]
-        rest, count = self._most - sum(sizes), len(sizes)
-        parts = self._nodes.split_with_sizes([*sizes, rest, *sizes, rest])
+        told = shapes.tolist()
+        sizes, depths = told[::2], told[1::2]
+        rest = most - sum(sizes)
+        parts = nodes.split_with_sizes([*sizes, rest, *sizes, rest])
         return Found(parts[:count], parts[count + 1 : -1], depths)

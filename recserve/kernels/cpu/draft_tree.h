@@ -2,21 +2,14 @@
 #pragma once
 #include "text_index.h"
 
-/* Of one text: its new tokens, and what its draft may be. */
+/* Of one text: how many tokens are new to it, and what its draft may be. Drafts are found one behind
+ * the other: tokens, parents in the draft (-1: none) in preorder, and shapes [texts, 2], how many
+ * nodes and levels each has. */
 typedef struct {
     TextIndex *text;
     int64_t num_new, num_nodes, depth;
     int64_t branches; /* most continuations that are merged; 1: no forks */
 } Ask;
-
-/* Found for every text, one behind the other: tokens, parents in the draft (-1: none) in preorder.
- * shapes [texts, 2]: how many nodes, and levels. */
-typedef struct {
-    const Ask *asks;
-    int64_t num_asks;
-    const int64_t *new_tokens;
-    int64_t *tokens, *parents, *shapes;
-} Drafts;
 
 /* Node 0 stands for the text's last token. child, sibling: 0 for none. place: in the draft. */
 typedef struct {

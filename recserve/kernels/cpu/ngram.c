@@ -36,23 +36,20 @@ static void continue_text(DraftTree *tree, const Ask *ask, int64_t looked_at) {
     }
 }
 
-/* looked_at: occurrences, for each branch that is wanted. Returns how many nodes there are. */
-int64_t ngram_drafts(const Drafts *drafts, int64_t looked_at) {
-    int64_t most = 0, count = 0;
-    for (int64_t i = 0; i < drafts->num_asks; i++)
-        if (drafts->asks[i].num_nodes > most) most = drafts->asks[i].num_nodes;
+/* looked_at: occurrences, for each branch that is wanted. */
+void ngram_drafts(const Ask *asks, int64_t num_asks, const int64_t *new_tokens, int64_t *tokens,
+                  int64_t *parents, int64_t *shapes, int64_t looked_at) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < num_asks; i++)
+        if (asks[i].num_nodes > most) most = asks[i].num_nodes;
     DraftTree tree = {malloc((most + 1) * sizeof *tree.nodes), 0};
-    const int64_t *new_tokens = drafts->new_tokens;
-    for (int64_t i = 0; i < drafts->num_asks; i++) {
-        const Ask *ask = drafts->asks + i;
-        int64_t *shape = drafts->shapes + 2 * i;
+    for (const Ask *ask = asks; ask < asks + num_asks; ask++, shapes += 2) {
         extend_text(ask->text, new_tokens, ask->num_new);
         new_tokens += ask->num_new;
         clear_tree(&tree);
         if (ask->depth) continue_text(&tree, ask, looked_at);
-        shape[0] = lay_out(&tree, drafts->tokens + count, drafts->parents + count, shape + 1);
-        count += shape[0];
+        shapes[0] = lay_out(&tree, tokens, parents, shapes + 1);
+        tokens += shapes[0], parents += shapes[0];
     }
     free(tree.nodes);
-    return count;
 }

@@ -7,8 +7,9 @@
 
 #include <stdlib.h>
 
+enum { MET = 512 };
+
 typedef struct {
-    Drafts drafts;
     const TextIndex *store; /* of other texts' outputs, or NULL */
     int64_t max_match, occurrences;
     double min_prob;
@@ -25,6 +26,7 @@ typedef struct {
     Occurrence *found;
     int64_t *of_match; /* [max_match + 1] the first found that matches so long, or -1 */
     int64_t *oldest;   /* [num_lengths] of those that an n-gram found */
+    int64_t met[MET];  /* ends that were compared lately, each in the place of its last digits */
     int32_t *chosen, *best;
 } Scratch;
 
@@ -35,7 +37,7 @@ static int64_t searched(const Suffixes *s, const TextIndex *text, const TextInde
 
 /* Whether a longer n-gram found the occurrence already: it finds all that it matches, the newest
  * first. */
-static int known_already(const TextIndex *in, const Scratch *scratch, int64_t which, int64_t end,
+static int found_already(const TextIndex *in, const Scratch *scratch, int64_t which, int64_t end,
                          int64_t same) {
     for (int64_t k = which + 1; k < in->num_lengths; k++)
         if (same >= in->lengths[k] && end >= scratch->oldest[k]) return 1;
@@ -50,6 +52,7 @@ static void find(const Suffixes *s, const TextIndex *text, const TextIndex *in, 
     int64_t most = s->max_match > longest ? s->max_match : longest;
     if (most > text->known) most = text->known;
     for (int64_t m = 0; m <= s->max_match; m++) scratch->of_match[m] = -1;
+    for (int64_t i = 0; i < MET; i++) scratch->met[i] = -1;
     for (int64_t k = in->num_lengths - 1; k >= 0; k--) {
         int64_t length = in->lengths[k], left = s->occurrences;
         scratch->oldest[k] = INT64_MAX;
@@ -59,12 +62,14 @@ static void find(const Suffixes *s, const TextIndex *text, const TextIndex *in, 
         int64_t end = *head(in, k, hash) - 1;
         if (in == text) end = *before(in, k, end) - 1;
         for (; end >= from && left; end = *before(in, k, end) - 1) {
-            int64_t same = alike(in, end, last, most), match = end - from + 1;
+            int64_t *met = scratch->met + end % MET;
+            int found = *met == end;
+            int64_t same = found ? length : alike(in, end, last, most), match = end - from + 1;
             if (same < length) continue;
             left--;
-            int known = known_already(in, scratch, k, end, same);
-            scratch->oldest[k] = end;
-            if (known || end + 1 == in->stop || token_at(in, end + 1) < 0) continue;
+            found = found || found_already(in, scratch, k, end, same);
+            *met = scratch->oldest[k] = end;
+            if (found || end + 1 == in->stop || token_at(in, end + 1) < 0) continue;
             if (match > same) match = same;
             if (match > s->max_match) match = s->max_match;
             scratch->found[count] = (Occurrence){end, scratch->of_match[match]};
@@ -149,43 +154,36 @@ static double guess(const Suffixes *s, const Ask *ask, const TextIndex *in, doub
     return score;
 }
 
-static Scratch scratch_for(const Suffixes *s) {
+static Scratch scratch_for(const Suffixes *s, const Ask *asks, int64_t num_asks) {
     int64_t nodes = 0, depth = 0, lengths = 0;
-    for (int64_t i = 0; i < s->drafts.num_asks; i++) {
-        const Ask *ask = s->drafts.asks + i;
+    for (const Ask *ask = asks; ask < asks + num_asks; ask++) {
         if (ask->num_nodes > nodes) nodes = ask->num_nodes;
         if (ask->depth > depth) depth = ask->depth;
         lengths = ask->text->num_lengths;
     }
     int64_t found = s->occurrences * lengths;
-    return (Scratch){{malloc((found * depth + 1) * sizeof(DraftNode)), 0},
-                     malloc(found * sizeof(Occurrence)),
-                     malloc((s->max_match + 1) * sizeof(int64_t)),
-                     malloc(lengths * sizeof(int64_t)),
-                     malloc(nodes * sizeof(int32_t)),
-                     malloc(nodes * sizeof(int32_t))};
+    return (Scratch){.tree = {malloc((found * depth + 1) * sizeof(DraftNode)), 0},
+                     .found = malloc(found * sizeof(Occurrence)),
+                     .of_match = malloc((s->max_match + 1) * sizeof(int64_t)),
+                     .oldest = malloc(lengths * sizeof(int64_t)),
+                     .chosen = malloc(nodes * sizeof(int32_t)),
+                     .best = malloc(nodes * sizeof(int32_t))};
 }
 
-/* The better of what a text itself and the store let expect, the text's own at a tie. Returns how
- * many nodes there are. */
-int64_t suffix_drafts(const Suffixes *s) {
-    const Drafts *drafts = &s->drafts;
-    const int64_t *new_tokens = drafts->new_tokens;
-    Scratch scratch = scratch_for(s);
-    int64_t count = 0;
-    for (int64_t i = 0; i < drafts->num_asks; i++) {
-        const Ask *ask = drafts->asks + i;
-        int64_t *tokens = drafts->tokens + count, *parents = drafts->parents + count;
-        int64_t *shape = drafts->shapes + 2 * i;
+/* The better of what a text itself and the store let expect, the text's own at a tie. */
+void suffix_drafts(const Ask *asks, int64_t num_asks, const int64_t *new_tokens, int64_t *tokens,
+                   int64_t *parents, int64_t *shapes, const Suffixes *s) {
+    Scratch scratch = scratch_for(s, asks, num_asks);
+    for (const Ask *ask = asks; ask < asks + num_asks; ask++, shapes += 2) {
         extend_text(ask->text, new_tokens, ask->num_new);
         new_tokens += ask->num_new;
-        shape[0] = shape[1] = 0;
+        shapes[0] = shapes[1] = 0;
         if (!ask->depth) continue;
-        double score = guess(s, ask, ask->text, 0, &scratch, tokens, parents, shape);
-        if (s->store) guess(s, ask, s->store, score, &scratch, tokens, parents, shape);
-        count += shape[0];
+        double score = guess(s, ask, ask->text, 0, &scratch, tokens, parents, shapes);
+        if (s->store && s->store->stop)
+            guess(s, ask, s->store, score, &scratch, tokens, parents, shapes);
+        tokens += shapes[0], parents += shapes[0];
     }
     free(scratch.tree.nodes), free(scratch.found), free(scratch.of_match), free(scratch.oldest);
     free(scratch.chosen), free(scratch.best);
-    return count;
 }
