@@ -7,26 +7,7 @@
  */
 #include "functions.h"
 
-#define BLOCK 64 /* keys whose scores are held at a time */
-
-/* Sixteen vectors as the columns of what were their rows. */
-INLINE void transpose(floats *x) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        ints low, high;
-        for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = lane & half ? LANES + lane - half : lane;
-            high[lane] = lane & half ? LANES + lane : lane + half;
-        }
-#pragma GCC unroll 8
-        for (int pair = 0; pair < LANES / 2; pair++) {
-            int i = pair / half * 2 * half + pair % half;
-            floats first = x[i], second = x[i + half];
-            x[i] = __builtin_shuffle(first, second, low);
-            x[i + half] = __builtin_shuffle(first, second, high);
-        }
-    }
-}
+#define BLOCK 32 /* keys whose scores are held at a time */
 
 /* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. For more than a
  * pair of rows: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
@@ -34,6 +15,7 @@ typedef struct {
     const char *keys, *values;
     int64_t places[BLOCK], count; /* first element of each in the pool; behind the last, of the first */
     int32_t index[BLOCK], end[BLOCK];
+    int seen; /* all of it by all rows */
     float *columns, *rows;
 } Block;
 
@@ -42,6 +24,7 @@ INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads
                  Block *block) {
     int64_t left = tree->root_length + tree->nodes - start;
     block->count = left < BLOCK ? left : BLOCK;
+    block->seen = start + BLOCK <= tree->root_length;
     for (int64_t j = 0; j < BLOCK; j++) {
         int64_t place = start + (j < block->count ? j : 0), node = place - tree->root_length;
         int64_t slot = node < 0 ? tree->root[place] : tree->slots[node];
@@ -55,6 +38,7 @@ INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads
 INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_heads, int64_t dim,
                  Block *block) {
     block->count = left < BLOCK ? left : BLOCK;
+    block->seen = left >= BLOCK;
     for (int64_t j = 0; j < BLOCK; j++) {
         block->places[j] = (slots[j < block->count ? j : 0] * kv_heads + head) * dim;
         block->index[j] = j < block->count ? 0 : INT32_MAX;
@@ -66,8 +50,11 @@ INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_he
 INLINE int64_t path_of(const Tree *tree, int64_t start, int64_t node, int64_t *slots) {
     int64_t count = 0;
     for (int64_t i = start; i < tree->root_length; i++) slots[count++] = tree->root[i];
-    for (int64_t j = 0; j <= node - tree->first; j++)
-        if (node < tree->ends[j]) slots[count++] = tree->slots[j];
+    for (int64_t j = 0; j <= node - tree->first;)
+        if (node < tree->ends[j])
+            slots[count++] = tree->slots[j++];
+        else
+            j = tree->ends[j] - tree->first; /* behind all that lies below another */
     return count;
 }
 
@@ -95,120 +82,163 @@ INLINE void gather(int type, int64_t dim, Block *block) {
 /* One row of a softmax that is taken block by block. */
 typedef struct {
     float *query, *mixed; /* [dim] */
-    float top, weight;    /* largest score so far, sum of e^(score - top) */
+    float top;            /* largest score so far */
+    floats weight;        /* sums of e^(score - top), a lane's */
     int64_t node;
 } Row;
 
-enum { PAIR = 2, PARTS = BLOCK / LANES };
+enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, SOME = 2, WIDE = 4 };
 
 /* Scores of `count` rows over a block, key by key from the pool. */
 INLINE void scores_by_key(int type, int count, const Row *row, const Block *block, int64_t dim,
-                          floats scores[][PARTS]) {
+                          floats scores[TILE][PARTS]) {
     for (int part = 0; part * LANES < block->count; part++) {
-        floats products[PAIR][LANES] = {};
-        for (int i = 0; i < LANES; i++)
-            for (int64_t d = 0; d < dim; d += LANES) {
-                floats key = load(type, block->keys, block->places[part * LANES + i] + d);
+        floats products[PAIR][LANES];
+        for (int i = 0; i < LANES; i++) {
+            int64_t place = block->places[part * LANES + i];
+            floats key = load(type, block->keys, place), products_of[PAIR];
+            for (int r = 0; r < count; r++) products_of[r] = load(FLOAT32, row[r].query, 0) * key;
+            for (int64_t d = LANES; d < dim; d += LANES) {
+                key = load(type, block->keys, place + d);
                 for (int r = 0; r < count; r++)
-                    products[r][i] += load(FLOAT32, row[r].query, d) * key;
+                    products_of[r] += load(FLOAT32, row[r].query, d) * key;
             }
-        for (int r = 0; r < count; r++) {
-            transpose(products[r]);
-            for (int half = LANES / 2; half; half /= 2)
-                for (int i = 0; i < half; i++) products[r][i] += products[r][i + half];
-            scores[r][part] = products[r][0];
+            for (int r = 0; r < count; r++) products[r][i] = products_of[r];
         }
+        for (int r = 0; r < count; r++) scores[r][part] = sums(products[r]);
     }
 }
 
-/* The same from its columns, where there are rows enough to make them: in the same order, sixteen
- * sums over every sixteenth dimension and then their sums by halves, so that a row's bits do not
- * depend on how many rows there are. */
+/* The same of `count` rows from its columns, where there are rows enough to make them: in the same
+ * order, sixteen sums over every sixteenth dimension and then their sums by halves, so that a row's
+ * bits do not depend on how many rows there are. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
-                             floats scores[][PARTS]) {
-    for (int r = 0; r < count; r++) {
-        floats open[5][PARTS]; /* sums of 1, 2, 4, 8 and 16 that wait for their other half */
+                             floats scores[TILE][PARTS]) {
+    for (int part = 0; part < PARTS; part += SOME) {
+        floats open[4][TILE][SOME]; /* sums of 2, 4, 8 and 16 that wait for their other half */
         int top = 0;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++, top++) {
-            int lane = (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3;
-            for (int p = 0; p < PARTS; p++) open[top][p] = (floats){};
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++, top++) {
+            int lane = (i & 1) << 2 | (i & 2) | (i & 4) >> 2;
+            floats sums[2][TILE][SOME] = {};
             for (int64_t d = lane; d < dim; d += LANES)
-                for (int p = 0; p < PARTS; p++)
-                    open[top][p] +=
-                        row[r].query[d] * load(FLOAT32, block->columns, d * BLOCK + p * LANES);
-            for (int halves = i; halves & 1; halves >>= 1, top--)
-                for (int p = 0; p < PARTS; p++) open[top - 1][p] += open[top][p];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+                    for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                        for (int p = 0; p < SOME; p++)
+                            sums[half][r][p] +=
+                                row[r].query[d + half * LANES / 2] *
+                                load(FLOAT32, block->columns,
+                                     (d + half * LANES / 2) * BLOCK + (part + p) * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                for (int p = 0; p < SOME; p++) {
+                    floats sum = sums[0][r][p] + sums[1][r][p];
+                    int to = top;
+                    for (int halves = i; halves & 1; halves >>= 1) sum += open[--to][r][p];
+                    open[to][r][p] = sum;
+                }
+            for (int halves = i; halves & 1; halves >>= 1) top--;
         }
-        for (int p = 0; p < PARTS; p++) scores[r][p] = open[0][p];
+        for (int r = 0; r < count; r++)
+            for (int p = 0; p < SOME; p++) scores[r][part + p] = open[0][r][p];
     }
 }
 
 /* weights @ rows, added to what `count` rows mixed so far, `vectors` of them from dimension d on. */
 INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const Block *block,
-                float weights[][BLOCK], const float *kept, int64_t d, int64_t dim) {
-    floats x[PAIR][PARTS];
+                float weights[TILE][BLOCK], const float *kept, int64_t d, int64_t dim) {
+    floats x[TILE][WIDE];
     for (int r = 0; r < count; r++)
         for (int i = 0; i < vectors; i++)
             x[r][i] = load(FLOAT32, row[r].mixed, d + i * LANES) * kept[r];
     for (int64_t j = 0; j < block->count; j++)
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; i++) {
             floats value = gathered ? load(FLOAT32, block->rows, j * dim + d + i * LANES)
                                     : load(type, block->values, block->places[j] + d + i * LANES);
+#pragma GCC unroll 4
             for (int r = 0; r < count; r++) x[r][i] += weights[r][j] * value;
         }
     for (int r = 0; r < count; r++)
         for (int i = 0; i < vectors; i++) store(FLOAT32, row[r].mixed, d + i * LANES, x[r][i]);
 }
 
-INLINE void attend_block(int type, int gathered, int count, Row *row, const Block *block,
-                         int64_t dim) {
-    floats s[PAIR][PARTS] = {};
-    float weights[PAIR][BLOCK], kept[PAIR];
-    if (gathered)
-        scores_by_column(count, row, block, dim, s);
-    else
-        scores_by_key(type, count, row, block, dim, s);
+/* Scores of `count` rows become weights, where a row does not see the key zeros. kept: what the
+ * row's sums so far are to be multiplied with. */
+INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
+                  float weights[TILE][BLOCK], float *kept) {
+    int parts = count > 1 ? PARTS : (block->count + LANES - 1) / LANES;
+    floats tops = all(-INFINITY), peaks = tops; /* lane r of row r */
     for (int r = 0; r < count; r++) {
-        floats best = all(-INFINITY), added = {};
-        for (int i = 0; i < PARTS; i++) {
-            ints index, end, node = (int32_t)row[r].node - (ints){};
-            memcpy(&index, block->index + i * LANES, sizeof index);
-            memcpy(&end, block->end + i * LANES, sizeof end);
-            s[r][i] = choose((index <= node) & (node < end), s[r][i], all(-INFINITY));
-            best = choose(s[r][i] > best, s[r][i], best);
+        floats best = all(-INFINITY);
+        for (int i = 0; i < parts; i++) {
+            if (!block->seen) {
+                ints index, end, node = (int32_t)row[r].node - (ints){};
+                memcpy(&index, block->index + i * LANES, sizeof index);
+                memcpy(&end, block->end + i * LANES, sizeof end);
+                ints sees = (index <= node) & (node < end);
+                scores[r][i] = choose(sees, scores[r][i], all(-INFINITY));
+            }
+            best = larger(scores[r][i], best);
         }
-        float peak = largest(best);
-        peak = peak > row[r].top ? peak : row[r].top;
-        float base = peak == -INFINITY ? 0 : peak; /* nothing seen yet: weights of zero */
-        kept[r] = sum(exponential(all(row[r].top - base))) / LANES;
-        for (int i = 0; i < PARTS; i++) {
-            floats weight = exponential(s[r][i] - base);
+        tops[r] = row[r].top;
+        peaks[r] = largest(best);
+    }
+    peaks = larger(peaks, tops);
+    floats base = choose(peaks == -INFINITY, all(0), peaks); /* nothing seen yet: zeros */
+    floats fading = exponential(tops - base);
+    for (int r = 0; r < count; r++) {
+        floats added = row[r].weight * fading[r];
+        for (int i = 0; i < parts; i++) {
+            floats weight = exponential(scores[r][i] - base[r]);
             store(FLOAT32, weights[r], i * LANES, weight);
             added += weight;
         }
-        row[r].top = peak;
-        row[r].weight = row[r].weight * kept[r] + sum(added);
+        row[r].top = peaks[r];
+        row[r].weight = added;
+        kept[r] = fading[r];
     }
-    int64_t d = 0;
-    for (; d + PARTS * LANES <= dim; d += PARTS * LANES)
-        mix(type, gathered, count, PARTS, row, block, weights, kept, d, dim);
-    for (; d < dim; d += LANES)
-        mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
 }
 
-INLINE void attend_rows(int type, int gathered, int64_t count, Row *rows, const Block *block,
-                        int64_t dim) {
+INLINE void attend_block(int type, int gathered, int count, Row *row, const Block *block,
+                         int64_t dim) {
+    floats scores[TILE][PARTS];
+    float weights[TILE][BLOCK], kept[TILE];
+    if (gathered)
+        scores_by_column(count, row, block, dim, scores);
+    else
+        scores_by_key(type, count, row, block, dim, scores);
+    weigh(count, row, block, scores, weights, kept);
+    int64_t d = 0;
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+        mix(type, gathered, count, WIDE, row, block, weights, kept, d, dim);
+    for (; d < dim; d += LANES) mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
+}
+
+/* Each a function of its own: as parts of one the compiler keeps fewer sums in registers. */
+static __attribute__((noinline)) void attend_gathered(int64_t count, Row *rows, const Block *block,
+                                                      int64_t dim) {
     int64_t r = 0;
-    if (gathered)
-        for (; r + PAIR <= count; r += PAIR) attend_block(type, 1, PAIR, rows + r, block, dim);
-    else
-        for (; r + PAIR <= count; r += PAIR) attend_block(type, 0, PAIR, rows + r, block, dim);
-    if (r == count) return;
-    if (gathered)
-        attend_block(type, 1, 1, rows + r, block, dim);
-    else
-        attend_block(type, 0, 1, rows + r, block, dim);
+    for (; r + TILE <= count; r += TILE) attend_block(FLOAT32, 1, TILE, rows + r, block, dim);
+    for (; r < count; r++) attend_block(FLOAT32, 1, 1, rows + r, block, dim);
+}
+
+static __attribute__((noinline)) void attend_scattered(int type, int64_t count, Row *rows,
+                                                       const Block *block, int64_t dim) {
+    int64_t r = 0;
+    if (type == FLOAT32) {
+        for (; r + PAIR <= count; r += PAIR)
+            attend_block(FLOAT32, 0, PAIR, rows + r, block, dim);
+        if (r < count) attend_block(FLOAT32, 0, 1, rows + r, block, dim);
+    } else {
+        for (; r + PAIR <= count; r += PAIR)
+            attend_block(BFLOAT16, 0, PAIR, rows + r, block, dim);
+        if (r < count) attend_block(BFLOAT16, 0, 1, rows + r, block, dim);
+    }
 }
 
 /* The rows of one tree and one KV head, with every query head of its group. What a row sees is one
@@ -225,7 +255,7 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
         int64_t n = r / group, node = tree->queries ? tree->queries[n] : tree->first + n;
-        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, 0, node};
+        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node};
         for (int64_t d = 0; d < dim; d += LANES) {
             store(FLOAT32, states[r].query, d, load(type, query, at + d) * scale);
             store(FLOAT32, states[r].mixed, d, (floats){});
@@ -236,22 +266,26 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     int64_t shared = is_chain(tree) ? total : tree->root_length / BLOCK * BLOCK;
     for (int64_t start = 0; start < shared; start += BLOCK) {
         find(tree, start, head, kv_heads, dim, &block);
-        int gathered = num_rows > PAIR;
-        if (gathered) gather(type, dim, &block);
-        attend_rows(type, gathered, num_rows, states, &block, dim);
+        if (num_rows < TILE) {
+            attend_scattered(type, num_rows, states, &block, dim);
+        } else {
+            gather(type, dim, &block);
+            attend_gathered(num_rows, states, &block, dim);
+        }
     }
     for (int64_t n = 0; n < tree->count && shared < total; n++) {
         int64_t slots[total - shared];
         int64_t count = path_of(tree, shared, states[n * group].node, slots);
         for (int64_t start = 0; start < count; start += BLOCK) {
             take(slots + start, count - start, head, kv_heads, dim, &block);
-            attend_rows(type, 0, group, states + n * group, &block, dim);
+            attend_scattered(type, group, states + n * group, &block, dim);
         }
     }
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
+        float weight = sum(states[r].weight);
         for (int64_t d = 0; d < dim; d += LANES)
-            store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / states[r].weight);
+            store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / weight);
     }
 }
 
