@@ -8,6 +8,7 @@
 #include "functions.h"
 
 #define BLOCK 32 /* keys whose scores are held at a time */
+#define MOST_ROWS 128
 
 /* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. For more than a
  * pair of rows: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
@@ -19,10 +20,11 @@ typedef struct {
     float *columns, *rows;
 } Block;
 
-/* Keys start, start + 1, ... of the root and then the tree, as every row sees or does not see them. */
-INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads, int64_t dim,
-                 Block *block) {
-    int64_t left = tree->root_length + tree->nodes - start;
+/* Keys start, start + 1, ... of the `total` of root and tree, as every row sees or does not see
+ * them. */
+INLINE void find(const Tree *tree, int64_t start, int64_t total, int64_t head, int64_t kv_heads,
+                 int64_t dim, Block *block) {
+    int64_t left = total - start;
     block->count = left < BLOCK ? left : BLOCK;
     block->seen = start + BLOCK <= tree->root_length;
     for (int64_t j = 0; j < BLOCK; j++) {
@@ -46,22 +48,23 @@ INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_he
     }
 }
 
-/* Slots of a root from `start` on and then of a node's path; returns how many. */
-INLINE int64_t path_of(const Tree *tree, int64_t start, int64_t node, int64_t *slots) {
-    int64_t count = 0;
-    for (int64_t i = start; i < tree->root_length; i++) slots[count++] = tree->root[i];
-    for (int64_t j = 0; j <= node - tree->first;)
-        if (node < tree->ends[j])
-            slots[count++] = tree->slots[j++];
-        else
-            j = tree->ends[j] - tree->first; /* behind all that lies below another */
-    return count;
+/* Nodes of a tree whose rows attend together: what is kept of them stays in the nearer caches. */
+INLINE int64_t rows_at_once(int64_t group) { return group < MOST_ROWS ? MOST_ROWS / group : 1; }
+
+/* The first element of a node's queries of a KV head. */
+INLINE int64_t row_at(const Tree *tree, int64_t n, int64_t head, int64_t group, int64_t heads,
+                      int64_t dim) {
+    return ((tree->row + n) * heads + head * group) * dim;
 }
 
-INLINE int is_chain(const Tree *tree) {
-    for (int64_t j = 0; j < tree->nodes; j++)
-        if (tree->ends[j] != tree->first + tree->nodes) return 0;
-    return 1;
+/* Each node's parent, -1 at the top, and depth, as places in the tree, of its first `count`. */
+INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int32_t *depths) {
+    for (int32_t j = 0; j < count; j++) {
+        int32_t parent = j - 1;
+        while (parent >= 0 && tree->ends[parent] <= tree->first + j) parent = parents[parent];
+        parents[j] = parent;
+        depths[j] = parent < 0 ? 0 : depths[parent] + 1;
+    }
 }
 
 INLINE void gather(int type, int64_t dim, Block *block) {
@@ -151,10 +154,7 @@ INLINE void scores_by_column(int count, const Row *row, const Block *block, int6
 /* weights @ rows, added to what `count` rows mixed so far, `vectors` of them from dimension d on. */
 INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const Block *block,
                 float weights[TILE][BLOCK], const float *kept, int64_t d, int64_t dim) {
-    floats x[TILE][WIDE];
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < vectors; i++)
-            x[r][i] = load(FLOAT32, row[r].mixed, d + i * LANES) * kept[r];
+    floats x[TILE][WIDE] = {};
     for (int64_t j = 0; j < block->count; j++)
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++) {
@@ -164,7 +164,10 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
             for (int r = 0; r < count; r++) x[r][i] += weights[r][j] * value;
         }
     for (int r = 0; r < count; r++)
-        for (int i = 0; i < vectors; i++) store(FLOAT32, row[r].mixed, d + i * LANES, x[r][i]);
+        for (int i = 0; i < vectors; i++) {
+            floats before = load(FLOAT32, row[r].mixed, d + i * LANES);
+            store(FLOAT32, row[r].mixed, d + i * LANES, before * kept[r] + x[r][i]);
+        }
 }
 
 /* Scores of `count` rows become weights, where a row does not see the key zeros. kept: what the
@@ -192,14 +195,14 @@ INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][P
     floats base = choose(peaks == -INFINITY, all(0), peaks); /* nothing seen yet: zeros */
     floats fading = exponential(tops - base);
     for (int r = 0; r < count; r++) {
-        floats added = row[r].weight * fading[r];
+        floats added = {};
         for (int i = 0; i < parts; i++) {
             floats weight = exponential(scores[r][i] - base[r]);
             store(FLOAT32, weights[r], i * LANES, weight);
             added += weight;
         }
         row[r].top = peaks[r];
-        row[r].weight = added;
+        row[r].weight = row[r].weight * fading[r] + added;
         kept[r] = fading[r];
     }
 }
@@ -241,20 +244,23 @@ static __attribute__((noinline)) void attend_scattered(int type, int64_t count, 
     }
 }
 
-/* The rows of one tree and one KV head, with every query head of its group. What a row sees is one
- * list, the root and its own path, in blocks that begin at multiples of BLOCK: where nodes lie in a
- * tree, and what else is in it, changes no bit. Whole blocks of the root are shared by all rows,
- * and those of a chain, whose nodes lie behind each other. */
+/* Rows from, from + 1, ... of one tree and one KV head, MOST_ROWS at most with every query head of
+ * its group. What a row sees is one list, the root and its own path, in blocks that begin at
+ * multiples of BLOCK: where nodes lie in a tree, and what else is in it, changes no bit. Whole
+ * blocks of the root are shared by all rows, and those of a chain, whose nodes lie behind each
+ * other. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
-                   const Tree *tree, int64_t head, int64_t heads, int64_t kv_heads, int64_t dim,
-                   float scale) {
-    int64_t group = heads / kv_heads, num_rows = tree->count * group;
+                   const Tree *tree, int64_t from, int64_t head, int64_t heads, int64_t kv_heads,
+                   int64_t dim, float scale) {
+    int64_t group = heads / kv_heads, count = rows_at_once(group);
+    if (from + count > tree->count) count = tree->count - from;
+    int64_t num_rows = count * group;
     float queries[num_rows * dim], mixed[num_rows * dim], columns[dim * BLOCK], rows[BLOCK * dim];
     Row states[num_rows];
     Block block = {.keys = keys, .values = values, .columns = columns, .rows = rows};
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
-        int64_t n = r / group, node = tree->queries ? tree->queries[n] : tree->first + n;
+        int64_t n = from + r / group, at = row_at(tree, n, head, group, heads, dim) + r % group * dim;
+        int64_t node = tree->queries ? tree->queries[n] : tree->first + n;
         states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node};
         for (int64_t d = 0; d < dim; d += LANES) {
             store(FLOAT32, states[r].query, d, load(type, query, at + d) * scale);
@@ -262,27 +268,36 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
         }
     }
     memset(columns, 0, sizeof columns);
-    int64_t total = tree->root_length + tree->nodes;
-    int64_t shared = is_chain(tree) ? total : tree->root_length / BLOCK * BLOCK;
-    for (int64_t start = 0; start < shared; start += BLOCK) {
-        find(tree, start, head, kv_heads, dim, &block);
+    int64_t wanted = states[num_rows - 1].node - tree->first + 1;
+    int32_t parents[wanted], depths[wanted];
+    find_parents(tree, wanted, parents, depths);
+    int is_chain = depths[wanted - 1] == wanted - 1;
+    int64_t total = tree->root_length + wanted;
+    int64_t shared = is_chain ? total : tree->root_length / BLOCK * BLOCK;
+    for (int64_t start = 0, first = 0; start < shared; start += BLOCK) {
+        find(tree, start, total, head, kv_heads, dim, &block);
+        while (states[first].node < block.index[0]) first++; /* what sees none of it */
         if (num_rows < TILE) {
-            attend_scattered(type, num_rows, states, &block, dim);
+            attend_scattered(type, num_rows - first, states + first, &block, dim);
         } else {
             gather(type, dim, &block);
-            attend_gathered(num_rows, states, &block, dim);
+            attend_gathered(num_rows - first, states + first, &block, dim);
         }
     }
-    for (int64_t n = 0; n < tree->count && shared < total; n++) {
-        int64_t slots[total - shared];
-        int64_t count = path_of(tree, shared, states[n * group].node, slots);
-        for (int64_t start = 0; start < count; start += BLOCK) {
-            take(slots + start, count - start, head, kv_heads, dim, &block);
+    int64_t tail = tree->root_length - shared;
+    for (int64_t n = 0; n < count && !is_chain; n++) {
+        int64_t node = states[n * group].node - tree->first, size = tail + depths[node] + 1;
+        int64_t slots[size];
+        memcpy(slots, tree->root + shared, tail * sizeof *slots);
+        for (int64_t at = node; at >= 0; at = parents[at])
+            slots[tail + depths[at]] = tree->slots[at];
+        for (int64_t start = 0; start < size; start += BLOCK) {
+            take(slots + start, size - start, head, kv_heads, dim, &block);
             attend_scattered(type, group, states + n * group, &block, dim);
         }
     }
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
+        int64_t at = row_at(tree, from + r / group, head, group, heads, dim) + r % group * dim;
         float weight = sum(states[r].weight);
         for (int64_t d = 0; d < dim; d += LANES)
             store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / weight);
@@ -293,13 +308,18 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, int together) {
+    int64_t most = 0, step = rows_at_once(heads / kv_heads);
+    for (int64_t i = 0; i < num_trees; i++) most = trees[i].count > most ? trees[i].count : most;
+    int64_t steps = (most + step - 1) / step, each = steps * kv_heads;
 #pragma omp parallel for schedule(dynamic) if (together)
-    for (int64_t i = 0; i < num_trees * kv_heads; i++) {
-        const Tree *tree = trees + i / kv_heads;
-        int64_t head = i % kv_heads;
+    for (int64_t i = 0; i < num_trees * each; i++) {
+        const Tree *tree = trees + i / each;
+        int64_t from = i % steps * step, head = i % each / steps;
+        if (from >= tree->count) continue;
         if (type == FLOAT32)
-            attend(FLOAT32, query, keys, values, out, tree, head, heads, kv_heads, dim, scale);
+            attend(FLOAT32, query, keys, values, out, tree, from, head, heads, kv_heads, dim, scale);
         else
-            attend(BFLOAT16, query, keys, values, out, tree, head, heads, kv_heads, dim, scale);
+            attend(BFLOAT16, query, keys, values, out, tree, from, head, heads, kv_heads, dim,
+                   scale);
     }
 }
