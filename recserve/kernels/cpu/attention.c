@@ -1,17 +1,17 @@
-/* Softmax tree attention of few rows over root and tree as one list of keys, block after block.
+/* Softmax tree attention over root and tree as one list of keys, block after block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
  * block of keys is read once for all rows, turned so that a vector holds sixteen keys of one
- * dimension: 2 R m D multiply-adds, 2 m D elements read. Softmax is taken as in FlashAttention
- * (arXiv 2205.14135).
+ * dimension, and four rows at a time multiply it from the nearest cache: 2 R m D multiply-adds, 2 m
+ * D elements read. Softmax is taken as in FlashAttention (arXiv 2205.14135).
  */
 #include "functions.h"
 
 #define BLOCK 32 /* keys whose scores are held at a time */
 #define MOST_ROWS 128
 
-/* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. For more than a
- * pair of rows: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
+/* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. Of TILE rows and
+ * more: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
 typedef struct {
     const char *keys, *values;
     int64_t places[BLOCK], count; /* first element of each in the pool; behind the last, of the first */
@@ -41,7 +41,7 @@ INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_he
                  Block *block) {
     block->count = left < BLOCK ? left : BLOCK;
     block->seen = left >= BLOCK;
-    for (int64_t j = 0; j < BLOCK; j++) {
+    for (int64_t j = 0; j < block->count || j % LANES; j++) {
         block->places[j] = (slots[j < block->count ? j : 0] * kv_heads + head) * dim;
         block->index[j] = j < block->count ? 0 : INT32_MAX;
         block->end[j] = INT32_MAX;
@@ -64,6 +64,17 @@ INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int3
         while (parent >= 0 && tree->ends[parent] <= tree->first + j) parent = parents[parent];
         parents[j] = parent;
         depths[j] = parent < 0 ? 0 : depths[parent] + 1;
+    }
+}
+
+/* Asks the memory for a slot's key and value: they lie too far apart for the processor to foresee
+ * them. */
+INLINE void ask_for(int type, const Block *block, int64_t slot, int64_t head, int64_t kv_heads,
+                    int64_t dim) {
+    int64_t size = (type == FLOAT32 ? 4 : 2) * dim, place = (slot * kv_heads + head) * size;
+    for (int64_t line = place; line < place + size; line += 64) {
+        __builtin_prefetch(block->keys + line);
+        __builtin_prefetch(block->values + line);
     }
 }
 
@@ -174,7 +185,7 @@ INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const 
  * row's sums so far are to be multiplied with. */
 INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
                   float weights[TILE][BLOCK], float *kept) {
-    int parts = count > 1 ? PARTS : (block->count + LANES - 1) / LANES;
+    int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
     floats tops = all(-INFINITY), peaks = tops; /* lane r of row r */
     for (int r = 0; r < count; r++) {
         floats best = all(-INFINITY);
@@ -281,13 +292,17 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
             attend_scattered(type, num_rows - first, states + first, &block, dim);
         } else {
             gather(type, dim, &block);
+            for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
+                ask_for(type, &block, tree->root[j], head, kv_heads, dim);
             attend_gathered(num_rows - first, states + first, &block, dim);
         }
     }
     int64_t tail = tree->root_length - shared;
     for (int64_t n = 0; n < count && !is_chain; n++) {
         int64_t node = states[n * group].node - tree->first, size = tail + depths[node] + 1;
-        int64_t slots[size];
+        int64_t slots[size], soon = (n + 3) * group;
+        if (soon < num_rows)
+            ask_for(type, &block, tree->slots[states[soon].node - tree->first], head, kv_heads, dim);
         memcpy(slots, tree->root + shared, tail * sizeof *slots);
         for (int64_t at = node; at >= 0; at = parents[at])
             slots[tail + depths[at]] = tree->slots[at];
