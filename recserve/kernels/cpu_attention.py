@@ -2,7 +2,8 @@
 merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
 Softmax attends in C (native_attention.py), unplanned, where that can be compiled and products are
-no quicker. Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N tree nodes:
+no quicker. Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
+tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
               of its own), few by batched products or one flash call for all

@@ -84,7 +84,8 @@ class NativeTreeAttention:
         if batch.queries is not None:
             bounds = torch.searchsorted(batch.queries, bounds)
         counts = bounds.diff().tolist()
-        if has_quick_products(form.dtype) and _many(batch, form, len(counts)):
+        roots = sum(root.shape[0] for root in batch.root_slots)
+        if has_quick_products(form.dtype) and _many(batch, form, len(counts), roots):
             return None
         return NativeTreeAttention(batch, counts)
 
@@ -126,12 +127,11 @@ class NativeTreeAttention:
         return out
 
 
-def _many(batch: TreeBatch, form: Form, trees: int) -> bool:
-    """Whether a batch is one for quick products."""
+def _many(batch: TreeBatch, form: Form, trees: int, roots: int) -> bool:
+    """Whether a batch is one for quick products; roots: their tokens, of all trees."""
     rows = batch.num_queries * form.group
     if rows > MOST_ROWS * trees:
         return True
-    roots = sum(root.shape[0] for root in batch.root_slots)
     if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
         return False
     return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
