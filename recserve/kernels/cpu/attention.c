@@ -230,7 +230,9 @@ INLINE void attend_block(int type, int gathered, int count, Row *row, const Bloc
     int64_t d = 0;
     for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
         mix(type, gathered, count, WIDE, row, block, weights, kept, d, dim);
-    for (; d < dim; d += LANES) mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
+    for (; d + PAIR * LANES <= dim; d += PAIR * LANES)
+        mix(type, gathered, count, PAIR, row, block, weights, kept, d, dim);
+    if (d < dim) mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
 }
 
 /* Each a function of its own: as parts of one the compiler keeps fewer sums in registers. */
