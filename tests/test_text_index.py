@@ -8,10 +8,20 @@ import pytest
 
 from recserve.core.text import Budget, TextContext
 from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.ngram import LOOKED_AT, NgramDrafter
-from recserve.draft.suffix import ANCHORS, SuffixDrafter, SuffixLimits
+from recserve.draft.lookup import ANCHORS, LOOKED_AT, SuffixLimits
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.suffix import SuffixDrafter
 from recserve.draft.text_index import GAP, TextIndex
+from recserve.kernels import dispatch, native
 from tests.text_loop import check_draft
+
+
+@pytest.fixture(params=["c", "plain"])
+def way(request, monkeypatch):
+    """Drafters that are made look up in C, and then plainly."""
+    if request.param == "c" and native.library() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(dispatch, "KERNELS", "auto" if request.param == "c" else "torch")
 
 
 def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:
@@ -110,7 +120,7 @@ def plain_ngram(text, low, high, depth, branches, num_nodes) -> set[tuple[int, .
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 4, 20])
 @pytest.mark.parametrize("branches", [1, 3])
-def test_ngram_drafts_what_a_search_finds(vocabulary, branches):
+def test_ngram_drafts_what_a_search_finds(vocabulary, branches, way):
     drafter = NgramDrafter(min_match=1, max_match=4, num_tokens=6, branches=branches)
     text = drawn_text(vocabulary, 160, vocabulary)
     rng = random.Random(1)
@@ -126,7 +136,7 @@ def test_ngram_drafts_what_a_search_finds(vocabulary, branches):
         stop += rng.randrange(1, 4)
 
 
-def test_a_period_is_drafted_past_the_end_of_the_text():
+def test_a_period_is_drafted_past_the_end_of_the_text(way):
     draft = NgramDrafter(num_tokens=7).propose([context([1, 2, 3] * 2)], [Budget(7, 7)])[0]
     assert draft.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1]
 
@@ -153,7 +163,7 @@ def plain_suffix(texts, tail, limits, num_nodes, depth):
 
 
 @pytest.mark.parametrize("vocabulary", [2, 4, 20])
-def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary):
+def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary, way):
     limits = SuffixLimits(12, 6, 9, 1.3, 0.5, 0.12, occurrences=10_000)
     drafter = SuffixDrafter(limits=limits)
     stored = []
@@ -179,7 +189,7 @@ def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary):
         assert set(paths(draft)) == set(expected[1])
 
 
-def test_suffix_chain_follows_the_most_frequent_child():
+def test_suffix_chain_follows_the_most_frequent_child(way):
     tokens = [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3, 7, 1, 2]
     drafter = SuffixDrafter(limits=SuffixLimits(factor=4.0, min_prob=0.01), capacity=0)
     tree = drafter.propose([context(tokens)], [Budget(32, 4)])[0]
@@ -188,7 +198,7 @@ def test_suffix_chain_follows_the_most_frequent_child():
     assert chain.tokens.tolist() == [3, 7, 1, 2]
 
 
-def test_long_matches_are_found_behind_many_short_ones():
+def test_long_matches_are_found_behind_many_short_ones(way):
     """The long match is older than more occurrences of its last token than are looked at."""
     rare = [11, 12, 13, 14, 15, 16, 17, 5]
     tokens = [*rare, 99, *([5, 6, 7] * 200), *rare]
@@ -198,18 +208,19 @@ def test_long_matches_are_found_behind_many_short_ones():
     assert max(ANCHORS) <= len(rare)
 
 
-def test_the_store_forgets_its_oldest_and_keeps_its_bound():
+def test_the_store_forgets_its_oldest_and_keeps_its_bound(way):
     drafter = SuffixDrafter(capacity=64)
     for number in range(50):
         drafter.propose([context([1, *range(100, 140)], number, 1)], [Budget(4, 4)])
         drafter.forget(number)
-    assert drafter._store.stop - drafter._store.start <= 64
-    assert not drafter._texts and not drafter._contexts
+    store = drafter._lookup._store
+    assert store.stop - store.start <= 64
+    assert not drafter._lookup._texts and not drafter._contexts
     found = drafter.propose([context([120, 121], 99)], [Budget(3, 3)])[0]
     assert found.tokens.tolist()[0] == 122
 
 
-def test_request_asks_for_fewer_or_no_tokens():
+def test_request_asks_for_fewer_or_no_tokens(way):
     tokens = [1, 2, 3] * 6
     for drafter in (NgramDrafter(branches=2), SuffixDrafter()):
         for asked in (0, 1, 2):

@@ -104,6 +104,11 @@ class TextDraft:
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
         object.__setattr__(self, "num_nodes", n)  # asked for often, and slow to read of a tensor
+        bare = self.probs is self.kinds is self.proposers is None and self.drawing == "chosen"
+        if not bare or self.parents.shape[0] != n:
+            self._check_columns(n)
+
+    def _check_columns(self, n: int) -> None:
         columns = (self.parents, self.probs, self.kinds, self.proposers)
         for number, column in enumerate(columns):
             if column is not None and column.shape[0] != n:

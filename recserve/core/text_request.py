@@ -166,9 +166,11 @@ class SpeculationCounts:
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        self.per_position += [0] * (accepted - len(self.per_position))
+        counts = self.per_position
+        if accepted > len(counts):
+            counts += [0] * (accepted - len(counts))
         for depth in range(accepted):
-            self.per_position[depth] += 1
+            counts[depth] += 1
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,12 @@ Source: prompt lookup decoding (Saxena 2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome
-from recserve.draft.draft_tree import DraftTree
-from recserve.draft.host_draft import NOTHING, HostDraft, as_tensors, chain
 from recserve.draft.limits import allowed, only_chains
-from recserve.draft.text_index import TextIndex
-
-LOOKED_AT = 8  # occurrences looked at for each branch that is wanted
+from recserve.draft.lookup import Ask
+from recserve.draft.text_lookup import text_lookup
 
 
 class NgramDrafter:
@@ -40,56 +36,26 @@ class NgramDrafter:
             raise ValueError(f"matches of {min_match} to {max_match} tokens; need 1 <= min <= max")
         if num_tokens < 1 or branches < 1:
             raise ValueError(f"num_tokens {num_tokens} and branches {branches} must be at least 1")
-        self.lengths = range(min_match, max_match + 1)
         self.num_tokens, self.branches = num_tokens, branches
-        self._texts: dict[int, TextIndex] = {}
+        self._lookup = text_lookup(range(min_match, max_match + 1))
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Continuations, longest match first."""
-        drafts = [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return as_tensors(drafts)
+        return self._lookup.ngrams(
+            [self._ask(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        )
 
-    def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
+    def _ask(self, context: TextContext, budget: Budget) -> Ask:
         branches = 1 if only_chains(context) else self.branches
         budget = allowed(context, budget, self.num_tokens * branches)
         depth = min(budget.depth, budget.num_nodes)
         if context.speculation.num_tokens is None:
             depth = min(depth, self.num_tokens)
-        if not depth:
-            return NOTHING
-        text = self._texts.get(context.id)
-        if text is None:
-            text = self._texts[context.id] = TextIndex(self.lengths)
-        text.extend(context.tokens[text.stop :])
-        if branches == 1:
-            end = next(self._ends(text, 1), None)
-            return NOTHING if end is None else chain(continuation(text, end, depth))
-        tree, used = DraftTree(), 0
-        for end in dict.fromkeys(self._ends(text, LOOKED_AT * branches)):
-            before = len(tree)
-            tree.add_path(continuation(text, end, depth), budget.num_nodes)
-            used += len(tree) > before
-            if used == branches:
-                break
-        return tree.finish(tree.preorder())
-
-    def _ends(self, text: TextIndex, most: int) -> Iterator[int]:
-        """Where the end of the text stood before: long matches first, newest first."""
-        for n in reversed(self.lengths):
-            yield from text.ends(n, most)
+        return Ask(context.id, context.tokens, budget.num_nodes, depth, branches)
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads what was committed."""
 
     def forget(self, context_id: int) -> None:
         """Drop the sequence's index."""
-        self._texts.pop(context_id, None)
-
-
-def continuation(text: TextIndex, end: int, length: int) -> list[int]:
-    """`length` tokens after position `end`, going on in themselves where the text is over."""
-    known = min(length, text.stop - 1 - end)
-    tokens = text.after(end, known)
-    for i in range(known, length):
-        tokens.append(tokens[i - known])
-    return tokens
+        self._lookup.forget(context_id)

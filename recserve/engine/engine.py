@@ -278,8 +278,8 @@ class Engine:
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
             self._step_background()
             lanes = [*self._lanes.values(), *self._background.values()]
-            waiting = bool(self._waiting) or bool(self._behind)
-            return waiting or any(lane.num_running for lane in lanes)
+            running = sum([lane.num_running for lane in lanes])
+            return bool(self._waiting or self._behind or running)
 
     def _step_lane(self, lane: AnyLane) -> int:
         """One forward of a model; a failure ends its running requests with that error, no

@@ -63,11 +63,10 @@ class StepOutputs:
 
     def kept(self) -> Kept:
         """The one look at the device in a step: what was written decides what is done next."""
-        found = self.found.cpu().numpy()
+        found, ranked = self.found.cpu(), None
         width, stop = self.depth + 1, 2 * self.depth + 4
-        ranked = None
         if self.num_heads:
-            ranked = found[:, stop:].copy().reshape(len(found), self.num_heads, -1)
+            ranked = found[:, stop:].numpy().copy().reshape(len(found), self.num_heads, -1)
             found = found[:, :stop]
         paths, tokens = [], []
         for row in found.tolist():

@@ -105,7 +105,9 @@ def pack_trees(
     # All that a chain is follows from its length; what forks is told below.
     chains = _chains(sizes, num_nodes, num_trees)
     columns = chains.columns.copy()
-    columns[TOKENS, chains.first] = last
+    columns[TOKENS][chains.first] = last
+    if not any(sizes):
+        return PackedTrees(columns, chains.offsets, [], chains.drafted, 0, True)
     some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
     forks = [(number, d.parents) for number, d in some if d.depth < d.num_nodes]
     kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
@@ -133,7 +135,8 @@ def _put(
     here = [part for part in parts if part[1].is_cpu]
     if here:
         places = _places(sizes, tuple([number for number, _ in here]))
-        told = torch.cat([column for _, column in here]).numpy()
+        columns_here = [column for _, column in here]
+        told = (columns_here[0] if len(here) == 1 else torch.cat(columns_here)).numpy()
         columns[row, places.nodes] = told + places.starts if row == PARENTS else told
     late = []
     for number, column in parts if len(here) < len(parts) else ():

@@ -48,6 +48,11 @@ def lays_out(keys: Tensor) -> bool:
     return KERNELS == "auto" and native.reads(keys)
 
 
+def looks_up() -> bool:
+    """Whether what followed in growing texts is looked up in C (native_lookup.py)."""
+    return KERNELS == "auto" and native.library() is not None
+
+
 def packs(weight: Tensor) -> bool:
     """Whether products with a weight [n, m], in panels, run in C."""
     return KERNELS == "auto" and native.multiplies(weight)

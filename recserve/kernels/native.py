@@ -44,6 +44,9 @@ SIGNATURES = {
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
+    "extend_text": (P, P, N),
+    "ngram_drafts": (P, N, P, P, P, P, N),
+    "suffix_drafts": (P, N, P, P, P, P, P),
 }
 RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
 
