@@ -64,7 +64,10 @@ def train(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
     ] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="End within so long.")] = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(help="End within so long; with --resume, earlier runs do not count."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, order and sampling.")] = 0,
     device: DeviceFlag = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
