@@ -63,14 +63,14 @@ def make_bundle(folder: Path, num_items: int) -> Path:
     tables = RankingTables.fit(
         train, catalog.items, catalog.vectors, recipe.long_items, recipe.recent_items, recipe.block
     )
-    folder = bundle.directory("ranker", create=True)
+    folder = bundle.directory("ranker")
     save_ranker(make_ranker(tables, catalog.vectors, recipe, 0), folder)
     tables.save(folder)
     bundle.commit("ranker", {})
     config = RecommenderConfig(
         DecoderConfig(128, 2, 4, 4, 32, 512), catalog.index.codebook_sizes, num_items=num_items
     )
-    save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+    save_recommender(Recommender(config), bundle.directory("recommender"))
     bundle.commit("recommender", {})
     return out
 
