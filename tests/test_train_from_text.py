@@ -73,7 +73,7 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch):
         (RHYME.encode(), "the text gives 2.. tokens, not 4096; give more text"),
         (b"", "the text gives 257 tokens, not 4096; give more text"),
         (b"\xff\xfe", "wrong.txt is not UTF-8 text"),
-        (None, "wrong.txt"),
+        (None, "wrong.txt: no such file"),
     ],
     ids=["short", "empty", "no-text", "missing"],
 )

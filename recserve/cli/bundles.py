@@ -143,6 +143,8 @@ def evaluate(
 ) -> None:
     """NDCG and recall of leave-one-out over all items; --strategy all compares the strategies."""
     cutoffs = numbers(k, "--k")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
     from recserve.bundle import Bundle
     from recserve.training.evaluate import Evaluation, evaluate_bundle
     from recserve.training.fidelity import Fidelity, compare_strategies
