@@ -1,5 +1,6 @@
 """`recserve train lm` and `train medusa`: what drafts for a model shares its tokens."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,25 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch):
     monkeypatch.setattr(language_model, "PART", 100)
     assert np.array_equal(language_model.encode(tokenizer, [text, text]), whole)
     assert (whole == 0).sum() == 2 and whole[0] == 0
+
+
+@pytest.mark.parametrize(
+    "content,said",
+    [
+        (RHYME.encode(), "the text gives 2.. tokens, not 4096; give more text"),
+        (b"", "the text gives 257 tokens, not 4096; give more text"),
+        (b"\xff\xfe", "wrong.txt is not UTF-8 text"),
+        (None, "wrong.txt: no such file"),
+    ],
+    ids=["short", "empty", "no-text", "missing"],
+)
+def test_a_text_that_cannot_be_learned_from_leaves_nothing(content, said, tmp_path):
+    text = tmp_path / "wrong.txt"
+    if content is not None:
+        text.write_bytes(content)
+    result = CliRunner().invoke(app, ["train", "lm", "--text", text, "--out", tmp_path / "lm"])
+    assert result.exit_code == 1 and re.search(said, str(result.exception))
+    assert not (tmp_path / "lm").exists()
 
 
 @pytest.mark.parametrize(
