@@ -91,6 +91,7 @@ def test_a_text_that_cannot_be_learned_from_leaves_nothing(content, said, tmp_pa
     [
         (["lm"], "needs --text and --out"),
         (["medusa", "--text", "a", "--out", "b"], "needs --llm"),
+        (["lm", "--text", "a", "--out", "b", "--llm", "none"], "there is no folder none"),
         (["ranker"], "needs --bundle"),
     ],
 )
