@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
     python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
-Needs torch, numpy, safetensors and triton, nothing else. Exits 2 without a CUDA device, 1 if a
-check failed. Every part runs in a process of its own and for its own time at most, so that none
-loses the others; the JSON is written after every row. Outputs start as NaN (torch fills what it
-allocates) while the checks run.
+Needs torch, numpy, safetensors and triton, nothing else; from a checkout that is not installed,
+with PYTHONPATH=. before it. Exits 2 without a CUDA device, 1 if a check failed. Every part runs in
+a process of its own and for its own time at most, so that none loses the others; the JSON is
+written after every row. Outputs start as NaN (torch fills what it allocates) while the checks run.
 
 A kernel takes seconds to compile, and there are a hundred forms of them: checks run side by side,
 and then what is to be measured runs once side by side, its figures thrown away, to be compiled.

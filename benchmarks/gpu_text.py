@@ -16,12 +16,21 @@ from drawn import drawn_language_model, walk
 from gpu_checks import Task
 from timing import milliseconds
 
-from recserve.core.text import Budget, Drafter, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import (
+    Budget,
+    Drafter,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+    chain_draft,
+    empty_draft,
+)
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.draft.medusa import MedusaDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.text_lane import TextLane
+from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 
@@ -75,6 +84,43 @@ class WalkDrafter:
         """Nothing is kept."""
 
 
+class DrawnDrafter:
+    """Chains of the walk, every token drawn: three times in four the right one, else the next."""
+
+    draws = True
+
+    def __init__(self, vocabulary: int, depth: int, device: torch.device) -> None:
+        self.vocabulary, self.depth, self.device = vocabulary, depth, device
+
+    def propose(
+        self, contexts: Sequence[TextContext], budgets: Sequence[Budget]
+    ) -> list[TextDraft]:
+        """Tokens that another machine draws too, with probs on the device."""
+        drafts = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            right, tokens, token = list[int](), list[int](), context.tokens[-1]
+            for level in range(min(self.depth, budget.depth, budget.num_nodes)):
+                right.append(int(walk(token, self.vocabulary)))
+                number = 2654435761 * (len(context.tokens) + level) + context.params.seed
+                token = (right[-1] + ((number >> 7) % 4 == 0)) % self.vocabulary
+                tokens.append(token)
+            likely = on_device(right, self.device, torch.int64)[:, None]
+            probs = torch.zeros(len(tokens), self.vocabulary, device=self.device)
+            probs.scatter_(1, likely, 0.75).scatter_(1, (likely + 1) % self.vocabulary, 0.25)
+            drafts.append(chain_draft(torch.tensor(tokens, dtype=torch.int64), probs))
+        return drafts
+
+    def commit(self, outcomes: Sequence[TextOutcome]) -> None:
+        """Nothing is learned."""
+
+    def forget(self, context_id: int) -> None:
+        """Nothing is kept."""
+
+
+# Of drafters whose drafts are not judged by `sample`.
+RULES = {"drawn": "rejection"}
+
+
 def drawn_heads(model: LanguageModel) -> MedusaDrafter:
     """Heads that guess the next token again and again, with noise of their own."""
     torch.manual_seed(0)
@@ -89,18 +135,22 @@ def drawn_heads(model: LanguageModel) -> MedusaDrafter:
     return drafter
 
 
-def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int, heads: bool = False) -> Engine:
-    """With every step recorded, or none. heads: with a drafter whose heads are recorded too."""
-    cuda = model.tokens.weight.is_cuda
+def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int, more: bool = False) -> Engine:
+    """With every step recorded, or none. more: with a drafter whose heads are recorded too, and one
+    whose drafts are judged by rejection.
+    """
+    cuda, vocabulary = model.tokens.weight.is_cuda, model.config.vocab_size
     config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda)
-    drafters: dict[str, Drafter] = {"walk": WalkDrafter(model.config.vocab_size, 3)}
-    if heads:
+    drafters: dict[str, Drafter] = {"walk": WalkDrafter(vocabulary, 3)}
+    if more:
         drafters["medusa"] = drawn_heads(model)
+        drafters["drawn"] = DrawnDrafter(vocabulary, 4, model.tokens.weight.device)
     engine = Engine(text=model, drafters=drafters, config=config)
     lane: Any = engine._lanes["text"]
     if recorded and cuda:
         shapes = config.graph_limits.shapes
-        wanted = 2 * len(shapes) + heads * 2 * sum(shape.depth > 0 for shape in shapes)
+        again = sum((shape.depth > 0) + shape.for_chains for shape in shapes) if more else 0
+        wanted = 2 * (len(shapes) + again)
         names = [made.bucket.name for made in lane.graphs.recorded]
         if len(names) < wanted:
             raise RuntimeError(f"{len(names)} of {wanted} steps were recorded: {names}")
@@ -120,12 +170,12 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         if which not in engines:
             model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
             model = model.to("cpu" if which == "cpu" else device)
-            engines[which] = text_engine(model, which == "recorded", 2**24, heads=True)
+            engines[which] = text_engine(model, which == "recorded", 2**24, more=True)
         requests = [
             TextRequest(
                 np.random.default_rng(n).integers(0, VOCABULARY, 5 + 30 * n),
                 replace(PARAMETERS[name], seed=n, max_tokens=24),
-                Speculation(drafter),
+                Speculation(drafter, RULES.get(drafter, "sample")),
             )
             for n in range(texts)
         ]
@@ -138,11 +188,13 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         )
         return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
 
+    cases = (("none", 1), ("walk", 1), ("walk", 8), ("medusa", 2), ("drawn", 1), ("drawn", 8))
     for name in PARAMETERS:
-        for drafter, texts in (("none", 1), ("walk", 1), ("walk", 8), ("medusa", 2)):
-            if smoke and drafter == "medusa" and name != "every parameter":
+        for drafter, texts in cases:
+            brief = smoke and drafter in ("medusa", "drawn")
+            if brief and (name != "every parameter" or texts > 2):
                 continue
-            for against in ("launched",) if smoke and drafter == "medusa" else ("launched", "cpu"):
+            for against in ("launched",) if brief else ("launched", "cpu"):
                 yield Task(
                     f"recorded steps, {name}, drafter {drafter}, {texts} texts: as {against}",
                     lambda n=name, d=drafter, t=texts, a=against: different(n, d, t, a),

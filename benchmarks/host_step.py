@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from drawn import drawn_language_model
-from gpu_text import WalkDrafter, drawn_heads
+from gpu_text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from timing import machine
 
 from recserve.core.text import Drafter
@@ -78,6 +78,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         "medusa": drawn_heads(model),
         "ngram": NgramDrafter(),
         "suffix": SuffixDrafter(),
+        "drawn": DrawnDrafter(VOCABULARY, NODES, torch.device("cpu")),
     }
     engine = Engine(text=model, drafters=drafters, config=EngineConfig(kv_bytes=2**27))
     lane: Any = engine._lanes["text"]
@@ -98,13 +99,12 @@ def measured(
 ) -> dict[str, Any]:
     """Texts that run side by side for so many replayed steps."""
     rng = np.random.default_rng(0)
+    words = Speculation(drafter, RULES.get(drafter, "sample"), num_tokens=NODES)
     futures = []
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=3 * steps + 60)
         prompt = rng.integers(0, VOCABULARY, 20)
-        futures.append(
-            engine.submit(TextRequest(prompt, params, Speculation(drafter, num_tokens=NODES)))
-        )
+        futures.append(engine.submit(TextRequest(prompt, params, words)))
     taken = []
     for _ in range(30 + steps):
         replayed, began = graphs.counts["replayed"], time.thread_time()

@@ -96,7 +96,7 @@ def make_bundle(folder: Path, num_items: int) -> Path:
     config = RecommenderConfig(
         decoder, index.codebook_sizes, num_items=num_items, vector_dim=WIDTH, id_embedding=True
     )
-    save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+    save_recommender(Recommender(config), bundle.directory("recommender"))
     bundle.commit("recommender", {})
     return folder
 

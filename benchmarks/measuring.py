@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from timing import processor
+
+from recserve.kernels.processor import processor
 
 TAIL_RUNS = 100
 
@@ -92,7 +93,7 @@ def machine() -> dict[str, Any]:
     """What the figures depend on."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return {
-        "processor": processor(),
+        "processor": processor().name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_before": round(load, 2),

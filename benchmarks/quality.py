@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
+from recserve.kernels.processor import processor
 from recserve.training.evaluate import evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
@@ -155,7 +156,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 def machine() -> dict[str, Any]:
     """What the minutes were measured on."""
     return {
-        "processor": platform.machine(),
+        "processor": processor().name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

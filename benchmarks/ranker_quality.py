@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from dataclasses import replace
@@ -29,6 +28,7 @@ from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, join_vectors, text_vectors, unit
+from recserve.kernels.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.options import TrainOptions
@@ -110,7 +110,7 @@ def main() -> None:
     options = TrainOptions(epochs=given.epochs, seed=given.seed)
     print(
         f"{given.data.name}: {log.num_users} users, {len(items)} items, {log.num_events} events; "
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, "
+        f"torch {torch.__version__}, {processor().name}, "
         f"{given.threads} threads, device {options.torch_device()}, seed {given.seed}"
     )
     results = []

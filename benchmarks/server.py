@@ -11,7 +11,6 @@ turn, so that what they did is cached, as it is for users who page through a sho
 
 import argparse
 import json
-import platform
 import socket
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from recserve.config import ServerConfig
 from recserve.core.request import Result
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.kernels.processor import processor
 from recserve.messages import EventBody, EventsBody
 from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker
@@ -63,14 +63,14 @@ def make_bundle(folder: Path, num_items: int) -> Path:
     tables = RankingTables.fit(
         train, catalog.items, catalog.vectors, recipe.long_items, recipe.recent_items, recipe.block
     )
-    folder = bundle.directory("ranker", create=True)
+    folder = bundle.directory("ranker")
     save_ranker(make_ranker(tables, catalog.vectors, recipe, 0), folder)
     tables.save(folder)
     bundle.commit("ranker", {})
     config = RecommenderConfig(
         DecoderConfig(128, 2, 4, 4, 32, 512), catalog.index.codebook_sizes, num_items=num_items
     )
-    save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+    save_recommender(Recommender(config), bundle.directory("recommender"))
     bundle.commit("recommender", {})
     return out
 
@@ -185,7 +185,7 @@ def main() -> None:
             results[scorer] = summary(measure(service, port, "/v1/rank", bodies))
         server.should_exit = True
         thread.join()
-    machine = f"{platform.processor() or platform.machine()}, torch {torch.__version__}, CPU"
+    machine = f"{processor().name}, torch {torch.__version__}, CPU"
     print(f"{machine}, {options.threads} torch threads, {options.requests} requests, one at a time")
     print(
         f"{options.items} items, {options.candidates} candidates, {options.users} users with ",

@@ -163,7 +163,8 @@ def _acceptance(trees: int, nodes: int, vocabulary: int, drawn: Drawn) -> Iterat
         equal=True,
     )
     p = logits.float().softmax(-1)
-    q = (logits.float() * 0.7).softmax(-1)
+    values = (logits.float() * 0.7).softmax(-1)
+    q = accept_reference.DraftProbs(values, torch.arange(len(values), device=device))
     yield Case(
         f"accept_drawn {trees} trees of {nodes}, vocabulary {vocabulary}",
         lambda: walked(dispatch.accept_drawn(p, q, tree, keys, 8)),

@@ -1,4 +1,4 @@
-"""How long a call takes on a device, and what the device can do at most; torch only."""
+"""How long a call takes on a device, and what the device can do at most."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from recserve.kernels.processor import processor
 
 FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
 
@@ -118,7 +119,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     """What the figures depend on."""
     facts: dict[str, Any] = {
         "device": device,
-        "processor": processor(),
+        "processor": processor().name,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -135,13 +136,3 @@ def machine(device: str = "cpu") -> dict[str, Any]:
             "triton": triton.__version__,
         }
     return facts
-
-
-def processor() -> str:
-    """Its name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,6 +27,7 @@ from recserve.features.vectors import (
     read_vectors,
     unit,
 )
+from recserve.new_folder import new_folder
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     for line in codes_report.lines():
         log(line)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder.chmod(0o755)
+    with new_folder(out) as folder:
         made = Bundle.create(folder)
         catalog = Catalog("", items, index, popularity, vectors)
         catalog.save(folder / names.CATALOG, folder / names.VECTORS)
@@ -142,10 +138,6 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
             encoder.save(folder / names.TEXT)
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
         made.commit("build", _record(options, events, codes_report, error))
-        folder.replace(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     report = BuildReport(
         out,
         made.manifest.catalog_version,

@@ -174,14 +174,11 @@ class Bundle:
         """Whether the manifest has this section: `has("ranker")` says that one was trained."""
         return section in self.manifest.sections
 
-    def directory(self, name: str, create: bool = False) -> Path:
-        """A folder inside the bundle; it may not exist yet unless `create`."""
+    def directory(self, name: str) -> Path:
+        """A folder inside the bundle; it may not exist yet."""
         if not NAME.fullmatch(name):
             raise BundleError(f"{name[:80]!r} is not a plain folder name")
-        path = self._inside(name)
-        if create:
-            path.mkdir(parents=True, exist_ok=True)
-        return path
+        return self._inside(name)
 
     def digest(self, section: str) -> str:
         """Of the weights of a trained model, for what was made to stand on just these."""

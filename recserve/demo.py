@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +35,7 @@ from recserve.messages import (
     UserRef,
 )
 from recserve.messages_text import CompletionAnswer, CompletionBody, SpeculationBody
+from recserve.new_folder import new_folder
 from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.served import Served
@@ -101,15 +100,10 @@ def prepare(data: Path | None, console: Console) -> Path:
     if folder.is_dir():
         say(console, f"using the bundle of an earlier run: {folder / 'bundle'}")
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    try:
+    with new_folder(folder) as making:
         make_bundle(data, making, console)
         make_llm(making / LLM, console)
-        making.rename(folder)
-        say(console, f"kept for the next run: {folder / 'bundle'}")
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
+    say(console, f"kept for the next run: {folder / 'bundle'}")
     return folder
 
 

@@ -28,6 +28,7 @@ MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
 MIN_FREE_BYTES = 1 << 30
 MAX_STORE_MS = 5.0
+BF16 = ("amx_bf16", "avx512_bf16")  # the faster one first
 PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
 
 
@@ -111,25 +112,16 @@ def check_device() -> Finding:
             return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    words = _cpu_flags()
-    bf16 = "amx_bf16" if "amx_bf16" in words else "avx512_bf16" if "avx512_bf16" in words else ""
-    found = f"CPU, {threads}, {bf16 or 'no bf16 instructions'}"
     from recserve.kernels import native
+    from recserve.kernels.processor import processor
+
+    bf16 = next((name for name in BF16 if name in processor().flags), "no bf16 instructions")
+    found = f"CPU, {threads}, {bf16}"
 
     if native.library() is None:
         advice = "no C compiler (cc) that works, so layers take up to twice as long: install gcc"
         return Finding("device", "warn", f"{found}; {advice}")
     return Finding("device", "ok", f"{found}, layers compiled for it")
-
-
-def _cpu_flags() -> set[str]:
-    """Instruction sets as Linux lists them; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(line.split())
 
 
 def check_open_files() -> Finding:

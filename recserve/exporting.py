@@ -13,6 +13,7 @@ from recserve.bundle import Bundle, BundleError
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import BOS, Recommender, load_recommender
 from recserve.models.saving import save_language_model
+from recserve.new_folder import new_folder
 
 CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"
 
@@ -23,7 +24,7 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     A prompt is BOS and the tokens of the history's items, oldest first, at most
     `max_history_items`; an item's score is the sum of full-vocabulary log-softmax over its tokens.
     Raises BundleError without a recommender, or one that is not a plain Llama scored over the whole
-    vocabulary; FileExistsError where `out` holds something already.
+    vocabulary; FileExistsError where `out` holds something already. A failure leaves nothing.
     """
     if not bundle.has("recommender"):
         raise BundleError(f"{bundle.root}: no recommender was trained; train one first")
@@ -38,20 +39,20 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
             f"{bundle.root}: this recommender reads item vectors or ids, which a Llama has no "
             "place for; train one with --input codes"
         )
-    folder = Path(out)
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} is not empty; name a new folder")
     catalog = bundle.catalog()
     tokens = catalog.index.codes.astype(np.int32) + np.array(model.config.level_offsets, np.int32)
     lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])
     table = pa.table({"item_id": catalog.items.ids, "tokens": lists.cast(pa.list_(pa.int32()))})
-    pq.write_table(table, folder / ITEMS)
-    save_language_model(as_language_model(model), folder)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    config["max_history_items"] = model.config.max_history_items
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return [folder / name for name in (CONFIG, WEIGHTS, ITEMS)]
+    with new_folder(out) as folder:
+        pq.write_table(table, folder / ITEMS)
+        save_language_model(as_language_model(model), folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config["max_history_items"] = model.config.max_history_items
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return [out / name for name in (CONFIG, WEIGHTS, ITEMS)]
 
 
 def as_language_model(model: Recommender) -> LanguageModel:

@@ -89,10 +89,9 @@ def drawn_acceptance(kinds_of_nodes, small):
         **dict.fromkeys(["p", "q", "residuals", "totals", "values"], "*fp32"), **small,
         "choices": "*i32",
     }  # fmt: skip
-    for has_q in (True, False):
-        sizes = {"TILE": accept.TILE, "HAS_Q": has_q}
-        yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
-        yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
+    sizes = {"TILE": accept.TILE}
+    yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
+    yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
     yield accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 

@@ -7,7 +7,7 @@ import torch
 
 from recserve.kernels import accept_reference as twin
 from recserve.kernels import noise
-from recserve.kernels.accept_reference import Keys
+from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.tree import AUXILIARY, from_parents, merge
 
 
@@ -133,7 +133,8 @@ def test_rejection_gives_the_target_distribution():
             seeds = torch.arange(start, start + 500)
             keys = Keys(seeds, torch.full_like(seeds, 3))
             rows = trees.num_nodes
-            walk = twin.accept_drawn(p.expand(rows, 5), q.expand(rows, 5), trees, keys, 1)
+            drawn = DraftProbs(q[None], torch.zeros(rows, dtype=torch.int64))
+            walk = twin.accept_drawn(p.expand(rows, 5), drawn, trees, keys, 1)
             first = torch.where(walk.lengths > 0, trees.tokens[walk.nodes[:, 1]], walk.bonus)
             counts += torch.bincount(first, minlength=5)
             kept += int(walk.lengths.sum())
@@ -145,12 +146,12 @@ def test_rejection_gives_the_target_distribution():
 
 def test_a_refused_child_is_drawn_from_the_residual():
     """p is certain of 1, the draft says 0 then 2: nothing accepted, bonus 1."""
-    tree = from_parents(torch.tensor([9, 0, 2]), torch.tensor([-1, 0, 1]))
+    tree = from_parents(torch.tensor([1, 0, 2]), torch.tensor([-1, 0, 1]))
     p = torch.tensor([[0.0, 1.0, 0.0]]).expand(3, 3)
     q = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     keys = Keys(torch.tensor([5]), torch.tensor([0]))
     agreed = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    for drawn in (q, None):
+    for drawn in (DraftProbs(q, torch.arange(3)), DraftProbs.none(tree, 3)):
         walk = twin.accept_drawn(p, drawn, tree, keys, 2)
         assert walk.nodes.tolist() == [[0, -1, -1]]
         assert walk.lengths.tolist() == [0] and walk.bonus.tolist() == [1]

@@ -13,7 +13,7 @@ tl = triton.language
 from recserve.core.text import ScoredTrees  # noqa: E402
 from recserve.kernels import accept, accept_drawn, dispatch, noise, noise_kernel  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
-from recserve.kernels.accept_reference import Keys  # noqa: E402
+from recserve.kernels.accept_reference import DraftProbs, Keys  # noqa: E402
 from recserve.kernels.tree import from_parents, merge  # noqa: E402
 from recserve.verify.rules import verify  # noqa: E402
 
@@ -87,8 +87,11 @@ def test_ties_go_to_the_lowest_token(monkeypatch):
     assert walk.bonus.tolist() == [300, 300]
 
 
-def check_drawn(p, q, tree, keys, monkeypatch):
+def check_drawn(p, q, tree, keys, monkeypatch, rows=None):
+    """q: of every node, or of those of `rows`; None: all were chosen."""
     depth = int(tree.depths.max())
+    rows = torch.arange(tree.num_nodes) if rows is None else rows
+    q = DraftProbs.none(tree, p.shape[1]) if q is None else DraftProbs(q, rows)
     expected = twin.accept_drawn(p, q, tree, keys, depth)
     with monkeypatch.context() as patch:
         poison(patch)
@@ -104,6 +107,8 @@ def test_rejection_matches_reference(sizes, vocabulary, kinds, monkeypatch):
     q = (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).softmax(-1)
     check_drawn(p, q, tree, keys, monkeypatch)
     check_drawn(p, None, tree, keys, monkeypatch)
+    some = torch.arange(tree.num_nodes) % 3
+    check_drawn(p, q[:2], tree, keys, monkeypatch, rows=some - 1)
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
@@ -167,7 +172,8 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
         probs = None
         if "independent" in drawings:
             owners = [d == "independent" for d in drawings for _ in range(size)]
-            probs = torch.where(torch.tensor(owners)[:, None], q, 0.0)
+            rows = torch.where(torch.tensor(owners), torch.arange(3 * size), -1)
+            probs = DraftProbs(q, rows)
         scored = ScoredTrees(
             tree, 3, lambda nodes, rows=logits: rows[nodes], torch.arange(3) + 3 * seed,
             torch.tensor([4, 9, 2**20]), drawings, vocabulary, probs,
@@ -177,7 +183,7 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
         assert_same(verify(rule, replace(scored, everywhere=True)), expected)
         kept += int(expected.lengths.sum())
     assert len(called) == 8 and 0 < kept < 8 * 3 * 3
-    assert all((q is None) == (set(drawings) == {"chosen"}) for q in called)
+    assert all(bool((q.rows < 0).all()) == (set(drawings) == {"chosen"}) for q in called)
 
 
 def test_siblings_without_replacement_are_no_case_for_the_kernel(monkeypatch):
@@ -186,7 +192,7 @@ def test_siblings_without_replacement_are_no_case_for_the_kernel(monkeypatch):
     tree = from_parents(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
     scored = ScoredTrees(
         tree, 1, lambda nodes: torch.zeros(len(nodes), 4), torch.tensor([3]), torch.tensor([7]),
-        ("distinct",), 4, torch.full((3, 4), 0.25), everywhere=True,
+        ("distinct",), 4, DraftProbs(torch.full((3, 4), 0.25), torch.arange(3)), everywhere=True,
     )  # fmt: skip
     assert verify("multi_step", scored).nodes.shape == (1, 2)
 
@@ -245,19 +251,21 @@ def test_logits_past_2_31_elements_are_addressed(far, monkeypatch):
 def test_probabilities_past_2_31_elements_are_addressed(seed, far, monkeypatch):
     tree, logits, keys, _ = draw((NODES,), VOCABULARY, seed)
     p, q = logits.softmax(-1), (logits * 0.5).softmax(-1)
-    expected = twin.accept_drawn(p, q, tree, keys, 5)
+    rows = torch.arange(NODES)
+    expected = twin.accept_drawn(p, DraftProbs(q, rows), tree, keys, 5)
     tokens, ends, offsets = far_tree(tree, far)
     walk = accept.empty_walk(1, 5, p.device)
     residuals, refusals, totals = poisoned(1, VOCABULARY), torch.tensor([0]), poisoned(1)
-    keyed, sizes = (keys.seeds, keys.root_lengths), {"TILE": noise.TILE, "HAS_Q": True}
+    keyed, rows = (keys.seeds, keys.root_lengths), far(rows + SHIFT)
     accept_drawn.drawn_walk_kernel[(1,)](
-        far(p), far(q), residuals, tokens, ends, ends, *keyed, offsets,
-        walk.nodes, walk.lengths, refusals, totals, VOCABULARY, 5, HAS_KINDS=False, **sizes,
+        far(p), far(q), rows, residuals, tokens, ends, ends, *keyed, offsets,
+        walk.nodes, walk.lengths, refusals, totals, VOCABULARY, 5,
+        TILE=noise.TILE, HAS_KINDS=False,
     )  # fmt: skip
     values, choices = poisoned(2, 2), torch.zeros(2, 2, dtype=torch.int32)
     accept_drawn.bonus_kernel[1, 2](
-        far(p), far(q), residuals, tokens, *keyed, walk.nodes, walk.lengths, refusals, totals,
-        values, choices, VOCABULARY, 5, 1, LANES=noise.LANES, **sizes,
+        far(p), far(q), rows, residuals, tokens, *keyed, walk.nodes, walk.lengths, refusals,
+        totals, values, choices, VOCABULARY, 5, 1, LANES=noise.LANES, TILE=noise.TILE,
     )  # fmt: skip
     accept_drawn.pick_kernel[(1,)](values, choices, walk.bonus, 2, BLOCK_SPLITS=2)
     walk.nodes[walk.nodes >= 0] -= SHIFT

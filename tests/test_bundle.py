@@ -58,7 +58,8 @@ def test_manifest_round_trip() -> None:
 
 def test_commit_hashes_the_section_and_changes_the_model_version(copied: Path) -> None:
     bundle = Bundle.open(copied)
-    folder = bundle.directory("recommender", create=True)
+    folder = bundle.directory("recommender")
+    folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
     (folder / ".hidden").write_bytes(b"x")
     (folder / "checkpoint").mkdir()

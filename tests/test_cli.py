@@ -246,7 +246,7 @@ def test_build_train_and_evaluate(tmp_path):
     trained = run("train", "sasrec", "--bundle", out, "--epochs", 1, "--device", "cpu")
     assert trained.exit_code == 0, trained.output
     assert "kept epoch 1 of 1" in trained.stdout
-    figures = tmp_path / "figures.json"
+    figures = tmp_path / "new" / "figures.json"
     done = run(
         *("evaluate", "--bundle", out, "--strategy", "sasrec", "--split", "valid"),
         *("--k", "1,20", "--json", figures),

@@ -10,6 +10,7 @@ from tiny_bundle import shared_bundle, tiny_bundle
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from recserve import exporting
 from recserve.bundle import Bundle, BundleError
 from recserve.cli.app import app
 from recserve.core.request import RecommendRequest, Root
@@ -46,7 +47,7 @@ def bundle(request, tmp_path_factory):
     model = Recommender(config)
     for weight in model.parameters():
         weight.data += 0.2 * torch.randn(weight.shape)
-    save_recommender(model, opened.directory("recommender", create=True))
+    save_recommender(model, opened.directory("recommender"))
     opened.commit("recommender", {})
     return Bundle.open(path)
 
@@ -103,6 +104,16 @@ def test_what_a_llama_cannot_say_is_refused(tmp_path):
     with pytest.raises(BundleError, match="--input codes"):
         export_llama(Bundle.open(shared_bundle()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_export_leaves_nothing(bundle, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(exporting, "save_language_model", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export_llama(bundle, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_over(bundle, tmp_path):

@@ -60,7 +60,7 @@ def test_checks_and_measures_everything_it_can_reach(tmp_path):
     assert all(check["ok"] for check in content["checks"])
     assert all(row["ours_us"] > 0 for row in content["attention"] + content["kernels"])
     assert all(row["warm_ms"] > 0 for row in content["engine"])
-    assert sum("recorded steps" in check["name"] for check in content["checks"]) == 19
+    assert sum("recorded steps" in check["name"] for check in content["checks"]) == 20
     assert {row["recorded"] for row in content["text"]} == {False, True}
     assert all(row["step_ms"] > 0 for row in content["text"])
 

@@ -10,6 +10,6 @@ def test_every_row_is_of_replayed_steps(tmp_path, capsys):
     assert host_step.main(["--smoke", "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     rows = content["rows"]
-    assert len(rows) == 20 and content["goal_us"] == 50
+    assert len(rows) == 24 and content["goal_us"] == 50
     assert all(row["replayed"] > 30 and row["host_us"] > 0 for row in rows)
-    assert len(capsys.readouterr().out.splitlines()) == 20
+    assert len(capsys.readouterr().out.splitlines()) == 24

@@ -13,11 +13,12 @@ from recserve.kernels import dispatch
 # Three levels. `beam` takes two rounds; each looks at the device to size its tree (three times), to
 # place its nodes and to learn how far the scores go, and the round that goes on to the leaves twice
 # more. `speculative` looks at what it drafts, and at what its draft has left out; when the same is
-# asked the second time, also at what of the kept draft was needed. `read` and `shape` as in
+# asked the second time, also at what of the kept draft was needed, and beside one that is drafted
+# for, as those with a filter always are, at both. `read` and `shape` as in
 # pretend_cuda.py.
 WAITS = {
     "beam": {"read": 10, "shape": 8},
-    "speculative": {"read": 10, "shape": 5},
+    "speculative": {"read": 10, "shape": 6},
     "nezha": {"read": 4},
     "parallel": {"read": 2},
     "dense": {"read": 1},

@@ -140,6 +140,16 @@ def test_new_words_keep_the_row_and_all_it_learned(service):
     assert item not in scores(gone) and gone.items
 
 
+def test_numbers_of_any_size_are_taken_and_ranked(service):
+    """A price that float32 cannot hold has a score like any other, and so have its neighbours."""
+    sizes = {"vast": 1.7e308, "low": -1e30, "whole": 10**30, "none": 0.0}
+    answer = put(service, *(item_like(service, name, price=size) for name, size in sizes.items()))
+    assert answer.inserted == 4 and not answer.rejected
+    assert service.item("whole").attributes["price"] == 1e30
+    ranked = rank(service, *sizes)
+    assert len(ranked.items) == 4 and all(np.isfinite(item.score) for item in ranked.items)
+
+
 def test_attributes_are_checked_and_filtered_by(service):
     answer = put(
         service,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
+from recserve.training import loop
 from recserve.training.loop import StepLoss, fit
 from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions, TrainReport
@@ -105,6 +107,30 @@ def test_max_minutes_ends_the_run(tmp_path: Path) -> None:
     report = fit(Line(), replace(SCHEDULE, epochs=10_000), options, tmp_path, quiet())
     assert report.stopped == "max_minutes"
     assert report.epochs < 10_000
+
+
+def test_minutes_are_those_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch takes a second, validation nothing: a minute, and another one where it resumes."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(loop, "time", clock)
+    schedule = replace(SCHEDULE, epochs=10_000)
+
+    class Timed(Line):
+        def loss(self, batch: torch.Tensor) -> StepLoss:
+            clock.now += 1
+            return super().loss(batch)
+
+        def validate(self) -> dict[str, float]:
+            clock.now += 1e-6
+            return super().validate()
+
+    options = replace(OPTIONS, max_minutes=1.0)
+    first = fit(Timed(), schedule, options, tmp_path, quiet())
+    assert first.stopped == "max_minutes" and first.seconds == pytest.approx(60, abs=1)
+    clock.now += 1000  # nobody trains meanwhile
+    second = fit(Timed(), schedule, replace(options, resume=True), tmp_path, quiet())
+    assert second.stopped == "max_minutes" and second.seconds == pytest.approx(120, abs=2)
+    assert second.epochs == pytest.approx(120 / 4, abs=1)
 
 
 def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> None:

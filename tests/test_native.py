@@ -117,14 +117,17 @@ def test_rope_is_written_where_the_reference_writes_it(heads, kv_heads, dim, dty
         ([("chain", 1), ("tree", 2)], [64, 65], 1, 1, 16),
         ([("branches", 60)], [300], 8, 2, 80),
         ([("deep", 12)], [1000], 14, 2, 256),
+        ([("chain", 300)], [70], 2, 1, 32),
+        ([("tree", 150), ("chain", 2)], [40, 200], 6, 2, 48),
+        ([("branches", 400)], [0], 2, 2, 32),
+        ([("tree", 3)], [40], 200, 1, 16),
     ],
 )
 def test_attention_is_the_references(
     kinds, roots, heads, kv_heads, dim, cached, dtype, monkeypatch
 ):
     """Slots that belong to nobody hold NaN, which would spread."""
-    monkeypatch.setattr(native_attention, "MOST_ROWS", 1000)
-    monkeypatch.setattr(native_attention, "MOST_SCORES", 10**9)
+    monkeypatch.setattr(native_attention, "has_quick_products", lambda dtype: False)
     for seed, layout in enumerate(("beside", "before", "pages")):
         batch, query, keys, values = draw_batch(
             kinds, roots, heads, kv_heads, dim, cached=cached, seed=seed
@@ -148,10 +151,11 @@ def test_attention_is_the_references(
 @pytest.mark.parametrize("root", [0, 63, 90])
 def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtype):
     """Among all nodes, as the end of a chain drafted alone, and as the one node under a root that
-    its path has joined: plain decoding. Chains pass the end of a block of 64.
+    its path has joined: plain decoding. Chains pass the end of a block of 32, rows the end of
+    what attends at once.
     """
     batch, query, keys, values = draw_batch(
-        [("tree", 40), ("deep", 30)], [root, 5], 2 * group, 2, 32, seed=2
+        [("tree", 140), ("deep", 30)], [root, 5], 2 * group, 2, 32, seed=2
     )
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
     form = Form(2, group, 32, dtype, True)
@@ -162,11 +166,11 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         return attention(rows, rows, rows, keys, values)
 
     whole = attend(batch, query)
-    for node in (0, 7, 22, 39, 55, 69):
+    for node in (0, 7, 39, 139, 155, 169):
         path = [node]
         while int(batch.tree.parents[path[0]]) >= 0:
             path.insert(0, int(batch.tree.parents[path[0]]))
-        base = batch.root_slots[int(node >= 40)]
+        base = batch.root_slots[int(node >= 140)]
         drafted = TreeBatch(chain(batch.tree.tokens[path]), None, batch.slots[path], (base,))
         assert torch.equal(attend(drafted, query[path])[-1], whole[node])
         grown = torch.cat([base, batch.slots[path[:-1]]])
@@ -176,7 +180,7 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         assert torch.equal(attend(only, query[[node]])[0], whole[node])
 
 
-def test_what_it_does_not_attend_to_is_left_to_others():
+def test_what_it_does_not_attend_to_is_left_to_others(monkeypatch):
     whole = Form(2, 2, 64, torch.float32, True)
     limited = draw_batch([("tree", 9)], [20], 4, 2, 64, limits=True)[0]
     assert NativeTreeAttention.of(limited, whole) is None
@@ -187,9 +191,11 @@ def test_what_it_does_not_attend_to_is_left_to_others():
         Form(2, 2, 64, torch.float32, False),
     ):
         assert NativeTreeAttention.of(batch, other) is None
-    wide = draw_batch([("chain", 700)], [20], 4, 2, 64)[0]
-    assert NativeTreeAttention.of(wide, whole) is None
-    assert NativeTreeAttention.of(batch, whole) is not None
+    many = draw_batch([("chain", 700)], [20], 4, 2, 64)[0]
+    for quick in (True, False):
+        monkeypatch.setattr(native_attention, "has_quick_products", lambda _, it=quick: it)
+        assert (NativeTreeAttention.of(many, whole) is None) == quick
+        assert NativeTreeAttention.of(batch, whole) is not None
 
 
 WITHOUT = """

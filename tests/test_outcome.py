@@ -23,7 +23,7 @@ def with_retriever(folder):
     for name, weight in retriever.named_parameters():
         if name != "scale":
             weight.data.add_(torch.randn_like(weight))
-    save_retriever(retriever, bundle.directory("retriever", create=True))
+    save_retriever(retriever, bundle.directory("retriever"))
     bundle.commit("retriever", {"recommender": bundle.digest("recommender")})
     return root
 

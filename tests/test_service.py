@@ -348,6 +348,13 @@ def test_candidate_features_replace_the_catalogues(service, user, ids):
         score(weight=1.0)
 
 
+@pytest.mark.parametrize("price", [1e300, -1e30])
+def test_a_number_that_would_overflow_in_the_ranker_is_refused(service, user, ids, price):
+    candidates = [Candidate(item_id=ids[1]), Candidate(item_id=ids[0], features={"price": price})]
+    with pytest.raises(InvalidRequest, match=r"features.price: expected .* to .*, got .*e\+30"):
+        service.rank(RankBody(user=UserRef(id=user), candidates=candidates))
+
+
 def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
     one = RankBody(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
     bad = RankBody(user=UserRef(id=user), candidates=one.candidates, scorer="dice")

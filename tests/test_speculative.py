@@ -323,8 +323,42 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
         assert nodes[0] == nodes[1] >= nodes[2] == nodes[3] and nodes[2] <= plain.timing.nodes
     draft = engine._lanes["recommender"].cache.match(requests[0].root.keys).notes.draft
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
-    engine.run_many([*requests, replace(requests[0], root=draw_root(model, 9, 7))])
-    assert len(drafts) == made + 1  # one without a draft: all are drafted for
+
+
+@pytest.mark.parametrize("trims", [True, False])
+@pytest.mark.parametrize("kind", ["from-target", "adversarial"])
+@pytest.mark.parametrize("form,normalization", FORMS)
+def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, trims):
+    """Some asked before, some not, one with a filter: every slate is beam search's, and what was
+    kept is scored in one round, no node more than when asked alone.
+    """
+    model, trie = make(CATALOGUES["ordinary"], form, normalization)
+    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, kind)))
+    engine._strategies["speculative"].only = DraftPlan(2.0, 0.0, 0.0, 1.0)
+    allowed = np.ones(trie.num_rows, dtype=bool)
+    allowed[::2] = False
+    requests = [
+        RecommendRequest(draw_root(model, 9, i), trie, 3 + i, 8 + i, "speculative")
+        for i in range(6)
+    ]
+    requests[3] = replace(requests[3], allowed=allowed)
+    for _ in range(3 if trims else 1):
+        before = [engine.run(request) for request in requests[:3]]
+    mixed = engine.run_many(requests)
+    again = engine.run_many(requests)
+    for request, *slates in zip(requests, mixed, again, strict=True):
+        plain = engine.run(replace(request, strategy="beam"))
+        for slate in slates:
+            assert slate.exact and slate.rows.tolist() == plain.rows.tolist()
+            np.testing.assert_allclose(slate.scores, plain.scores, atol=2e-5)
+    assert [slate.rounds for slate in mixed[:3]] == [1, 1, 1]
+    if trims:
+        nodes = [slate.timing.nodes for slate in mixed[:3]]
+        assert nodes == [slate.timing.nodes for slate in before]
+    notes = [
+        engine._lanes["recommender"].cache.match(request.root.keys).notes for request in requests
+    ]
+    assert [note.draft is not None for note in notes] == [True, True, True, False, True, True]
 
 
 def test_a_kept_draft_is_not_used_for_another_question(drafts):

@@ -167,9 +167,9 @@ def test_registry_builds_what_it_names(tmp_path):
         ("suffix+eagle", "drafter is 'eagle'"),
         ("suffix+suffix", "join different ones"),
         ("none+suffix", "and not 'none'"),
-        ("draft_model", "the folder of one draft model, not 0"),
-        ("specinfer", "at least one draft model"),
-        ("medusa", "the folder of its heads"),
+        ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),
+        ("specinfer", r"a draft model \(specinfer=DIR\)"),
+        ("medusa", r"the folder of its heads \(medusa=DIR\)"),
     ],
 )
 def test_names_and_weights_that_do_not_do(name, message):

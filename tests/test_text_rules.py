@@ -17,6 +17,7 @@ from scipy import stats
 from recserve.core.text import ScoredTrees, TextDraft, chain_draft
 from recserve.core.text_request import SamplingParams
 from recserve.engine.text_trees import TreePacker
+from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.verify.block import accept_block
@@ -209,7 +210,7 @@ def pack(tables, parents, cases, drawing):
         torch.full((b,), 5),
         (drawing,) * b,
         tables.vocabulary,
-        None if drawing == "chosen" else torch.stack(probs),
+        None if drawing == "chosen" else DraftProbs(torch.stack(probs), torch.arange(b * n)),
     )
 
 
@@ -554,7 +555,7 @@ def test_whole_steps_have_the_target_s_law(rule):
             n,
             ("independent",) * b,
             vocabulary,
-            all_probs,
+            DraftProbs(all_probs, torch.arange(b * 3)),
         )
         if rule == "wrong":
             noise = gumbel_of_tokens(own, n, every.expand(b, -1))

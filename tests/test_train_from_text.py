@@ -1,5 +1,6 @@
 """`recserve train lm` and `train medusa`: what drafts for a model shares its tokens."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,30 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "content,said",
+    [
+        (RHYME.encode(), "the text gives 2.. tokens, not 4096; give more text"),
+        (b"", "the text gives 257 tokens, not 4096; give more text"),
+        (b"\xff\xfe", "wrong.txt is not UTF-8 text"),
+        (None, "wrong.txt: no such file"),
+    ],
+    ids=["short", "empty", "no-text", "missing"],
+)
+def test_a_text_that_cannot_be_learned_from_leaves_nothing(content, said, tmp_path):
+    text = tmp_path / "wrong.txt"
+    if content is not None:
+        text.write_bytes(content)
+    result = CliRunner().invoke(app, ["train", "lm", "--text", text, "--out", tmp_path / "lm"])
+    assert result.exit_code == 1 and re.search(said, str(result.exception))
+    assert not (tmp_path / "lm").exists()
+
+
+@pytest.mark.parametrize(
     "arguments,said",
     [
         (["lm"], "needs --text and --out"),
         (["medusa", "--text", "a", "--out", "b"], "needs --llm"),
+        (["lm", "--text", "a", "--out", "b", "--llm", "none"], "there is no folder none"),
         (["ranker"], "needs --bundle"),
     ],
 )

@@ -112,7 +112,8 @@ def test_too_little_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="smaller vocabulary"):
         train_tokenizer(["abc"], 1000, "<end>")
     with pytest.raises(ValueError, match="more than a window of 32"):
-        train_language_model([RHYME], tmp_path, TrainOptions(device="cpu"), TINY)
+        train_language_model([RHYME], tmp_path / "lm", TrainOptions(device="cpu"), TINY)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_larger_recipe_is_between_10_and_30_million():

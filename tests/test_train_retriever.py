@@ -180,7 +180,7 @@ def two_outcomes(folder) -> Bundle:
         vector_dim=catalog.vectors.shape[1],
         max_history_items=16,
     )
-    save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+    save_recommender(Recommender(config), bundle.directory("recommender"))
     bundle.commit("recommender", {})
     return bundle
 

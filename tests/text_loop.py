@@ -9,6 +9,7 @@ from recserve.core.sampling_table import sampling_table
 from recserve.core.target import Target, past_of
 from recserve.core.text import Budget, Drafter, ScoredTrees, TextContext, TextDraft, TextOutcome
 from recserve.core.text_request import SamplingParams, Speculation
+from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
@@ -121,9 +122,7 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
     table = sampling_table([context.params])
     probs = None
     if draft.probs is not None:
-        probs = torch.cat([torch.zeros_like(draft.probs[:1]), draft.probs]).double()
-        if not len(draft):
-            probs = torch.zeros(1, logits.shape[1], dtype=torch.float64)
+        probs = DraftProbs(draft.probs.double(), torch.arange(-1, len(draft)))
     accepted = verify(
         rule,
         ScoredTrees(

@@ -44,18 +44,18 @@ def tiny_bundle(folder: Path, ranker: bool = True, recommender: bool = True) -> 
             dense_head=True,
             max_history_items=16,
         )
-        save_recommender(Recommender(config), bundle.directory("recommender", create=True))
+        save_recommender(Recommender(config), bundle.directory("recommender"))
         bundle.commit("recommender", {})
         for name in ("speculative", "nezha"):
             shape = SelfDraftConfig(32, catalog.index.codebook_sizes, name == "nezha")
-            folder = bundle.directory(f"drafters/{name}", create=True)
+            folder = bundle.directory(f"drafters/{name}")
             save_self_draft(SelfDraftHead(shape), folder)
             bundle.commit(f"drafters/{name}", {})
     if ranker:
         recipe = RankerRecipe(hidden_size=32, long_items=16, recent_items=8, block=4)
         train = bundle.events().leave_one_out().train
         tables = RankingTables.fit(train, catalog.items, catalog.vectors, 16, 8, 4)
-        directory = bundle.directory("ranker", create=True)
+        directory = bundle.directory("ranker")
         save_ranker(make_ranker(tables, catalog.vectors, recipe, 7), directory)
         tables.save(directory)
         bundle.commit("ranker", {})

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 
 from recserve.batch.generate import Generated, Generator, check_schema
 from recserve.features.parquet import SchemaError
+from recserve.new_folder import new_folder
 
 MANIFEST = "_manifest.jsonl"
 ERRORS_FOLDER = "_errors"
@@ -128,10 +128,8 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
         done += rows
         progress(Progress(done, total, errors, time.monotonic() - started))
 
-    job.output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{job.output.name}-", dir=job.output.parent))
     parts: list[Part] = []
-    try:
+    with new_folder(job.output) as folder:
         with (folder / MANIFEST).open("w", encoding="utf-8") as manifest:
             for number, (first_row, users) in enumerate(_slices(job)):
                 generated = generate(users, first_row, tell)
@@ -142,13 +140,8 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
                 manifest.write(json.dumps(asdict(parts[-1])) + "\n")
             manifest.flush()
             os.fsync(manifest.fileno())
-        folder.chmod(0o755)
         if job.output.exists():
             shutil.rmtree(job.output)
-        folder.rename(job.output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return Report(tuple(parts), time.monotonic() - started, unused)
 
 

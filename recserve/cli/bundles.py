@@ -64,7 +64,10 @@ def train(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
     ] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="End within so long.")] = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(help="End within so long; with --resume, earlier runs do not count."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, order and sampling.")] = 0,
     device: DeviceFlag = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
@@ -140,6 +143,8 @@ def evaluate(
 ) -> None:
     """NDCG and recall of leave-one-out over all items; --strategy all compares the strategies."""
     cutoffs = numbers(k, "--k")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
     from recserve.bundle import Bundle
     from recserve.training.evaluate import Evaluation, evaluate_bundle
     from recserve.training.fidelity import Fidelity, compare_strategies

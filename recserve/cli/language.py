@@ -31,6 +31,8 @@ def train_from_text(
         if model == "medusa":
             raise typer.BadParameter("train medusa needs --llm, the model that the heads read")
         return train_language_model(list(read_texts(texts)), out, o, BOOKS)
+    if not llm.is_dir():
+        raise typer.BadParameter(f"--llm: there is no folder {llm}")
     tokenizer, read = TextTokenizer.open(llm).tokenizer, list(read_texts(texts))
     if model == "lm":
         return train_language_model(read, out, o, DRAFT, tokenizer=tokenizer)

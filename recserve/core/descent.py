@@ -1,4 +1,4 @@
-"""Beams that go down the trie several levels at a time, in C on a CPU."""
+"""Beams that go down the trie several levels: what they were at each, and how C takes them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,15 @@ class Descent:
         return self.levels.log_probs[passed].masked_fill(other, float("-inf"))
 
     def keys_of_paths(self, chosen: Tensor) -> Tensor:
-        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool."""
-        step, owner, column = chosen.nonzero(as_tuple=True)
-        level = step + self.above.level
-        paths = self.levels.paths[level, owner, column]
-        inside = torch.arange(paths.shape[1]) < level[:, None]
-        return (owner[:, None] * self.above.trie.num_nodes + paths)[inside]
+        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool.
+        One look at the device.
+        """
+        paths = self.levels.paths[self.above.level : self.level]
+        at = torch.arange(paths.shape[3], device=paths.device)
+        inside = at < at[self.above.level : self.level, None]
+        owners = torch.arange(paths.shape[1], device=paths.device)[:, None, None]
+        keys = owners * self.above.trie.num_nodes + paths
+        return keys[chosen[..., None] & inside[:, None, None]]
 
 
 def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
@@ -82,11 +85,7 @@ def descend(
     or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
     state is missing.
     """
-    batch, width = beams.nodes.shape
-    levels = empty_levels(beams.trie.num_levels, batch, max(width, *widths))
-    levels.nodes[beams.level, :, :width] = beams.nodes
-    levels.log_probs[beams.level, :, :width] = beams.log_probs
-    levels.paths[beams.level, :, :width, : beams.level] = beams.paths
+    levels = levels_for(beams, widths)
     states = States(beams.tails, contexts=contexts)
     if contexts is None:
         states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
@@ -101,6 +100,25 @@ def descend(
         stops,
     )
     return Descent(beams, found)
+
+
+def levels_for(beams: Beams, widths: Seq[int]) -> Levels:
+    """Room for the beams of all levels, these put in. widths: beams that each request keeps."""
+    batch, width = beams.nodes.shape
+    columns = max(width, *widths)
+    levels = empty_levels(beams.trie.num_levels, batch, columns, beams.nodes.device)
+    put(levels, beams)
+    return levels
+
+
+def put(levels: Levels, beams: Beams) -> None:
+    """Fill in the beams of one level."""
+    level, width = beams.level, beams.nodes.shape[1]
+    levels.nodes[level, :, :width] = beams.nodes
+    levels.parents[level, :, :width] = beams.parents
+    levels.log_probs[level, :, :width] = beams.log_probs
+    levels.paths[level, :, :width, :level] = beams.paths
+    levels.used[level] = width
 
 
 def _places(beams: Beams) -> list[int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.text_request import SamplingParams, Speculation
+from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
 Drawing = Literal["chosen", "independent", "distinct"]
@@ -180,7 +181,7 @@ class Drafter(Protocol):
     starts it from `context.tokens`. Nothing that a drafter does changes the text under an exact
     verifier, so drafts may be as wrong as they like but must keep their budget. The first draft is
     asked for before the prompt is computed; a drafter that needs the hidden state has none then.
-    A drafter that draws for a rule other than `sample` keys its noise with
+    A drafter that draws for a rule other than `sample` says so (`MayDraw`), and keys its noise with
     `kernels.noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under `sample` it
     does better to draw with the target's own noise, `gumbel(seeds, positions, V)`: what it then
     draws from a similar distribution is what the target is about to draw.
@@ -199,6 +200,21 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class MayDraw(Protocol):
+    """A drafter that says whether it draws for rules that compare with q."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether its drafts may carry probs."""
+        ...
+
+
+def draws(drafter: Drafter) -> bool:
+    """Whether drafts of this drafter may carry probs; those that do not say choose."""
+    return isinstance(drafter, MayDraw) and drafter.draws
+
+
 @dataclass(frozen=True)
 class ScoredTrees:
     """Drafts of B sequences with what the target says of them: what a verifier decides on.
@@ -208,8 +224,7 @@ class ScoredTrees:
     target: packed nodes [m] -> [m, V] logits with every sampling parameter applied, whose softmax
     is the distribution p of the token after the node; -inf where p is 0, and everywhere but at one
     token at temperature 0.
-    probs [T, V]: q, the distribution each drawn node's token came from; rows of node 0 mean
-    nothing. None where all drafts are chosen.
+    probs: q, the distribution each drawn node's token came from. None where all are chosen.
     seeds [B], lengths [B] int64: noise is keyed by the seed; a node of depth d predicts position
     `lengths + d`. drawings: how the nodes of each tree came about. greedy: every sequence has
     temperature 0.
@@ -225,7 +240,7 @@ class ScoredTrees:
     lengths: Tensor
     drawings: tuple[Drawing, ...]
     vocab_size: int
-    probs: Tensor | None = None
+    probs: DraftProbs | None = None
     greedy: bool = False
     logits: Tensor | None = None
     temperatures: Tensor | None = None

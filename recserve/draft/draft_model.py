@@ -38,6 +38,8 @@ class ModelDrafter:
     Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
     """
 
+    draws = True
+
     def __init__(
         self,
         model: LanguageModel,

@@ -15,7 +15,15 @@ from itertools import islice
 import torch
 
 from recserve.core.ranked_heads import RankedHeads, ranked_heads_of
-from recserve.core.text import Budget, Drafter, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import (
+    Budget,
+    Drafter,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+    draws,
+    empty_draft,
+)
 from recserve.draft.draft_tree import ROOT, DraftTree
 from recserve.draft.host_draft import as_tensors
 from recserve.draft.limits import allowed, only_chains
@@ -49,6 +57,11 @@ class MergedDrafter:
         """Of the one source that has any; None where several do."""
         found = [heads for source in self.sources if (heads := ranked_heads_of(source))]
         return found[0] if len(found) == 1 else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether any source does."""
+        return any(map(draws, self.sources))
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """One tree per context."""

@@ -19,7 +19,7 @@ from recserve.models.inputs import NodeInputs
 @dataclass(frozen=True)
 class PrefixDraft(Draft):
     """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. guessed: it
-    may lack what beam search needs, and hold what it does not. kept: it is one that proved the same
+    may lack what beam search needs, and hold what it does not. kept: some of it proved the same
     answers before.
     """
 

@@ -54,20 +54,21 @@ def _lookahead(target: LanguageModel, weights: DrafterWeights) -> Drafter:
 def _draft_model(target: LanguageModel, weights: DrafterWeights) -> Drafter:
     if len(weights.models) != 1:
         raise ValueError(
-            f"drafter 'draft_model' needs the folder of one draft model, not {len(weights.models)}"
+            "drafter 'draft_model' needs the folder of one draft model (draft_model=DIR), not "
+            f"{len(weights.models)}"
         )
     return ModelDrafter(_load(weights.models[0], target), target.config.vocab_size)
 
 
 def _specinfer(target: LanguageModel, weights: DrafterWeights) -> Drafter:
     if not weights.models:
-        raise ValueError("drafter 'specinfer' needs the folder of at least one draft model")
+        raise ValueError("drafter 'specinfer' needs the folder of a draft model (specinfer=DIR)")
     return specinfer([_load(f, target) for f in weights.models], target.config.vocab_size)
 
 
 def _medusa(target: LanguageModel, weights: DrafterWeights) -> Drafter:
     if weights.medusa is None:
-        raise ValueError("drafter 'medusa' needs the folder of its heads")
+        raise ValueError("drafter 'medusa' needs the folder of its heads (medusa=DIR)")
     size, vocabulary = target.config.decoder.hidden_size, target.config.vocab_size
     dtype = target.tokens.weight.dtype
     heads = load_medusa(weights.medusa, size, vocabulary, dtype, _device(target))

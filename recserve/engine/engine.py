@@ -231,12 +231,11 @@ class Engine:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        with self._stepping:
-            for waiting in self._behind:
-                waiting.future.cancel()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        for waiting in self._behind:
+            waiting.future.cancel()
 
     @property
     def alive(self) -> bool:
@@ -278,8 +277,8 @@ class Engine:
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
             self._step_background()
             lanes = [*self._lanes.values(), *self._background.values()]
-            running = sum([lane.num_running for lane in lanes])
-            return bool(self._waiting or self._behind or running)
+            waiting = self._waiting or (self._behind and not self._closing)
+            return bool(waiting) or sum([lane.num_running for lane in lanes]) > 0
 
     def _step_lane(self, lane: AnyLane) -> int:
         """One forward of a model; a failure ends its running requests with that error, no
@@ -306,7 +305,7 @@ class Engine:
         """
         if any(lane.num_running for lane in self._lanes.values() if isinstance(lane, Lane)):
             return
-        if self._behind:
+        if self._behind and not self._closing:
             admit(self._behind, 1)
         for lane in self._background.values():
             if lane.num_running:

@@ -5,7 +5,8 @@ Everything it reads lies in buffers whose addresses never change and is there be
 upload. What it found is read when it has ended: one download. In between nothing is asked of the
 device, and no shape depends on drafts, acceptance or lengths, so that it can be recorded once and
 replayed: a CUDA graph. A batch is filled up with texts of one node and a last one, a chain of what
-is left, which stand on nothing and write to the pool's spare slot.
+is left, which stand on nothing and write to the pool's spare slot. What drafts were drawn from lies
+on the device already: one launch copies it side by side, and the upload says whose each row is.
 """
 
 from __future__ import annotations
@@ -23,18 +24,28 @@ from torch import Tensor
 from recserve.core.ranked_heads import RankedHeads
 from recserve.core.sampling_table import Room, SamplingTable, sampling_table
 from recserve.core.target import Past, Target, last_committed
-from recserve.core.text import ScoredTrees
+from recserve.core.text import ScoredTrees, TextDraft
 from recserve.core.text_request import SamplingParams
 from recserve.engine.runner import Runner
 from recserve.engine.text_rows import NOBODY, TextRow, TextRows
 from recserve.engine.text_sequence import TextSequence
-from recserve.engine.text_step import StepOutputs, TextGroup, move_accepted, outputs_of
-from recserve.engine.text_trees import DEPTHS, ENDS, KINDS, PARENTS, TOKENS, PackedTrees, pack_trees
+from recserve.engine.text_step import StepOutputs, TextGroup, move_accepted, outputs_of, put_probs
+from recserve.engine.text_trees import (
+    DEPTHS,
+    ENDS,
+    KINDS,
+    PARENTS,
+    TOKENS,
+    PackedTrees,
+    drawn_rows,
+    pack_trees,
+)
+from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import SAMPLE, verify
+from recserve.verify.rules import REJECTION, SAMPLE, verify
 
 FILLER = SamplingParams(temperature=0.0)
 
@@ -49,6 +60,16 @@ class StepShape:
     sequences: int
     depth: int
 
+    @property
+    def drafted(self) -> int:
+        """Most nodes below the nodes 0."""
+        return max(self.nodes - self.sequences - 1, 0)
+
+    @property
+    def for_chains(self) -> bool:
+        """Whether chains can fill the place for drafted nodes."""
+        return 0 < self.drafted <= self.sequences * self.depth
+
     def holds(self, texts: int, nodes: int, depth: int) -> bool:
         """Whether trees of so many texts fit, of so many nodes in all and so many levels at most,
         with one node for each text that is missing and one more.
@@ -62,8 +83,8 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class _Columns(Generic[Array]):
-    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers [B], tails
-    [B, W]; B counts the text that is left over.
+    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers [B], drawn
+    [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
     """
 
     trees: Array
@@ -71,12 +92,15 @@ class _Columns(Generic[Array]):
     rows: Array
     lengths: Array
     numbers: Array
+    drawn: Array
     tails: Array
 
 
 class FixedStep:
     """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
     else how much of the others there is place for. heads: that rank tokens for the next drafts.
+    draft_values [R, V] float32: judge by rejection, with the rows of probs that are put here; there
+    is place for those of `shape.drafted` nodes. None: judge by `sample`.
     """
 
     def __init__(
@@ -87,20 +111,21 @@ class FixedStep:
         shape: StepShape,
         room: Room | None,
         heads: RankedHeads | None = None,
+        draft_values: Tensor | None = None,
     ) -> None:
         self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
-        self.heads = heads
+        self.heads, self.draft_values = heads, draft_values
         device = rows.slots.device
         texts = shape.sequences + 1
         tail = 0 if room is None else room.word_length - 1
-        size = 5 * shape.nodes + 1 + texts * (4 + tail)
+        size = (5 + (draft_values is not None)) * shape.nodes + 1 + texts * (4 + tail)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._columns = self._split(self._block)
         self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
         self._loaded: Seq[TextSequence] = ()
-        self._fill(pack_trees([], [], (), shape.nodes, texts))
+        self._fill(pack_trees([], [], (), shape.nodes, texts), [])
 
     def load(self, group: TextGroup) -> list[TextRow] | None:
         """Put a group that fits where the step reads it; None if there is no row for a text."""
@@ -122,7 +147,8 @@ class FixedStep:
             width = columns.tails.shape[1]
             columns.tails[:count] = [last_committed(context, width) for context in contexts]
         last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
-        self._fill(pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts))
+        packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
+        self._fill(packed, group.drafts)
         return rows
 
     def __call__(self) -> StepOutputs:
@@ -144,6 +170,9 @@ class FixedStep:
         if self.room is not None:
             seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
             past = Past(columns.numbers, columns.tails, seen, written)
+        values, probs = self.draft_values, None
+        if values is not None:
+            probs = DraftProbs(values, columns.drawn)
         scored = ScoredTrees(
             tree,
             self.shape.depth,
@@ -152,11 +181,12 @@ class FixedStep:
             columns.lengths,
             (),
             logits.shape[1],
+            probs,
             logits=logits if past is None else None,
             temperatures=table.temperature,
             everywhere=True,
         )
-        accepted = verify(SAMPLE, scored)
+        accepted = verify(SAMPLE if probs is None else REJECTION, scored)
         if self.shape.depth:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)
@@ -180,20 +210,24 @@ class FixedStep:
         found = torch.cat([outputs.found, ranked.transpose(0, 1).flatten(1)], dim=1)
         return replace(outputs, found=found, num_heads=self.heads.num_heads)
 
-    def _fill(self, packed: PackedTrees) -> None:
-        """The one upload, and what a draft made on the device adds to it."""
+    def _fill(self, packed: PackedTrees, drafts: Seq[TextDraft]) -> None:
+        """The one upload, and what drafts made on the device add to it."""
         self._host_columns.trees[:] = packed.columns
         self._host_columns.offsets[:] = packed.offsets
+        if self.draft_values is not None:
+            self._host_columns.drawn[:] = drawn_rows(drafts, self.shape.nodes)
+            put_probs(drafts, self.draft_values)
         self._block.copy_(self._host, non_blocking=True)
         packed.complete(self._columns.trees)
 
     def _split(self, block: Array) -> _Columns[Array]:
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
-        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts]
+        drawn = 0 if self.draft_values is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, drawn]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        trees, tails = parts[0].reshape(5, nodes), parts[5].reshape(texts, -1)
-        return _Columns(trees, parts[1], parts[2], parts[3], parts[4], tails)
+        trees, tails = parts[0].reshape(5, nodes), parts[6].reshape(texts, -1)
+        return _Columns(trees, parts[1], parts[2], parts[3], parts[4], parts[5], tails)
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""

@@ -1,7 +1,9 @@
 """Text steps recorded at start, one for each bucket of nodes and texts, and replayed.
 
 On CUDA the record is a CUDA graph: a step is one upload, one launch and one download, whatever was
-drafted. What fits no bucket steps as before.
+drafted. What fits no bucket steps as before. Where a drafter draws, steps that are judged by
+rejection are recorded too, after all others; `multi_step` is the same walk, but for siblings that
+were drawn without replacement.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from recserve.core.ranked_heads import ranked_heads_of
 from recserve.core.sampling_table import Room, SamplingTable
-from recserve.core.text import Drafter
+from recserve.core.text import Drafter, draws
 from recserve.engine.cuda_recorder import CudaRecorder
 from recserve.engine.fixed_step import FixedStep, StepShape
 from recserve.engine.runner import Runner
@@ -26,11 +29,12 @@ from recserve.engine.text_rows import TextRow, TextRows
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import SAMPLE
+from recserve.verify.rules import FOR_ALL, REJECTION, SAMPLE
 
 log = logging.getLogger(__name__)
 
 Step = Callable[[], StepOutputs]
+Kind = tuple[bool, str | None, str]
 # What became of a step: replayed, or launched because prompt tokens stood in its forward, because
 # of the rule that judges it, its parameters, its nodes and texts, or as no row was left for a text.
 Result = Literal["replayed", "prompt", "rule", "parameters", "size", "rows"]
@@ -57,18 +61,27 @@ class Bucket:
     """What one record is for.
 
     everything: texts of any sampling parameters; else those of a temperature at most. drafter:
-    whose heads end the step, None: nobody's.
+    whose heads end the step, None: nobody's. rule: that judges it, SAMPLE or REJECTION.
     """
 
     shape: StepShape
     everything: bool
-    drafter: str | None
+    drafter: str | None = None
+    rule: str = SAMPLE
 
     @property
     def name(self) -> str:
-        """As `72x8`, nodes and texts; `72x8+` with every parameter, `72x8+ medusa` with heads."""
+        """As `72x8`, nodes and texts; `72x8+` with every parameter, `72x8+ medusa` with heads,
+        `72x8+ rejection` where not `sample` judges.
+        """
         size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if self.everything else ''}"
-        return size if self.drafter is None else f"{size} {self.drafter}"
+        name = self.drafter if self.rule == SAMPLE else self.rule
+        return size if name is None else f"{size} {name}"
+
+    @property
+    def kind(self) -> Kind:
+        """All but the shape."""
+        return self.everything, self.drafter, self.rule
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,8 @@ class StepGraphs:
         drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
         """max_texts: that run at once. taken: bytes that records have taken so far. drafters: by
-        name; the steps of those that have ranked heads are recorded once more, with the heads.
+        name; the steps of those that have ranked heads are recorded once more, with the heads, and
+        for those that draw once more, judged by rejection.
 
         latest: the replay of the last step that was one.
         """
@@ -122,7 +136,10 @@ class StepGraphs:
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id((drafters or {})[name]): name for name in self._heads}
         self._told: tuple[SamplingTable | None, bool | None] = (None, None)
-        self._recorded: dict[tuple[bool, str | None], list[RecordedStep]] = {}
+        self._recorded: dict[Kind, list[RecordedStep]] = {}
+        drawn = any(map(draws, (drafters or {}).values()))
+        self._rejection = [shape for shape in limits.shapes if drawn and shape.for_chains]
+        self._draft_values: Tensor | None = None
         began, left = time.monotonic(), list[str]()
         for bucket in self._wanted(limits.shapes):
             if time.monotonic() - began > limits.seconds or taken() > limits.bytes:
@@ -137,14 +154,22 @@ class StepGraphs:
             log.warning("no time or memory is left to record the steps %s", ", ".join(left))
 
     def _wanted(self, shapes: Seq[StepShape]) -> list[Bucket]:
-        """In the order in which they are recorded. Texts without a draft need no heads."""
-        return [
+        """In the order in which they are recorded. Texts without a draft need no heads, and drawn
+        drafts, most of them chains, need no place for more nodes than chains have.
+        """
+        sampled = [
             Bucket(shape, everything, drafter)
             for drafter in (None, *self._heads)
             for everything in (False, True)
             for shape in shapes
             if drafter is None or shape.depth
         ]
+        rejected = [
+            Bucket(shape, everything, rule=REJECTION)
+            for everything in (False, True)
+            for shape in self._rejection
+        ]
+        return sampled + rejected
 
     def _record(
         self,
@@ -157,16 +182,25 @@ class StepGraphs:
         began, before = time.monotonic(), taken()
         room = self.room if bucket.everything else None
         heads = None if bucket.drafter is None else self._heads[bucket.drafter]
-        step = FixedStep(runner, model, self.rows, bucket.shape, room, heads)
+        values = None if bucket.rule == SAMPLE else self._place_for_probs(bucket.shape)
+        step = FixedStep(runner, model, self.rows, bucket.shape, room, heads, values)
         replay = record(step)
         seconds, size = time.monotonic() - began, taken() - before
         made = RecordedStep(bucket, seconds, size, step, replay)
         insort(
-            self._recorded.setdefault((bucket.everything, bucket.drafter), []),
+            self._recorded.setdefault(bucket.kind, []),
             made,
             key=lambda r: (r.bucket.shape.nodes, r.bucket.shape.sequences),
         )
         log.info("recorded step %s: %.2f s, %.0f MiB", bucket.name, seconds, size / 2**20)
+
+    def _place_for_probs(self, shape: StepShape) -> Tensor:
+        """[shape.drafted, V] float32, the beginning of what all steps share: one runs at a time."""
+        if self._draft_values is None:
+            most = max(each.drafted for each in self._rejection)
+            vocab_size = self.rows.seen.shape[1]
+            self._draft_values = torch.empty(most, vocab_size, device=self.rows.seen.device)
+        return self._draft_values[: shape.drafted]
 
     @property
     def recorded(self) -> list[RecordedStep]:
@@ -182,12 +216,13 @@ class StepGraphs:
         return replayed
 
     def _replay(self, groups: Seq[TextGroup]) -> tuple[Result, Replayed | None]:
-        if len(groups) != 1 or groups[0].rule != SAMPLE:
+        rule = self._rule_of(groups[0]) if len(groups) == 1 else None
+        if rule is None:
             return "rule", None
         everything = self._needs_everything(groups[0])
         if everything is None:
             return "parameters", None
-        best = self._smallest(groups[0], everything)
+        best = self._smallest(groups[0], everything, rule)
         if best is None:
             return "size", None
         rows = best.step.load(groups[0])
@@ -195,6 +230,14 @@ class StepGraphs:
             return "rows", None
         self.latest = best.replay
         return "replayed", Replayed(best.replay(), rows)
+
+    def _rule_of(self, group: TextGroup) -> str | None:
+        """The rule of the records that judge a group as its own rule would; None without any."""
+        if group.rule == SAMPLE:
+            return SAMPLE
+        if group.rule not in FOR_ALL or self._draft_values is None:
+            return None
+        return None if any(draft.drawing == "distinct" for draft in group.drafts) else REJECTION
 
     def _needs_everything(self, group: TextGroup) -> bool | None:
         """Whether the temperature is not the only parameter; None where there is no room for the
@@ -208,19 +251,19 @@ class StepGraphs:
             self._told = group.table, needs
         return needs
 
-    def _smallest(self, group: TextGroup, everything: bool) -> RecordedStep | None:
+    def _smallest(self, group: TextGroup, everything: bool, rule: str) -> RecordedStep | None:
         """The smallest bucket that holds a group; with heads where they are those of all texts that
         are drafted for, if that was recorded.
         """
         texts, depth = len(group.sizes), group.depth
         nodes = texts + sum(group.sizes)
         drafter = None
-        if self._names and depth:
+        if self._names and depth and rule == SAMPLE:
             drafted = zip(group.sequences, group.sizes, strict=True)
             drafters = {id(text.drafter) for text, size in drafted if size}
             drafter = self._names.get(drafters.pop()) if len(drafters) == 1 else None
         for name in (drafter, None) if drafter else (None,):
-            for recorded in self._recorded.get((everything, name), ()):
+            for recorded in self._recorded.get((everything, name, rule), ()):
                 if recorded.bucket.shape.holds(texts, nodes, depth):
                     return recorded
         return None

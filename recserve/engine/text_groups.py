@@ -11,7 +11,7 @@ from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.text import TextContext, TextDraft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup
-from recserve.verify.rules import GREEDY, SAMPLE
+from recserve.verify.rules import FOR_ALL, GREEDY, SAMPLE
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class _Part:
 
 
 class TextGroups:
-    """together: greedy texts are judged beside those that are drawn, by one rule; it costs them
-    noise, and saves a second judgement.
+    """together: greedy texts are judged beside those that are drawn, by their rule if they have one
+    for all; it costs them noise, and saves a second judgement.
     """
 
     def __init__(self, device: torch.device, together: bool) -> None:
@@ -52,9 +52,12 @@ class TextGroups:
         return groups
 
     def _parted(self, sequences: Seq[TextSequence]) -> list[_Part]:
+        greedy = self._rule_of_greedy(sequences)
         rules: dict[str, list[TextSequence]] = {}
         for sequence in sequences:
-            rules.setdefault(self._rule(sequence), []).append(sequence)
+            request = sequence.request
+            rule = greedy if request.params.greedy else request.speculation.verifier
+            rules.setdefault(rule, []).append(sequence)
         before = {part.rule: part for part in self._parts}
         parts = []
         for rule, own in rules.items():
@@ -65,7 +68,9 @@ class TextGroups:
             parts.append(part)
         return parts
 
-    def _rule(self, sequence: TextSequence) -> str:
-        if sequence.request.params.greedy:
-            return SAMPLE if self.together else GREEDY
-        return sequence.request.speculation.verifier
+    def _rule_of_greedy(self, sequences: Seq[TextSequence]) -> str:
+        if not self.together:
+            return GREEDY
+        requests = [sequence.request for sequence in sequences]
+        drawn = {r.speculation.verifier for r in requests if not r.params.greedy}
+        return drawn.pop() if len(drawn) == 1 and drawn <= FOR_ALL else SAMPLE

@@ -17,7 +17,10 @@ from recserve.core.text import Accepted, ScoredTrees, TextContext, TextDraft
 from recserve.core.text_request import TokenLogprobs
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_trees import drawn_rows
 from recserve.kernels import dispatch
+from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
@@ -156,7 +159,7 @@ class TextGroup:
             lengths,
             tuple(draft.drawing for draft in self.drafts),
             logits.shape[1],
-            draft_probs(self.drafts, logits),
+            draft_probs(self.drafts, logits.device),
             table.greedy,
             logits if alone else None,
             table.temperature,
@@ -165,16 +168,27 @@ class TextGroup:
         return verify(self.rule, scored)
 
 
-def draft_probs(drafts: Seq[TextDraft], logits: Tensor) -> Tensor | None:
-    """[T, V] q of every node, zeros at node 0 and in drafts that were chosen; None if all were."""
-    if all(draft.probs is None for draft in drafts):
+def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | None:
+    """q of every packed node, in float32 whatever the logits are: tokens were drawn from just that.
+    None if all were chosen.
+    """
+    drawn = [draft.probs for draft in drafts if draft.probs is not None]
+    if not drawn:
         return None
-    rows = []
-    for draft in drafts:
-        rows.append(logits.new_zeros(1, logits.shape[1]))
-        own = logits.new_zeros(len(draft), logits.shape[1]) if draft.probs is None else draft.probs
-        rows.append(own.to(logits.device, logits.dtype))
-    return torch.cat(rows)
+    values = torch.empty(sum(map(len, drawn)), drawn[0].shape[1], device=device)
+    put_probs(drafts, values)
+    return DraftProbs(values, on_device(drawn_rows(drafts), device))
+
+
+def put_probs(drafts: Seq[TextDraft], values: Tensor) -> None:
+    """Probs of those drafts that were drawn to the first rows of `values` [R, V]."""
+    drawn = [
+        draft.probs.to(values.device, non_blocking=True)
+        for draft in drafts
+        if draft.probs is not None
+    ]
+    if drawn:
+        torch.cat(drawn, out=values[: sum(map(len, drawn))])
 
 
 def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recserve.core.text import TextDraft
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import CANDIDATE, TokenTree
+from recserve.kernels.tree import AUXILIARY, CANDIDATE, TokenTree
 
 TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
 KEPT = 256  # shapes of chains
@@ -100,6 +100,7 @@ def pack_trees(
 ) -> PackedTrees:
     """sizes: nodes of each draft. num_nodes, num_trees: fill up to so many, with trees of one node
     and a last one, a chain, of what is left; there must be room for them. 0: as many as there are.
+    What fills up is auxiliary, so that no walk leaves its first node.
     """
     # All that a chain is follows from its length; what forks is told below.
     chains = _chains(sizes, num_nodes, num_trees)
@@ -146,6 +147,26 @@ def _put(
     return late
 
 
+def drawn_rows(drafts: Seq[TextDraft], num_nodes: int = 0) -> NDArray[np.int64]:
+    """[T] for every node of packed trees, the place of its probs among those of all drafts, in
+    order; -1 for node 0 of each and for what was chosen. num_nodes: as for `pack_trees`.
+    """
+    sizes = tuple([draft.num_nodes for draft in drafts])
+    return _drawn_rows(sizes, tuple([draft.probs is not None for draft in drafts]), num_nodes)
+
+
+@lru_cache(maxsize=256)
+def _drawn_rows(
+    sizes: tuple[int, ...], drawn: tuple[bool, ...], num_nodes: int
+) -> NDArray[np.int64]:
+    rows = np.full(num_nodes or sum(sizes) + len(sizes), -1, np.int64)
+    some = tuple([number for number, given in enumerate(drawn) if given])
+    if some:
+        nodes = _places(sizes, some).nodes
+        rows[nodes] = np.arange(nodes.shape[0])
+    return rows
+
+
 @dataclass(frozen=True)
 class _Places:
     """Packed nodes of some drafts [n], and for each the first of its draft [n]."""
@@ -188,8 +209,9 @@ def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains
     columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
     columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
     columns[ENDS] = stops.repeat(sizes)
-    columns[KINDS] = CANDIDATE
-    return _Chains(columns, offsets, offsets[: len(drafted)], int(offsets[len(drafted)]))
+    stop = int(offsets[len(drafted)])
+    columns[KINDS, :stop], columns[KINDS, stop:] = CANDIDATE, AUXILIARY
+    return _Chains(columns, offsets, offsets[: len(drafted)], stop)
 
 
 @lru_cache(maxsize=256)

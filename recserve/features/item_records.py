@@ -101,7 +101,8 @@ def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str,
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type
         try:
-            converted = pa.scalar(value, kind).as_py()
+            number = type(value) is int and pa.types.is_floating(kind)
+            converted = pa.scalar(float(value) if number else value, kind).as_py()
             if not _alike(value, converted, kind):
                 raise TypeError
         except (pa.ArrowException, TypeError, ValueError, OverflowError):

@@ -100,7 +100,7 @@ class RowCheck:
         if self.on_bad_rows == "error":
             raise BadRowError(
                 f"{self.path}: {messages[0]} ({reason}; {rows.size} such rows of {self.kept.size}, "
-                "rows count from 0); repair the file or use on_bad_rows=skip"
+                "rows count from 0); repair the file, or drop such rows with --on-bad-rows skip"
             )
         self.examples += messages
         self.dropped[reason] = self.dropped.get(reason, 0) + int(rows.size)

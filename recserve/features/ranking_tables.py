@@ -25,6 +25,7 @@ from recserve.features.items import ItemTable
 from recserve.features.row_tables import Table
 
 MAX_VECTOR_SIZE = 256
+FARTHEST = 1e6  # deviations from the mean; squares of much more overflow in the ranker
 CONVERSION_TYPES = ("purchase", "buy", "order", "conversion")
 FITTED = ("item_counts", "value_sums", "neighbour_offsets", "neighbours", "neighbour_counts")
 
@@ -55,6 +56,12 @@ class RankingSettings:
     side_names: tuple[str, ...]
     side_means: tuple[float, ...]
     side_deviations: tuple[float, ...]
+
+    def side_range(self, name: str) -> tuple[float, float]:
+        """Least and greatest value of a numeric item attribute that the ranker can be told."""
+        place = self.side_names.index(name)
+        reach = FARTHEST * self.side_deviations[place]
+        return self.side_means[place] - reach, self.side_means[place] + reach
 
     @property
     def tells_conversions(self) -> bool:
@@ -214,9 +221,12 @@ def _bind(
 
 
 def standardise(side: np.ndarray, settings: RankingSettings) -> np.ndarray:
-    """[n, S] raw attributes, NaN where unknown -> float32, 0 where unknown."""
-    scaled = (side - np.array(settings.side_means)) / np.array(settings.side_deviations)
-    known: np.ndarray = np.nan_to_num(scaled).astype(np.float32)
+    """[n, S] raw attributes, NaN where unknown -> float32, 0 where unknown, at most FARTHEST away,
+    whatever the catalogue says.
+    """
+    with np.errstate(over="ignore"):
+        scaled = (side - np.array(settings.side_means)) / np.array(settings.side_deviations)
+    known: np.ndarray = np.nan_to_num(scaled.clip(-FARTHEST, FARTHEST)).astype(np.float32)
     return known
 
 

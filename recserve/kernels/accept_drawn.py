@@ -20,26 +20,24 @@ from torch import Tensor
 
 from recserve.kernels import noise_kernel as noise
 from recserve.kernels.accept import NONE, better, chosen_of, empty_walk, shares, tiles_of
-from recserve.kernels.accept_reference import Keys, Walk
+from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.noise import LANES, TILE
 from recserve.kernels.tree import TokenTree
 
 
 @triton.jit
-def _drawn_from(q, tokens, child, token, vocabulary, inside, HAS_Q: tl.constexpr):
+def _drawn_from(q, rows, tokens, child, token, vocabulary, inside):
     """Probabilities that a child's draft gave some tokens: where it was chosen, 1 at its own."""
-    if HAS_Q:
-        drawn = tl.load(q + child * vocabulary + token, mask=inside, other=0.0)
-    else:
-        drawn = (tl.load(tokens + child) == token).to(tl.float32)
-    return drawn
+    row = tl.load(rows + child)
+    drawn = tl.load(q + row * vocabulary + token, mask=inside & (row >= 0), other=0.0)
+    return tl.where(row >= 0, drawn, (tl.load(tokens + child) == token).to(tl.float32))
 
 
 @triton.jit
 def drawn_walk_kernel(
-    p, q, residuals, tokens, ends, kinds, seeds, root_lengths, offsets,
+    p, q, rows, residuals, tokens, ends, kinds, seeds, root_lengths, offsets,
     nodes, lengths, refusals, totals, vocabulary, max_depth,
-    TILE: tl.constexpr, HAS_Q: tl.constexpr, HAS_KINDS: tl.constexpr,
+    TILE: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):  # fmt: skip
     """One tree: children tried in order. Leaves the child that was refused last where it stopped,
     -1 for none, and the sum of what was left before, if that lies in `residuals`; else 0.
@@ -71,7 +69,7 @@ def drawn_walk_kernel(
                         token = start + lane
                         inside = token < vocabulary
                         weight = tl.load(source + token, mask=inside, other=0.0)
-                        drawn = _drawn_from(q, tokens, refused, token, vocabulary, inside, HAS_Q)
+                        drawn = _drawn_from(q, rows, tokens, refused, token, vocabulary, inside)
                         weight = tl.maximum(tl.div_rn(weight, total) - drawn, 0.0)
                         tl.store(residual + token, weight, mask=inside)
                         rest += tl.sum(weight, 0)
@@ -84,9 +82,8 @@ def drawn_walk_kernel(
                 coin = noise.uniform(
                     seed, step + child - first, tree.to(tl.int32) * 0, noise.ACCEPT
                 )
-                drawn = 1.0
-                if HAS_Q:
-                    drawn = tl.load(q + child * vocabulary + token)
+                row = tl.load(rows + child)
+                drawn = tl.load(q + row * vocabulary + token, mask=row >= 0, other=1.0)
                 if coin * drawn < tl.div_rn(tl.load(source + token), total):
                     accepted = child
                 else:
@@ -105,9 +102,9 @@ def drawn_walk_kernel(
 
 @triton.jit
 def bonus_kernel(
-    p, q, residuals, tokens, seeds, root_lengths, nodes, lengths, refusals, totals, values, choices,
-    vocabulary, max_depth, tiles_per_split,
-    LANES: tl.constexpr, TILE: tl.constexpr, HAS_Q: tl.constexpr,
+    p, q, rows, residuals, tokens, seeds, root_lengths, nodes, lengths, refusals, totals,
+    values, choices, vocabulary, max_depth, tiles_per_split,
+    LANES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tree and one share of the vocabulary: the best of what is left of p over its noise, and
     behind those of all trees, the best of p.
@@ -132,7 +129,7 @@ def bonus_kernel(
             all_of = tl.load(p + node * vocabulary + token, mask=inside, other=0.0)
             weight = tl.load(source + token, mask=inside, other=0.0)
             if refused >= 0:
-                drawn = _drawn_from(q, tokens, refused, token, vocabulary, inside, HAS_Q)
+                drawn = _drawn_from(q, rows, tokens, refused, token, vocabulary, inside)
                 weight = tl.maximum(tl.div_rn(weight, total) - drawn, 0.0)
             value = tl.where(inside, tl.div_rn(weight, waited), -1.0)
             best, where = better(value, token, best, where)
@@ -158,11 +155,10 @@ def pick_kernel(values, choices, bonus, num_splits, BLOCK_SPLITS: tl.constexpr):
     tl.store(bonus + tree, chosen.to(tl.int64))
 
 
-def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
     """As `accept_reference.accept_drawn`, three launches."""
     vocabulary, trees, device = p.shape[1], tree.num_trees, p.device
-    p, has_q = p.contiguous(), q is not None
-    drafted = p if q is None else q.contiguous()
+    p, drafted = p.contiguous(), q.values.contiguous()
     has_kinds = tree.kinds is not None
     splits, per_split = shares(vocabulary, 1)
     walk = empty_walk(trees, max_depth, device)
@@ -170,16 +166,17 @@ def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_d
     refusals = torch.empty(trees, dtype=torch.int64, device=device)
     totals = torch.empty(trees, device=device)
     drawn_walk_kernel[(trees,)](
-        p, drafted, residuals, tree.tokens, tree.ends, tree.kinds if has_kinds else tree.ends,
-        keys.seeds, keys.root_lengths, tree.offsets, walk.nodes, walk.lengths, refusals, totals,
-        vocabulary, max_depth, TILE=TILE, HAS_Q=has_q, HAS_KINDS=has_kinds, enable_fp_fusion=False,
+        p, drafted, q.rows, residuals, tree.tokens, tree.ends,
+        tree.kinds if has_kinds else tree.ends, keys.seeds, keys.root_lengths, tree.offsets,
+        walk.nodes, walk.lengths, refusals, totals, vocabulary, max_depth,
+        TILE=TILE, HAS_KINDS=has_kinds, enable_fp_fusion=False,
     )  # fmt: skip
     values = torch.empty(2 * trees, splits, device=device)
     choices = torch.empty(2 * trees, splits, dtype=torch.int32, device=device)
     bonus_kernel[trees, splits](
-        p, drafted, residuals, tree.tokens, keys.seeds, keys.root_lengths, walk.nodes,
+        p, drafted, q.rows, residuals, tree.tokens, keys.seeds, keys.root_lengths, walk.nodes,
         walk.lengths, refusals, totals, values, choices, vocabulary, max_depth, per_split,
-        LANES=LANES, TILE=TILE, HAS_Q=has_q, enable_fp_fusion=False,
+        LANES=LANES, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
     width = triton.next_power_of_2(splits)
     pick_kernel[(trees,)](values, choices, walk.bonus, splits, BLOCK_SPLITS=width)

@@ -34,6 +34,32 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class DraftProbs:
+    """q of T nodes: what their tokens were drawn from.
+
+    values [R, V] float32, rows sum to 1. rows [T] int64: each node's row of them; -1 where the
+    token was chosen, so that q is 1 at it. Rows of root nodes are not read.
+    """
+
+    values: Tensor
+    rows: Tensor
+
+    @classmethod
+    def none(cls, tree: TokenTree, vocab_size: int) -> DraftProbs:
+        """All tokens were chosen."""
+        values = torch.empty(0, vocab_size, device=tree.tokens.device)
+        return cls(values, torch.full_like(tree.tokens, -1))
+
+    def at(self, nodes: Tensor, tokens: Tensor) -> Tensor:
+        """[m, V] q of some nodes [m], which carry the tokens [m]."""
+        values, rows = self.values, self.rows[nodes, None]
+        sure = values.new_zeros(nodes.shape[0], values.shape[1]).scatter_(1, tokens[:, None], 1.0)
+        if not values.shape[0]:
+            return sure
+        return torch.where(rows < 0, sure, values[rows[:, 0].clamp(min=0)])
+
+
+@dataclass(frozen=True)
 class Walk:
     """Accepted paths of B trees; shapes do not depend on what was accepted.
 
@@ -98,48 +124,44 @@ def accept(
     return follow(choose(logits, tree, keys, temperatures), tree, max_depth)
 
 
-def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
     """Rejection sampling for children that were drawn independently: a chain, or several.
 
-    p [T, V]: target probabilities at each node. q [T, V]: the distribution that each node's own
-    token was drawn from (not read of root nodes); None: all tokens were chosen, q is 1 at them.
-    Both float32, rows sum to 1. At a node the children are tried in order: accepted with
+    p [T, V] float32: target probabilities at each node, rows sum to 1. q: what each node's own
+    token was drawn from. At a node the children are tried in order: accepted with
     probability min(1, p(x) / q(x)), else p becomes the normalised max(p - q, 0); with no child left
-    the bonus is drawn from p. Coins and the bonus are keyed by the step: see `step_keys`.
+    the bonus is drawn from p. Coins and the bonus are keyed by the step: see `step_keys`. Shapes
+    depend on T, B, V, R and max_depth alone.
     """
-    tokens, ends = tree.tokens.tolist(), tree.ends.tolist()
-    kinds = [CANDIDATE] * tree.num_nodes if tree.kinds is None else tree.kinds.tolist()
-    owners = tree.tree_ids()
-    numbers = torch.arange(tree.num_nodes, device=owners.device) - tree.offsets[owners]
-    steps = step_keys(keys.root_lengths[owners] + 1, numbers)
-    coins = uniform(keys.seeds[owners], steps, 1)[:, 0].cpu()
-    paths, left = [], []
-    for node in tree.offsets[:-1].tolist():
-        path = [node]
-        while path[-1] >= 0:
-            node = path[-1]
-            weight, total = p[node].cpu(), torch.ones(())
-            accepted, child = -1, node + 1
-            while child < ends[node] and accepted < 0:
-                if kinds[child] == CANDIDATE:
-                    x = tokens[child]
-                    if q is None:
-                        drawn = torch.zeros_like(weight).index_fill_(0, torch.tensor([x]), 1.0)
-                    else:
-                        drawn = q[child].cpu()
-                    if coins[child] * drawn[x] < weight[x] / total:
-                        accepted = child
-                    else:
-                        weight = (weight / total - drawn).clamp(min=0)
-                        total = weight.sum()
-                        if total <= 0:
-                            # p and q equal but for rounding: a refusal says nothing about p.
-                            weight, total = p[node].cpu(), torch.ones(())
-                child = ends[child]
-            path.append(accepted)
-        paths.append(path[:-1] + [-1] * (max_depth + 2 - len(path)))
-        left.append(weight)
-    waited = exponential(keys.seeds, step_keys(keys.root_lengths + 1, keys.seeds * 0), p.shape[1])
-    bonus = (torch.stack(left).to(p.device) / waited).argmax(-1)
-    nodes = torch.tensor(paths, device=p.device)
-    return Walk(nodes, (nodes[:, 1:] >= 0).sum(1), bonus)
+    index, owners = torch.arange(tree.num_nodes, device=p.device), tree.tree_ids()
+    steps = step_keys(keys.root_lengths[owners] + 1, index - tree.offsets[owners])
+    coins = uniform(keys.seeds[owners], steps, 1)[:, 0]
+    here = tree.offsets[:-1].clone()
+    nodes = torch.full((tree.num_trees, max_depth + 1), -1, dtype=torch.int64, device=p.device)
+    lengths = torch.zeros_like(here)
+    nodes[:, 0] = here
+    left, totals = p[here], torch.ones_like(here, dtype=p.dtype)
+    # In preorder a node's turn comes when the walk stands at its parent, or never.
+    for number in range(tree.num_nodes):
+        child, tree_id = index[number : number + 1], owners[number : number + 1]
+        asked = tree.parents[child] == here[tree_id]
+        if tree.kinds is not None:
+            asked &= tree.kinds[child] == CANDIDATE
+        token = tree.tokens[child]
+        drawn, weight = q.at(child, token), left[tree_id] / totals[tree_id, None]
+        share, level = drawn.gather(1, token[:, None])[:, 0], weight.gather(1, token[:, None])[:, 0]
+        accepted = asked & (coins[child] * share < level)
+        rest = (weight - drawn).clamp(min=0)
+        total = rest.sum(1)
+        # p and q equal but for rounding: a refusal says nothing about p.
+        rest = torch.where(total[:, None] > 0, rest, p[here[tree_id]])
+        total = torch.where(total > 0, total, 1.0)
+        rest = torch.where(asked[:, None], rest, left[tree_id])
+        total = torch.where(asked, total, totals[tree_id])
+        left[tree_id] = torch.where(accepted[:, None], p[child], rest)
+        totals[tree_id] = torch.where(accepted, 1.0, total)
+        here[tree_id] = torch.where(accepted, child, here[tree_id])
+        lengths[tree_id] += accepted.long()
+        nodes[tree_id, lengths[tree_id]] = here[tree_id]
+    waited = exponential(keys.seeds, step_keys(keys.root_lengths + 1, lengths * 0), p.shape[1])
+    return Walk(nodes, lengths, (left / waited).argmax(-1))

@@ -1,8 +1,9 @@
 """Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
 merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
-Few rows attend in C (native_attention.py), unplanned. Of the others, per tree, with n computed
-nodes, R root tokens, A ancestors at most and N tree nodes:
+Softmax attends in C (native_attention.py), unplanned, where that can be compiled and products are
+no quicker. Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
+tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
               of its own), few by batched products or one flash call for all
@@ -36,7 +37,7 @@ class CpuTreeAttention:
     def __init__(
         self, batch: TreeBatch, activation: Activation = SOFTMAX, native: bool = False
     ) -> None:
-        """native: few rows attend in C, where it can be compiled."""
+        """native: what C attends to more quickly it does, where it can be compiled."""
         self.batch, self.activation, self.native = batch, activation, native
         self._parts: list[Part] = []
         self._natively: NativeTreeAttention | None = None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels import accept_reference, native, reference, trie_children
-from recserve.kernels.accept_reference import Keys, Walk
+from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
@@ -101,7 +101,7 @@ def accept(
     return kernel.accept(logits, tree, keys, temperatures, max_depth)
 
 
-def accept_drawn(p: Tensor, q: Tensor | None, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
+def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_depth: int) -> Walk:
     """`accept_reference.accept_drawn`."""
     if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)

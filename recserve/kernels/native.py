@@ -13,7 +13,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.fp8 import Stored
+from recserve.kernels.processor import processor
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +114,8 @@ def _compile(compiler: str, folder: Path) -> Path:
 def _fingerprint(compiler: str) -> str:
     """Of all that the compiled code depends on: sources, flags, compiler, processor."""
     said = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
-    about = [line for line in lines if line.startswith(("model name", "flags", "Features"))][:2]
-    parts = [FLAGS.encode(), said, *map(str.encode, about), *(s.read_bytes() for s in SOURCES)]
+    about = (FLAGS, processor().name, *sorted(processor().flags))
+    parts = [*map(str.encode, about), said, *(source.read_bytes() for source in SOURCES)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

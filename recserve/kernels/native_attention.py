@@ -1,6 +1,6 @@
-"""Tree attention of few rows on a CPU, in C: nothing is planned, gathered or masked beforehand.
+"""Tree attention on a CPU in C: nothing is planned, gathered or masked beforehand.
 
-Where a tree has more rows, products are faster (cpu_attention.py).
+Where torch has faster products for many rows, those are cpu_attention.py's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu_plan import Form
+from recserve.kernels.cpu_plan import Form, has_quick_products
 from recserve.kernels.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
-MOST_NUMBERS = 2**16  # of the queries of one tree and KV head, which lie on the stack
-# Rows and their scores on average; with more, products are faster. In a shallow tree over a short
-# root nearly all that a row sees is shared, and products are not.
+AT_ONCE = 128  # rows; MOST_ROWS of attention.c
+MOST_NUMBERS = 2**16  # of the queries that attend at once, which lie on the stack
+# Rows and their scores on average, above which quick products are quicker. In a shallow tree over a
+# short root nearly all that a row sees is shared, and they are not.
 MOST_SCORES = 2**16
 MOST_ROWS, SHORT, SHALLOW = 512, 512, 8
 PARALLEL = 2**15  # scores of all heads from which threads share a call
@@ -77,16 +78,14 @@ class NativeTreeAttention:
             return None
         if isinstance(batch.root_slots, RootTable):
             return None
+        if max(form.group, AT_ONCE) * form.dim > MOST_NUMBERS:
+            return None
         bounds = tree.offsets
         if batch.queries is not None:
             bounds = torch.searchsorted(batch.queries, bounds)
         counts = bounds.diff().tolist()
-        trees, rows = len(counts), batch.num_queries * form.group
         roots = sum(root.shape[0] for root in batch.root_slots)
-        if max(counts) * form.group * form.dim > MOST_NUMBERS or rows > MOST_ROWS * trees:
-            return None
-        many = rows * (roots + tree.num_nodes) > MOST_SCORES * trees * trees
-        if many and (roots > SHORT * trees or int(tree.depths.max()) >= SHALLOW):
+        if has_quick_products(form.dtype) and _many(batch, form, len(counts), roots):
             return None
         return NativeTreeAttention(batch, counts)
 
@@ -126,6 +125,16 @@ class NativeTreeAttention:
             self.together(heads),
         )
         return out
+
+
+def _many(batch: TreeBatch, form: Form, trees: int, roots: int) -> bool:
+    """Whether a batch is one for quick products; roots: their tokens, of all trees."""
+    rows = batch.num_queries * form.group
+    if rows > MOST_ROWS * trees:
+        return True
+    if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
+        return False
+    return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
 
 
 def _dense(column: Tensor) -> Tensor:

@@ -214,14 +214,16 @@ def _rivals(rivals: RivalScores | None) -> _Rivals:
     )
 
 
-def empty_levels(num_levels: int, batch: int, columns: int) -> Levels:
-    """No beam at any level."""
+def empty_levels(
+    num_levels: int, batch: int, columns: int, device: torch.device | None = None
+) -> Levels:
+    """No beam at any level. `used` is the host's."""
     shape = (num_levels + 1, batch, columns)
     return Levels(
-        torch.empty(shape, dtype=torch.int64),
-        torch.empty(shape, dtype=torch.int64),
-        torch.full(shape, DEAD),
-        torch.empty(*shape, num_levels, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.uint8),
+        torch.empty(shape, dtype=torch.int64, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device),
+        torch.full(shape, DEAD, device=device),
+        torch.empty(*shape, num_levels, dtype=torch.int64, device=device),
+        torch.zeros(shape, dtype=torch.uint8, device=device),
         torch.ones(num_levels + 1, dtype=torch.int64),
     )

@@ -88,7 +88,8 @@ class RankerScorer:
 
     def _given(self, candidates: Sequence[Candidate]) -> dict[str, np.ndarray]:
         """[M] of each feature that a candidate came with, NaN where it did not."""
-        names = self.roots.settings.side_names
+        settings = self.roots.settings
+        names = settings.side_names
         given: dict[str, np.ndarray] = {}
         for place, candidate in enumerate(candidates):
             for name, value in (candidate.features or {}).items():
@@ -97,6 +98,12 @@ class RankerScorer:
                     raise InvalidRequest(
                         "candidates.features",
                         f"this ranker has {known}; {candidate.item_id!r} came with {name!r}",
+                    )
+                low, high = settings.side_range(name)
+                if not low <= value <= high:
+                    raise InvalidRequest(
+                        f"candidates[{place}].features.{name}",
+                        f"expected {low:g} to {high:g}, got {value:g}",
                     )
                 given.setdefault(name, np.full(len(candidates), np.nan))[place] = value
         return given

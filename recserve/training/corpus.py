@@ -12,6 +12,8 @@ import pyarrow as pa
 def read_texts(paths: Iterable[Path]) -> Iterator[str]:
     """UTF-8 texts of files, `.zst` ones unpacked. Raises ValueError for a file that is no text."""
     for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
         with pa.OSFile(str(path), "rb") as file:
             raw = pa.CompressedInputStream(file, "zstd") if path.suffix == ".zst" else file
             try:

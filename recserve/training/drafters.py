@@ -142,7 +142,7 @@ def train_drafter(
     if not frozen.model.config.autoregressive:
         raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
     trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
-    directory = bundle.directory(section, create=True)
+    directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     if options.name == "speculative":
         trainee.model.calibration = calibrate(

@@ -154,13 +154,13 @@ def train_language_model(
     console: Console | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> TrainReport:
-    """Tokenizer and model from texts, written to the folder `out`.
+    """Tokenizer and model from texts, written to the folder `out`, which is made when all that was
+    given is known to be good.
 
     tokenizer: one that was trained before, None: a new one. Raises ValueError where there is too
     little text, or where the tokenizer is not of the recipe's size.
     """
     recipe = recipe or LanguageRecipe()
-    out.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
     elif tokenizer.get_vocab_size() != recipe.vocab_size or tokenizer.token_to_id(END) != 0:
@@ -168,11 +168,11 @@ def train_language_model(
             f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} as number "
             f"{tokenizer.token_to_id(END)}; the recipe wants {recipe.vocab_size} and 0"
         )
-    tokenizer.save(str(out / "tokenizer.json"))
     tokens = encode(tokenizer, texts)
     trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
     report = fit(trainee, recipe.schedule.asked(options), options, out / "training", console)
     save_language_model(trainee.model, out)
+    tokenizer.save(str(out / "tokenizer.json"))
     fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}
     (out / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n")
     return report

@@ -71,8 +71,9 @@ def fit(
 
     directory: receives `checkpoint.safetensors` after each epoch and `training.png` at the end. The
     learning rate follows the share of the run that is done: steps of all steps, or seconds of
-    max_minutes where those are further. A run that was interrupted and resumed equals one that was
-    not, unless max_minutes cuts it. Raises ValueError for a checkpoint of another recipe.
+    max_minutes where those are further; what earlier runs took does not count. A run that was
+    interrupted and resumed equals one that was not, unless max_minutes cuts it. Raises
+    ValueError for a checkpoint of another recipe.
     """
     run = _Run(trainee, schedule, options, directory, console or Console(stderr=True))
     return run.run()
@@ -108,7 +109,8 @@ class _Run:
         if self.options.resume and self.checkpoint.exists():
             load_checkpoint(state, self.checkpoint, self.recipe)
             self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
-        self.started = time.monotonic() - state.seconds
+        self.directory.mkdir(parents=True, exist_ok=True)  # fails now or not after an epoch
+        self.began, self.earlier_s = time.monotonic(), state.seconds
         stopped = "epochs"
         with self._progress() as progress:
             for epoch in range(state.epoch, self.schedule.epochs):
@@ -163,7 +165,7 @@ class _Run:
         metrics = self._validate()
         progress.remove_task(task)
         state.epoch = epoch + 1
-        state.seconds = time.monotonic() - self.started
+        state.seconds = self.earlier_s + self._elapsed_s()
         losses_of_epoch = {name: value / targets for name, value in sums.items()}
         state.history.append(
             EpochRecord(epoch + 1, losses_of_epoch, metrics, state.seconds, targets / seconds)
@@ -177,9 +179,8 @@ class _Run:
 
     def _step(self, batch: Any, steps_per_epoch: int) -> StepLoss:
         state, schedule = self.state, self.schedule
-        elapsed = time.monotonic() - self.started
         in_steps = (state.step + 1) / (schedule.epochs * steps_per_epoch)
-        progress = max(in_steps, elapsed / self._training_s())
+        progress = max(in_steps, self._elapsed_s() / self._training_s())
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
             for group in optimizer.param_groups:
@@ -224,7 +225,11 @@ class _Run:
         return max(self.limit_s - max(self.state.validation_s, first), 1e-3)
 
     def _out_of_time(self) -> bool:
-        return time.monotonic() - self.started >= self._training_s()
+        return self._elapsed_s() >= self._training_s()
+
+    def _elapsed_s(self) -> float:
+        """Seconds of this run."""
+        return time.monotonic() - self.began
 
     def _progress(self) -> Progress:
         return Progress(

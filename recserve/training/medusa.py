@@ -61,11 +61,11 @@ class MedusaTrainee:
         valid: NDArray[np.int64],
         seed: int,
     ) -> None:
-        for name, text in (("train", train), ("valid", valid)):
-            if len(text) < recipe.window:
-                raise ValueError(
-                    f"the {name} text has {len(text)} tokens; one window has {recipe.window}"
-                )
+        if min(len(train), len(valid)) < recipe.window:
+            raise ValueError(
+                f"the text has {len(train)} tokens for training and {len(valid)} for validation; "
+                f"each needs at least a window of {recipe.window}"
+            )
         self.recipe, self.target, self.seed = recipe, target, seed
         self.device = target.tokens.weight.device
         self.train, self.valid = _rows(train, recipe.window), _rows(valid, recipe.window)

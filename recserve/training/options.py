@@ -13,7 +13,8 @@ import torch
 class TrainOptions:
     """Options of `recserve train`; None means the recipe's own value.
 
-    max_minutes: training and validation end within it; the learning rate falls in time for that.
+    max_minutes: of this run, earlier runs that it resumes not counted; training and validation end
+    within it, and the learning rate falls in time for that.
     device: `auto` is CUDA where there is one. precision: `auto` is bfloat16 products where the
     processor has them. resume: go on from the last checkpoint of the bundle, if it has one. input:
     input form of a recommender. name: of a drafter. Raises ValueError naming the field, its bound

@@ -125,7 +125,7 @@ def train_ranker(
     """
     recipe = recipe or RankerRecipe()
     catalog, log = bundle.catalog(), bundle.events()
-    directory = bundle.directory(SECTION, create=True)
+    directory = bundle.directory(SECTION)
     built = bundle.manifest.build
     fold_vectors = cross_fitted_vectors(
         catalog.vectors,

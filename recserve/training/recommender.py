@@ -195,7 +195,7 @@ def train_recommender(
     device = options.torch_device()
     events = bundle.events()
     trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
-    directory = bundle.directory("recommender", create=True)
+    directory = bundle.directory("recommender")
     report = fit(trainee, recipe.schedule, options, directory, console)
     save_recommender(trainee.model, directory)
     save_graph(trainee.model, trainee.codes, directory)

@@ -199,7 +199,7 @@ def train_retriever(
     recipe = recipe or RetrieverRecipe()
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     trainee = RetrieverTrainee(recipe, frozen, options.seed)
-    directory = bundle.directory(SECTION, create=True)
+    directory = bundle.directory(SECTION)
     report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
     with torch.no_grad():
         ahead = trainee.look_ahead()

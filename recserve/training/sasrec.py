@@ -139,7 +139,7 @@ def train_sasrec(
     recipe = replace(recipe, schedule=recipe.schedule.asked(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
-    directory = bundle.directory("sasrec", create=True)
+    directory = bundle.directory("sasrec")
     report = fit(trainee, recipe.schedule, options, directory, console)
     save_sasrec(trainee.model, directory)
     bundle.commit(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, nothing_scored
 from recserve.core.bounds import NEVER, bound_places, value_at
-from recserve.core.descent import Descent, descend, searches
+from recserve.core.descent import Descent, descend, levels_for, put, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
@@ -21,7 +21,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
-from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.native_search import KNOWN, MISSING, UNNEEDED
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
@@ -127,61 +127,42 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     places = on_device(wants, beams.nodes.device)[:, None]
     if (search := searches(beams, model.search)) is not None:
-        return _search_natively(beams, search, places, collect)
-    lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
-    left_out: list[tuple[Tensor, Tensor]] = []
-    used: list[tuple[Tensor, Tensor]] = []
-    skip_single = model.config.normalization == "children"
-    while not beams.finished:
-        needed = wanted(beams, skip_single)
-        row = beams.scored.find(beams.keys(beams.nodes))
-        gone = needed & (row < 0)
-        if bool(gone.any()):
-            held = beams.log_probs.masked_fill(~gone, DEAD)
-            lost = torch.maximum(lost, held.amax(1, keepdim=True))
-            left_out.append((held, beams.keys(beams.paths)))
-            beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
-        if collect:
-            held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
-            used.append((held, beams.keys(beams.paths)))
-        beams = expand(beams, _states(beams, row), model)
-    kth = value_at(beams.log_probs, places)
-    proven = bool(((kth > lost) | (lost == DEAD)).all())
-    missing = _that_matter([] if proven else left_out, kth)
-    return Found(beams, proven, missing, _that_matter(used, kth))
-
-
-def _search_natively(beams: Beams, search: NativeSearch, places: Tensor, collect: bool) -> Found:
-    """The same in C."""
-    found = descend(beams, search, beams.trie.num_levels, beams.widths)
+        found = descend(beams, search, beams.trie.num_levels, beams.widths)
+    else:
+        found = _descend_with_torch(beams, model)
     last = found.at(found.level)
     kth = value_at(last.log_probs, places)
-    lost = found.held(missing=True).amax((0, 2))[:, None]
+    left_out = found.held(missing=True)
+    lost = left_out.amax((0, 2))[:, None]
     proven = bool(((kth > lost) | (lost == DEAD)).all())
     nothing = kth[:0, 0].long()
-    missing = nothing if proven else _passed(found, True, kth)
-    return Found(last, proven, missing, _passed(found, False, kth) if collect else nothing)
+    missing = nothing if proven else _that_matter(found, left_out, kth)
+    needed = _that_matter(found, found.held(missing=False), kth) if collect else nothing
+    return Found(last, proven, missing, needed)
 
 
-def _passed(found: Descent, missing: bool, kth: Tensor) -> Tensor:
-    """As `_that_matter`."""
-    held = found.held(missing)
-    return found.keys_of_paths((held > DEAD) & (held >= kth))
+def _descend_with_torch(beams: Beams, model: Recommender) -> Descent:
+    """`descend` down all levels, for beams that are not in reach of C."""
+    above, levels = beams, levels_for(beams, beams.widths)
+    skip_single = model.config.normalization == "children"
+    for level in range(above.level, above.trie.num_levels):
+        needed = wanted(beams, skip_single)
+        row = beams.scored.find(beams.keys(beams.nodes))
+        missing = needed & (row < 0)
+        state = torch.where(missing, MISSING, KNOWN).where(needed, UNNEEDED)
+        levels.scored[level, :, : state.shape[1]] = state
+        known = replace(beams, log_probs=beams.log_probs.masked_fill(missing, DEAD))
+        beams = expand(known, _states(beams, row), model)
+        put(levels, beams)
+    return Descent(above, replace(levels, reached=beams.level))
 
 
-def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
-    """Keys of those that reach the score of the k-th item, each with all above it.
+def _that_matter(found: Descent, held: Tensor, kth: Tensor) -> Tensor:
+    """Keys of the prefixes that reach the score of the k-th item, each with all above it.
 
-    prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
-    their paths [B, W, level]. kth [B, 1].
+    held: as `Descent.held`. kth [B, 1].
     """
-    if not prefixes:
-        return kth[:0, 0].long()
-    keys, matter = [], []
-    for held, paths in prefixes:
-        keys.append(paths.flatten())
-        matter.append(((held > DEAD) & (held >= kth))[..., None].expand_as(paths).flatten())
-    return torch.cat(keys)[torch.cat(matter)]
+    return found.keys_of_paths((held > DEAD) & (held >= kth))
 
 
 def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:

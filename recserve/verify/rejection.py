@@ -13,8 +13,7 @@ from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
 from recserve.kernels import dispatch
-from recserve.kernels.accept_reference import Keys
-from recserve.kernels.host import on_device
+from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
 from recserve.verify.path import first_children
 
@@ -40,9 +39,8 @@ def judge_drawn(scored: ScoredTrees) -> Accepted:
     if not scored.everywhere or "distinct" in scored.drawings:
         return reject(scored, coins(scored), residual_noise(scored))
     tree = scored.tree
-    every = torch.arange(tree.num_nodes, device=tree.tokens.device)
-    p = scored.target(every).softmax(-1).float()
-    q = None if scored.probs is None else draft_probs(scored, every).float()
+    p = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device)).softmax(-1).float()
+    q = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
     keys = Keys(scored.seeds, scored.lengths - 1)
     walk = dispatch.accept_drawn(p, q, tree, keys, scored.depth)
     return Accepted(walk.nodes, walk.lengths, walk.bonus)
@@ -97,14 +95,9 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
 
 def draft_probs(scored: ScoredTrees, nodes: Tensor) -> Tensor:
     """[m, V] the distribution that each node's token was drawn from; all on it where chosen."""
-    tokens = scored.tree.tokens[nodes][:, None]
-    if scored.probs is None:
-        sure = torch.zeros(nodes.shape[0], scored.vocab_size, device=nodes.device)
-        return sure.scatter_(1, tokens, 1.0)
-    drawn = scored.probs[nodes]
-    chosen = on_device([d == "chosen" for d in scored.drawings], nodes.device)
-    chosen = chosen[scored.tree.tree_ids()[nodes]]
-    return torch.where(chosen[:, None], torch.zeros_like(drawn).scatter_(1, tokens, 1.0), drawn)
+    tree = scored.tree
+    probs = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
+    return probs.at(nodes, tree.tokens[nodes])
 
 
 def coins(scored: ScoredTrees) -> Tensor:

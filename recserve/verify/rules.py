@@ -11,16 +11,18 @@ from recserve.verify.rejection import RejectionRule
 from recserve.verify.sample import SampleRule
 from recserve.verify.typical import TypicalRule
 
-GREEDY = "greedy"
-SAMPLE = "sample"
+GREEDY, SAMPLE = "greedy", "sample"
+REJECTION, MULTI_STEP = "rejection", "multi_step"
 RULES: dict[str, Verifier] = {
     "block": BlockRule(),
     GREEDY: GreedyRule(),
-    "multi_step": MultiStepRule(),
-    "rejection": RejectionRule(),
+    MULTI_STEP: MultiStepRule(),
+    REJECTION: RejectionRule(),
     SAMPLE: SampleRule(),
     "typical": TypicalRule(),
 }
+# They judge drafts of every kind, and keep the likeliest tokens of texts at temperature 0.
+FOR_ALL = frozenset({MULTI_STEP, REJECTION, SAMPLE})
 
 
 def check_rule(name: str, params: SamplingParams) -> None:

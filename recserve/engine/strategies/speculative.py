@@ -14,15 +14,16 @@ from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
 from recserve.core.request import RecommendRequest, Result
-from recserve.core.root_notes import is_plain
+from recserve.core.root_notes import KeptDraft, is_plain
 from recserve.core.sequence import Sequence
-from recserve.draft.kept import are_kept, are_trimmed, keep, kept_keys, trim
+from recserve.draft.kept import keep, kept, keys_of, trim
 from recserve.draft.nezha import likely_prefixes
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
 from recserve.engine.step_costs import Ways, step_costs
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.kernels.host import on_device
+from recserve.kernels.trie_children import DEAD
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.nezha import SelfDraftHead
@@ -48,9 +49,9 @@ class SpeculativeStrategy(BeamStrategy):
     and only the number of rounds differs. The draft leaves out what lies below the score that the
     k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
     still change the answer. What proved an answer stays with the cached root, and is the draft when
-    the same is asked again. How much is drafted follows from the
-    head's calibration, from what steps cost on this machine, which `measure` learns before requests
-    come, and from what answers took; where drafting does not pay nothing is drafted.
+    the same is asked again, whoever steps with it. How much is drafted follows from the head's
+    calibration, from what steps cost on this machine, which `measure` learns before requests come,
+    and from what answers took; where drafting does not pay nothing is drafted.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class SpeculativeStrategy(BeamStrategy):
             return self._draft(state, rivals)
         for sequence, margin in zip(state.sequences, margins, strict=True):
             sequence.timing.drafted = margin > 0
-        kept = self.keeps and are_kept(state)
-        likely = kept_keys(state) if kept else self._likely(state, margins)
-        keys = likely if rivals is None else torch.cat([likely, rivals])
-        return replace(self._guess(state, keys), kept=kept)
+        drafts = self._kept(state)
+        keys = self._drafted(state, drafts, margins)
+        keys = keys if rivals is None else torch.cat([keys, rivals])
+        return replace(self._guess(state, keys), kept=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
@@ -128,7 +129,7 @@ class SpeculativeStrategy(BeamStrategy):
             return super().verify(state, draft, slots, hidden)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
-        trims = draft.kept and not are_trimmed(scored)
+        trims = draft.kept and any(own and not own.trimmed for own in kept(scored))
         found = beam_verify.search_scored(scored, self.model, trims)
         if found.proven:
             if trims:
@@ -143,6 +144,21 @@ class SpeculativeStrategy(BeamStrategy):
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
+    def _kept(self, state: Beams) -> list[KeptDraft | None]:
+        return kept(state) if self.keeps else [None] * len(state.sequences)
+
+    def _drafted(
+        self, state: Beams, drafts: list[KeptDraft | None], margins: list[float]
+    ) -> Tensor:
+        """Keys (as in Scored): what was kept, and what the head thinks likely of all others."""
+        if not any(drafts):
+            return self._likely(state, margins)
+        if all(drafts):
+            return keys_of(drafts, state)
+        there = on_device([draft is not None for draft in drafts], state.nodes.device)
+        others = replace(state, log_probs=state.log_probs.masked_fill(there[:, None], DEAD))
+        return torch.cat([keys_of(drafts, state), self._likely(others, margins)])
+
     def _likely(self, state: Beams, margins: list[float]) -> Tensor:
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
@@ -154,8 +170,8 @@ class SpeculativeStrategy(BeamStrategy):
         return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
     def finish(self, state: Beams) -> list[Result]:
-        """Slates; what they took is remembered, where all were asked alike. On a CPU that is the
-        thread's own time: what other processes take says nothing about drafts.
+        """Slates; what they took is remembered, where all were asked and drafted for alike. On a
+        CPU that is the thread's own time: what other processes take says nothing about drafts.
         """
         asked = {self._asked.pop(sequence, None) for sequence in state.sequences}
         first = asked.pop()
@@ -170,11 +186,11 @@ class SpeculativeStrategy(BeamStrategy):
         """Of each request."""
         if self.only is not None:
             return [self.only.margin] * len(state.sequences)
-        batch = len(state.sequences)
-        kept = self.keeps and are_kept(state)
-        asked = [Group(request.width, request.k, batch, kept) for request in state.requests]
+        batch, drafts = len(state.sequences), self._kept(state)
+        asked = [Group(r.width, r.k, batch, kept=all(drafts)) for r in state.requests]
         plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
         now = self._now()
-        for sequence, group in zip(state.sequences, asked, strict=True):
-            self._asked[sequence] = _Asked(group, now)
+        if all(drafts) or not any(drafts):
+            for sequence, group in zip(state.sequences, asked, strict=True):
+                self._asked[sequence] = _Asked(group, now)
         return [plans[group].margin for group in asked]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from recserve.core.beams import Beams
 from recserve.core.request import Result, Warmed
 from recserve.core.root_notes import is_plain
-from recserve.draft.kept import are_kept, are_trimmed, trim
+from recserve.draft.kept import kept, trim
 from recserve.engine.strategies.beam import BeamStrategy
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
@@ -22,7 +22,8 @@ class WarmDraftStrategy(BeamStrategy):
 
     def finished(self, state: Beams) -> bool:
         """True at once where such a draft is there already."""
-        return (are_kept(state) and are_trimmed(state)) or super().finished(state)
+        there = all(draft is not None and draft.trimmed for draft in kept(state))
+        return there or super().finished(state)
 
     def finish(self, state: Beams) -> list[Result]:
         """What it took."""

@@ -1,47 +1,32 @@
-/* Softmax tree attention of few rows over root and tree as one list of keys, block after block.
+/* Softmax tree attention over root and tree as one list of keys, block after block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
  * block of keys is read once for all rows, turned so that a vector holds sixteen keys of one
- * dimension: 2 R m D multiply-adds, 2 m D elements read. Softmax is taken as in FlashAttention
- * (arXiv 2205.14135).
+ * dimension, and four rows at a time multiply it from the nearest cache: 2 R m D multiply-adds, 2 m
+ * D elements read. Softmax is taken as in FlashAttention (arXiv 2205.14135).
  */
 #include "functions.h"
 
-#define BLOCK 64 /* keys whose scores are held at a time */
+#define BLOCK 32 /* keys whose scores are held at a time */
+#define MOST_ROWS 128
 
-/* Sixteen vectors as the columns of what were their rows. */
-INLINE void transpose(floats *x) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        ints low, high;
-        for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = lane & half ? LANES + lane - half : lane;
-            high[lane] = lane & half ? LANES + lane : lane + half;
-        }
-#pragma GCC unroll 8
-        for (int pair = 0; pair < LANES / 2; pair++) {
-            int i = pair / half * 2 * half + pair % half;
-            floats first = x[i], second = x[i + half];
-            x[i] = __builtin_shuffle(first, second, low);
-            x[i + half] = __builtin_shuffle(first, second, high);
-        }
-    }
-}
-
-/* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. For more than a
- * pair of rows: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
+/* A block of a tree's keys. Key j is seen by node i where index[j] <= i < end[j]. Of TILE rows and
+ * more: columns [dim][BLOCK] of the keys, rows [BLOCK][dim] of the values, in float32. */
 typedef struct {
     const char *keys, *values;
     int64_t places[BLOCK], count; /* first element of each in the pool; behind the last, of the first */
     int32_t index[BLOCK], end[BLOCK];
+    int seen; /* all of it by all rows */
     float *columns, *rows;
 } Block;
 
-/* Keys start, start + 1, ... of the root and then the tree, as every row sees or does not see them. */
-INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads, int64_t dim,
-                 Block *block) {
-    int64_t left = tree->root_length + tree->nodes - start;
+/* Keys start, start + 1, ... of the `total` of root and tree, as every row sees or does not see
+ * them. */
+INLINE void find(const Tree *tree, int64_t start, int64_t total, int64_t head, int64_t kv_heads,
+                 int64_t dim, Block *block) {
+    int64_t left = total - start;
     block->count = left < BLOCK ? left : BLOCK;
+    block->seen = start + BLOCK <= tree->root_length;
     for (int64_t j = 0; j < BLOCK; j++) {
         int64_t place = start + (j < block->count ? j : 0), node = place - tree->root_length;
         int64_t slot = node < 0 ? tree->root[place] : tree->slots[node];
@@ -55,26 +40,42 @@ INLINE void find(const Tree *tree, int64_t start, int64_t head, int64_t kv_heads
 INLINE void take(const int64_t *slots, int64_t left, int64_t head, int64_t kv_heads, int64_t dim,
                  Block *block) {
     block->count = left < BLOCK ? left : BLOCK;
-    for (int64_t j = 0; j < BLOCK; j++) {
+    block->seen = left >= BLOCK;
+    for (int64_t j = 0; j < block->count || j % LANES; j++) {
         block->places[j] = (slots[j < block->count ? j : 0] * kv_heads + head) * dim;
         block->index[j] = j < block->count ? 0 : INT32_MAX;
         block->end[j] = INT32_MAX;
     }
 }
 
-/* Slots of a root from `start` on and then of a node's path; returns how many. */
-INLINE int64_t path_of(const Tree *tree, int64_t start, int64_t node, int64_t *slots) {
-    int64_t count = 0;
-    for (int64_t i = start; i < tree->root_length; i++) slots[count++] = tree->root[i];
-    for (int64_t j = 0; j <= node - tree->first; j++)
-        if (node < tree->ends[j]) slots[count++] = tree->slots[j];
-    return count;
+/* Nodes of a tree whose rows attend together: what is kept of them stays in the nearer caches. */
+INLINE int64_t rows_at_once(int64_t group) { return group < MOST_ROWS ? MOST_ROWS / group : 1; }
+
+/* The first element of a node's queries of a KV head. */
+INLINE int64_t row_at(const Tree *tree, int64_t n, int64_t head, int64_t group, int64_t heads,
+                      int64_t dim) {
+    return ((tree->row + n) * heads + head * group) * dim;
 }
 
-INLINE int is_chain(const Tree *tree) {
-    for (int64_t j = 0; j < tree->nodes; j++)
-        if (tree->ends[j] != tree->first + tree->nodes) return 0;
-    return 1;
+/* Each node's parent, -1 at the top, and depth, as places in the tree, of its first `count`. */
+INLINE void find_parents(const Tree *tree, int64_t count, int32_t *parents, int32_t *depths) {
+    for (int32_t j = 0; j < count; j++) {
+        int32_t parent = j - 1;
+        while (parent >= 0 && tree->ends[parent] <= tree->first + j) parent = parents[parent];
+        parents[j] = parent;
+        depths[j] = parent < 0 ? 0 : depths[parent] + 1;
+    }
+}
+
+/* Asks the memory for a slot's key and value: they lie too far apart for the processor to foresee
+ * them. */
+INLINE void ask_for(int type, const Block *block, int64_t slot, int64_t head, int64_t kv_heads,
+                    int64_t dim) {
+    int64_t size = (type == FLOAT32 ? 4 : 2) * dim, place = (slot * kv_heads + head) * size;
+    for (int64_t line = place; line < place + size; line += 64) {
+        __builtin_prefetch(block->keys + line);
+        __builtin_prefetch(block->values + line);
+    }
 }
 
 INLINE void gather(int type, int64_t dim, Block *block) {
@@ -95,163 +96,228 @@ INLINE void gather(int type, int64_t dim, Block *block) {
 /* One row of a softmax that is taken block by block. */
 typedef struct {
     float *query, *mixed; /* [dim] */
-    float top, weight;    /* largest score so far, sum of e^(score - top) */
+    float top;            /* largest score so far */
+    floats weight;        /* sums of e^(score - top), a lane's */
     int64_t node;
 } Row;
 
-enum { PAIR = 2, PARTS = BLOCK / LANES };
+enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, SOME = 2, WIDE = 4 };
 
 /* Scores of `count` rows over a block, key by key from the pool. */
 INLINE void scores_by_key(int type, int count, const Row *row, const Block *block, int64_t dim,
-                          floats scores[][PARTS]) {
+                          floats scores[TILE][PARTS]) {
     for (int part = 0; part * LANES < block->count; part++) {
-        floats products[PAIR][LANES] = {};
-        for (int i = 0; i < LANES; i++)
-            for (int64_t d = 0; d < dim; d += LANES) {
-                floats key = load(type, block->keys, block->places[part * LANES + i] + d);
+        floats products[PAIR][LANES];
+        for (int i = 0; i < LANES; i++) {
+            int64_t place = block->places[part * LANES + i];
+            floats key = load(type, block->keys, place), products_of[PAIR];
+            for (int r = 0; r < count; r++) products_of[r] = load(FLOAT32, row[r].query, 0) * key;
+            for (int64_t d = LANES; d < dim; d += LANES) {
+                key = load(type, block->keys, place + d);
                 for (int r = 0; r < count; r++)
-                    products[r][i] += load(FLOAT32, row[r].query, d) * key;
+                    products_of[r] += load(FLOAT32, row[r].query, d) * key;
             }
-        for (int r = 0; r < count; r++) {
-            transpose(products[r]);
-            for (int half = LANES / 2; half; half /= 2)
-                for (int i = 0; i < half; i++) products[r][i] += products[r][i + half];
-            scores[r][part] = products[r][0];
+            for (int r = 0; r < count; r++) products[r][i] = products_of[r];
         }
+        for (int r = 0; r < count; r++) scores[r][part] = sums(products[r]);
     }
 }
 
-/* The same from its columns, where there are rows enough to make them: in the same order, sixteen
- * sums over every sixteenth dimension and then their sums by halves, so that a row's bits do not
- * depend on how many rows there are. */
+/* The same of `count` rows from its columns, where there are rows enough to make them: in the same
+ * order, sixteen sums over every sixteenth dimension and then their sums by halves, so that a row's
+ * bits do not depend on how many rows there are. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
-                             floats scores[][PARTS]) {
-    for (int r = 0; r < count; r++) {
-        floats open[5][PARTS]; /* sums of 1, 2, 4, 8 and 16 that wait for their other half */
+                             floats scores[TILE][PARTS]) {
+    for (int part = 0; part < PARTS; part += SOME) {
+        floats open[4][TILE][SOME]; /* sums of 2, 4, 8 and 16 that wait for their other half */
         int top = 0;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++, top++) {
-            int lane = (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3;
-            for (int p = 0; p < PARTS; p++) open[top][p] = (floats){};
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++, top++) {
+            int lane = (i & 1) << 2 | (i & 2) | (i & 4) >> 2;
+            floats sums[2][TILE][SOME] = {};
             for (int64_t d = lane; d < dim; d += LANES)
-                for (int p = 0; p < PARTS; p++)
-                    open[top][p] +=
-                        row[r].query[d] * load(FLOAT32, block->columns, d * BLOCK + p * LANES);
-            for (int halves = i; halves & 1; halves >>= 1, top--)
-                for (int p = 0; p < PARTS; p++) open[top - 1][p] += open[top][p];
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+                    for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                        for (int p = 0; p < SOME; p++)
+                            sums[half][r][p] +=
+                                row[r].query[d + half * LANES / 2] *
+                                load(FLOAT32, block->columns,
+                                     (d + half * LANES / 2) * BLOCK + (part + p) * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+                for (int p = 0; p < SOME; p++) {
+                    floats sum = sums[0][r][p] + sums[1][r][p];
+                    int to = top;
+                    for (int halves = i; halves & 1; halves >>= 1) sum += open[--to][r][p];
+                    open[to][r][p] = sum;
+                }
+            for (int halves = i; halves & 1; halves >>= 1) top--;
         }
-        for (int p = 0; p < PARTS; p++) scores[r][p] = open[0][p];
+        for (int r = 0; r < count; r++)
+            for (int p = 0; p < SOME; p++) scores[r][part + p] = open[0][r][p];
     }
 }
 
 /* weights @ rows, added to what `count` rows mixed so far, `vectors` of them from dimension d on. */
 INLINE void mix(int type, int gathered, int count, int vectors, Row *row, const Block *block,
-                float weights[][BLOCK], const float *kept, int64_t d, int64_t dim) {
-    floats x[PAIR][PARTS];
-    for (int r = 0; r < count; r++)
-        for (int i = 0; i < vectors; i++)
-            x[r][i] = load(FLOAT32, row[r].mixed, d + i * LANES) * kept[r];
+                float weights[TILE][BLOCK], const float *kept, int64_t d, int64_t dim) {
+    floats x[TILE][WIDE] = {};
     for (int64_t j = 0; j < block->count; j++)
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; i++) {
             floats value = gathered ? load(FLOAT32, block->rows, j * dim + d + i * LANES)
                                     : load(type, block->values, block->places[j] + d + i * LANES);
+#pragma GCC unroll 4
             for (int r = 0; r < count; r++) x[r][i] += weights[r][j] * value;
         }
     for (int r = 0; r < count; r++)
-        for (int i = 0; i < vectors; i++) store(FLOAT32, row[r].mixed, d + i * LANES, x[r][i]);
+        for (int i = 0; i < vectors; i++) {
+            floats before = load(FLOAT32, row[r].mixed, d + i * LANES);
+            store(FLOAT32, row[r].mixed, d + i * LANES, before * kept[r] + x[r][i]);
+        }
+}
+
+/* Scores of `count` rows become weights, where a row does not see the key zeros. kept: what the
+ * row's sums so far are to be multiplied with. */
+INLINE void weigh(int count, Row *row, const Block *block, floats scores[TILE][PARTS],
+                  float weights[TILE][BLOCK], float *kept) {
+    int parts = count == TILE ? PARTS : (block->count + LANES - 1) / LANES;
+    floats tops = all(-INFINITY), peaks = tops; /* lane r of row r */
+    for (int r = 0; r < count; r++) {
+        floats best = all(-INFINITY);
+        for (int i = 0; i < parts; i++) {
+            if (!block->seen) {
+                ints index, end, node = (int32_t)row[r].node - (ints){};
+                memcpy(&index, block->index + i * LANES, sizeof index);
+                memcpy(&end, block->end + i * LANES, sizeof end);
+                ints sees = (index <= node) & (node < end);
+                scores[r][i] = choose(sees, scores[r][i], all(-INFINITY));
+            }
+            best = larger(scores[r][i], best);
+        }
+        tops[r] = row[r].top;
+        peaks[r] = largest(best);
+    }
+    peaks = larger(peaks, tops);
+    floats base = choose(peaks == -INFINITY, all(0), peaks); /* nothing seen yet: zeros */
+    floats fading = exponential(tops - base);
+    for (int r = 0; r < count; r++) {
+        floats added = {};
+        for (int i = 0; i < parts; i++) {
+            floats weight = exponential(scores[r][i] - base[r]);
+            store(FLOAT32, weights[r], i * LANES, weight);
+            added += weight;
+        }
+        row[r].top = peaks[r];
+        row[r].weight = row[r].weight * fading[r] + added;
+        kept[r] = fading[r];
+    }
 }
 
 INLINE void attend_block(int type, int gathered, int count, Row *row, const Block *block,
                          int64_t dim) {
-    floats s[PAIR][PARTS] = {};
-    float weights[PAIR][BLOCK], kept[PAIR];
+    floats scores[TILE][PARTS];
+    float weights[TILE][BLOCK], kept[TILE];
     if (gathered)
-        scores_by_column(count, row, block, dim, s);
+        scores_by_column(count, row, block, dim, scores);
     else
-        scores_by_key(type, count, row, block, dim, s);
-    for (int r = 0; r < count; r++) {
-        floats best = all(-INFINITY), added = {};
-        for (int i = 0; i < PARTS; i++) {
-            ints index, end, node = (int32_t)row[r].node - (ints){};
-            memcpy(&index, block->index + i * LANES, sizeof index);
-            memcpy(&end, block->end + i * LANES, sizeof end);
-            s[r][i] = choose((index <= node) & (node < end), s[r][i], all(-INFINITY));
-            best = choose(s[r][i] > best, s[r][i], best);
-        }
-        float peak = largest(best);
-        peak = peak > row[r].top ? peak : row[r].top;
-        float base = peak == -INFINITY ? 0 : peak; /* nothing seen yet: weights of zero */
-        kept[r] = sum(exponential(all(row[r].top - base))) / LANES;
-        for (int i = 0; i < PARTS; i++) {
-            floats weight = exponential(s[r][i] - base);
-            store(FLOAT32, weights[r], i * LANES, weight);
-            added += weight;
-        }
-        row[r].top = peak;
-        row[r].weight = row[r].weight * kept[r] + sum(added);
-    }
+        scores_by_key(type, count, row, block, dim, scores);
+    weigh(count, row, block, scores, weights, kept);
     int64_t d = 0;
-    for (; d + PARTS * LANES <= dim; d += PARTS * LANES)
-        mix(type, gathered, count, PARTS, row, block, weights, kept, d, dim);
-    for (; d < dim; d += LANES)
-        mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+        mix(type, gathered, count, WIDE, row, block, weights, kept, d, dim);
+    for (; d + PAIR * LANES <= dim; d += PAIR * LANES)
+        mix(type, gathered, count, PAIR, row, block, weights, kept, d, dim);
+    if (d < dim) mix(type, gathered, count, 1, row, block, weights, kept, d, dim);
 }
 
-INLINE void attend_rows(int type, int gathered, int64_t count, Row *rows, const Block *block,
-                        int64_t dim) {
+/* Each a function of its own: as parts of one the compiler keeps fewer sums in registers. */
+static __attribute__((noinline)) void attend_gathered(int64_t count, Row *rows, const Block *block,
+                                                      int64_t dim) {
     int64_t r = 0;
-    if (gathered)
-        for (; r + PAIR <= count; r += PAIR) attend_block(type, 1, PAIR, rows + r, block, dim);
-    else
-        for (; r + PAIR <= count; r += PAIR) attend_block(type, 0, PAIR, rows + r, block, dim);
-    if (r == count) return;
-    if (gathered)
-        attend_block(type, 1, 1, rows + r, block, dim);
-    else
-        attend_block(type, 0, 1, rows + r, block, dim);
+    for (; r + TILE <= count; r += TILE) attend_block(FLOAT32, 1, TILE, rows + r, block, dim);
+    for (; r < count; r++) attend_block(FLOAT32, 1, 1, rows + r, block, dim);
 }
 
-/* The rows of one tree and one KV head, with every query head of its group. What a row sees is one
- * list, the root and its own path, in blocks that begin at multiples of BLOCK: where nodes lie in a
- * tree, and what else is in it, changes no bit. Whole blocks of the root are shared by all rows,
- * and those of a chain, whose nodes lie behind each other. */
+static __attribute__((noinline)) void attend_scattered(int type, int64_t count, Row *rows,
+                                                       const Block *block, int64_t dim) {
+    int64_t r = 0;
+    if (type == FLOAT32) {
+        for (; r + PAIR <= count; r += PAIR)
+            attend_block(FLOAT32, 0, PAIR, rows + r, block, dim);
+        if (r < count) attend_block(FLOAT32, 0, 1, rows + r, block, dim);
+    } else {
+        for (; r + PAIR <= count; r += PAIR)
+            attend_block(BFLOAT16, 0, PAIR, rows + r, block, dim);
+        if (r < count) attend_block(BFLOAT16, 0, 1, rows + r, block, dim);
+    }
+}
+
+/* Rows from, from + 1, ... of one tree and one KV head, MOST_ROWS at most with every query head of
+ * its group. What a row sees is one list, the root and its own path, in blocks that begin at
+ * multiples of BLOCK: where nodes lie in a tree, and what else is in it, changes no bit. Whole
+ * blocks of the root are shared by all rows, and those of a chain, whose nodes lie behind each
+ * other. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
-                   const Tree *tree, int64_t head, int64_t heads, int64_t kv_heads, int64_t dim,
-                   float scale) {
-    int64_t group = heads / kv_heads, num_rows = tree->count * group;
+                   const Tree *tree, int64_t from, int64_t head, int64_t heads, int64_t kv_heads,
+                   int64_t dim, float scale) {
+    int64_t group = heads / kv_heads, count = rows_at_once(group);
+    if (from + count > tree->count) count = tree->count - from;
+    int64_t num_rows = count * group;
     float queries[num_rows * dim], mixed[num_rows * dim], columns[dim * BLOCK], rows[BLOCK * dim];
     Row states[num_rows];
     Block block = {.keys = keys, .values = values, .columns = columns, .rows = rows};
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
-        int64_t n = r / group, node = tree->queries ? tree->queries[n] : tree->first + n;
-        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, 0, node};
+        int64_t n = from + r / group, at = row_at(tree, n, head, group, heads, dim) + r % group * dim;
+        int64_t node = tree->queries ? tree->queries[n] : tree->first + n;
+        states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node};
         for (int64_t d = 0; d < dim; d += LANES) {
             store(FLOAT32, states[r].query, d, load(type, query, at + d) * scale);
             store(FLOAT32, states[r].mixed, d, (floats){});
         }
     }
     memset(columns, 0, sizeof columns);
-    int64_t total = tree->root_length + tree->nodes;
-    int64_t shared = is_chain(tree) ? total : tree->root_length / BLOCK * BLOCK;
-    for (int64_t start = 0; start < shared; start += BLOCK) {
-        find(tree, start, head, kv_heads, dim, &block);
-        int gathered = num_rows > PAIR;
-        if (gathered) gather(type, dim, &block);
-        attend_rows(type, gathered, num_rows, states, &block, dim);
+    int64_t wanted = states[num_rows - 1].node - tree->first + 1;
+    int32_t parents[wanted], depths[wanted];
+    find_parents(tree, wanted, parents, depths);
+    int is_chain = depths[wanted - 1] == wanted - 1;
+    int64_t total = tree->root_length + wanted;
+    int64_t shared = is_chain ? total : tree->root_length / BLOCK * BLOCK;
+    for (int64_t start = 0, first = 0; start < shared; start += BLOCK) {
+        find(tree, start, total, head, kv_heads, dim, &block);
+        while (states[first].node < block.index[0]) first++; /* what sees none of it */
+        if (num_rows < TILE) {
+            attend_scattered(type, num_rows - first, states + first, &block, dim);
+        } else {
+            gather(type, dim, &block);
+            for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
+                ask_for(type, &block, tree->root[j], head, kv_heads, dim);
+            attend_gathered(num_rows - first, states + first, &block, dim);
+        }
     }
-    for (int64_t n = 0; n < tree->count && shared < total; n++) {
-        int64_t slots[total - shared];
-        int64_t count = path_of(tree, shared, states[n * group].node, slots);
-        for (int64_t start = 0; start < count; start += BLOCK) {
-            take(slots + start, count - start, head, kv_heads, dim, &block);
-            attend_rows(type, 0, group, states + n * group, &block, dim);
+    int64_t tail = tree->root_length - shared;
+    for (int64_t n = 0; n < count && !is_chain; n++) {
+        int64_t node = states[n * group].node - tree->first, size = tail + depths[node] + 1;
+        int64_t slots[size], soon = (n + 3) * group;
+        if (soon < num_rows)
+            ask_for(type, &block, tree->slots[states[soon].node - tree->first], head, kv_heads, dim);
+        memcpy(slots, tree->root + shared, tail * sizeof *slots);
+        for (int64_t at = node; at >= 0; at = parents[at])
+            slots[tail + depths[at]] = tree->slots[at];
+        for (int64_t start = 0; start < size; start += BLOCK) {
+            take(slots + start, size - start, head, kv_heads, dim, &block);
+            attend_scattered(type, group, states + n * group, &block, dim);
         }
     }
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t at = ((tree->row + r / group) * heads + head * group + r % group) * dim;
+        int64_t at = row_at(tree, from + r / group, head, group, heads, dim) + r % group * dim;
+        float weight = sum(states[r].weight);
         for (int64_t d = 0; d < dim; d += LANES)
-            store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / states[r].weight);
+            store(type, out, at + d, load(FLOAT32, states[r].mixed, d) / weight);
     }
 }
 
@@ -259,13 +325,18 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
 void tree_attention(int type, const char *query, const char *keys, const char *values, char *out,
                     const Tree *trees, int64_t num_trees, int64_t heads, int64_t kv_heads,
                     int64_t dim, float scale, int together) {
+    int64_t most = 0, step = rows_at_once(heads / kv_heads);
+    for (int64_t i = 0; i < num_trees; i++) most = trees[i].count > most ? trees[i].count : most;
+    int64_t steps = (most + step - 1) / step, each = steps * kv_heads;
 #pragma omp parallel for schedule(dynamic) if (together)
-    for (int64_t i = 0; i < num_trees * kv_heads; i++) {
-        const Tree *tree = trees + i / kv_heads;
-        int64_t head = i % kv_heads;
+    for (int64_t i = 0; i < num_trees * each; i++) {
+        const Tree *tree = trees + i / each;
+        int64_t from = i % steps * step, head = i % each / steps;
+        if (from >= tree->count) continue;
         if (type == FLOAT32)
-            attend(FLOAT32, query, keys, values, out, tree, head, heads, kv_heads, dim, scale);
+            attend(FLOAT32, query, keys, values, out, tree, from, head, heads, kv_heads, dim, scale);
         else
-            attend(BFLOAT16, query, keys, values, out, tree, head, heads, kv_heads, dim, scale);
+            attend(BFLOAT16, query, keys, values, out, tree, from, head, heads, kv_heads, dim,
+                   scale);
     }
 }

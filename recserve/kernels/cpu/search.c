@@ -375,10 +375,12 @@ static int64_t search_one(const Search *s, int64_t b) {
     return level;
 }
 
-/* Returns the level that all requests reached. */
+/* Returns the level that all requests reached. Threads share requests, or the products of one: a
+ * region for one request, were it only of one thread, would have each product make threads anew. */
 int64_t trie_search(const Search *s) {
+    if (s->batch == 1) return search_one(s, 0);
     int64_t reached = s->until;
-#pragma omp parallel for schedule(dynamic) reduction(min : reached) if (s->batch > 1)
+#pragma omp parallel for schedule(dynamic) reduction(min : reached)
     for (int64_t b = 0; b < s->batch; b++) {
         int64_t level = search_one(s, b);
         reached = level < reached ? level : reached;

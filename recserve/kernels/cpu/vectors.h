@@ -64,30 +64,62 @@ INLINE floats choose(ints mask, floats x, floats other) {
     return (floats)(((ints)x & mask) | ((ints)other & ~mask));
 }
 
+/* A vector of what is said of each lane; the compiler's constant where `half` is one. */
+#define OF_LANES(what, half)                                                                       \
+    ((ints){what(0, half), what(1, half), what(2, half), what(3, half), what(4, half),            \
+            what(5, half), what(6, half), what(7, half), what(8, half), what(9, half),            \
+            what(10, half), what(11, half), what(12, half), what(13, half), what(14, half),       \
+            what(15, half)})
+#define OTHER(lane, half) ((lane) ^ (half))
+
+INLINE floats turned(floats x, int half) { return __builtin_shuffle(x, OF_LANES(OTHER, half)); }
+
 INLINE float sum(floats x) {
-    float parts[LANES];
-    memcpy(parts, &x, sizeof x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) x += turned(x, half);
+    return x[0];
 }
 
+INLINE floats larger(floats x, floats other) { return choose(x > other, x, other); }
+
 INLINE float largest(floats x) {
-    float parts[LANES];
-    memcpy(parts, &x, sizeof x);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) x = larger(x, turned(x, half));
+    return x[0];
+}
+
+#define LOW(lane, half) ((lane) & (half) ? LANES + (lane) - (half) : (lane))
+#define HIGH(lane, half) ((lane) & (half) ? LANES + (lane) : (lane) + (half))
+
+/* The sum of each of sixteen vectors, by halves as `sum` takes it. */
+INLINE floats sums(floats *x) {
+#pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < half; i++)
-            parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
-    return parts[0];
+            x[i] = __builtin_shuffle(x[i], x[i + half], OF_LANES(LOW, half)) +
+                   __builtin_shuffle(x[i], x[i + half], OF_LANES(HIGH, half));
+    return x[0];
+}
+
+/* Sixteen vectors as the columns of what were their rows. */
+INLINE void transpose(floats *x) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
+        for (int pair = 0; pair < LANES / 2; pair++) {
+            int i = pair / half * 2 * half + pair % half;
+            floats first = x[i], second = x[i + half];
+            x[i] = __builtin_shuffle(first, second, OF_LANES(LOW, half));
+            x[i + half] = __builtin_shuffle(first, second, OF_LANES(HIGH, half));
+        }
 }
 
 /* e^x to two units in the last place; 0 below -87, x at most 88. Cody and Waite's reduction. */
 INLINE floats exponential(floats x) {
+    const float far = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
     words small = (words)(x < -87.0f);
-    floats turns = x * 1.44269504f;
-    floats half = (floats)((words)all(0.5f) | ((words)turns & 0x80000000u)); /* with its sign */
-    ints whole = __builtin_convertvector(turns + half, ints);
-    floats n = __builtin_convertvector(whole, floats);
+    floats turns = x * 1.44269504f + far, n = turns - far;
     floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     floats p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -96,6 +128,6 @@ INLINE floats exponential(floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    floats power = (floats)((whole + 127) << 23);
-    return (floats)((words)(p * power) & ~small);
+    words power = (words)p + ((words)turns << 23); /* n is in the lowest bits of turns */
+    return (floats)(power & ~small);
 }
