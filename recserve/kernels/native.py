@@ -40,7 +40,7 @@ SIGNATURES = {
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
-    "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P),
+    "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
