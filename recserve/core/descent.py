@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from recserve.kernels.native_search import (
     NativeSearch,
     RivalScores,
     States,
-    empty_levels,
 )
+from recserve.kernels.native_trie import Prefixes
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,10 @@ class Descent:
 
     def at(self, level: int) -> Beams:
         """The beams of a level that it reached."""
-        found = self.levels
-        width = int(found.used[level])
-        return replace(
-            self.above,
-            level=level,
-            nodes=found.nodes[level, :, :width],
-            log_probs=found.log_probs[level, :, :width],
-            paths=found.paths[level, :, :width, :level],
-            parents=found.parents[level, :, :width],
-        )
+        found, width = self.levels, self.levels.used[level]
+        paths = found.paths[level, :, :width, :level]
+        nodes, log_probs = paths[..., level - 1], found.log_probs[level, :, :width]
+        return self.above.at(level, nodes, log_probs, paths)
 
     def held(self, missing: bool) -> Tensor:
         """[levels passed, B, W] log-probabilities of the beams that needed a state which was
@@ -82,18 +76,13 @@ def descend(
     or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
     state is missing.
     """
-    batch, width = beams.nodes.shape
-    levels = empty_levels(beams.trie.num_levels, batch, max(width, *widths))
-    levels.nodes[beams.level, :, :width] = beams.nodes
-    levels.log_probs[beams.level, :, :width] = beams.log_probs
-    levels.paths[beams.level, :, :width, : beams.level] = beams.paths
-    states = States(beams.tails, contexts=contexts)
     if contexts is None:
         states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
+    else:
+        states = States(beams.tails, contexts=contexts)
     found = search(
         beams.trie.native,
-        levels,
-        beams.level,
+        Prefixes(beams.log_probs, beams.paths),
         Limits(widths, _places(beams), beams.filters),
         states,
         until,

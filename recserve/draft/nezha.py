@@ -102,16 +102,24 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
     width = beams.nodes.shape[1]
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
-        state = head.step(level, state, beams.trie.codes_of(beams.paths[..., level].flatten()))
+        state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], level))
     return state
 
 
 def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> Tensor:
     """States one level deeper, of all beams: how many are needed is not known without waiting."""
+    assert beams.parents is not None
     above = before.nodes.shape[1]
     owners = torch.arange(beams.nodes.shape[0], device=beams.nodes.device)[:, None]
     parents = (owners * above + beams.parents).flatten()
-    return head.step(before.level, states[parents], beams.trie.codes_of(beams.nodes.flatten()))
+    return head.step(before.level, states[parents], _codes(beams.trie, beams.nodes, before.level))
+
+
+def _codes(trie: AnyTrie, nodes: Tensor, level: int) -> Tensor:
+    """[n] the last code of each beam of a level [B, W], any of the level's where it is dead, which
+    is a leaf.
+    """
+    return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)
 
 
 def _expand(

@@ -44,6 +44,7 @@ SIGNATURES = {
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
+    "scored_table": (N, P, P, P, N, P, P, P, P, P, P, N),
 }
 RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.core.beams import Beams, nothing_scored
+from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER, bound_places, value_at
 from recserve.core.descent import Descent, descend, searches
 from recserve.core.expansion import best_children
@@ -22,6 +22,7 @@ from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
 from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
@@ -54,11 +55,9 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
         0,
         top,
         torch.zeros(top.shape, device=tails.device),
-        top[..., :0, None].reshape(len(sequences), 1, 0),
-        top,
+        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device),
         tails,
         nothing_scored(tails),
-        torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
         places=places,
     )
 
@@ -68,11 +67,7 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
-    assert draft.queries is not None and draft.query_keys is not None
-    scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
-    owners = draft.query_keys // beams.trie.num_nodes
-    worked = torch.zeros_like(beams.rounds).index_fill_(0, owners, 1)
-    return replace(beams, scored=scored, rounds=beams.rounds + worked)
+    return replace(beams, scored=beams.scored.add(*draft.computed(slots), hidden))
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
@@ -125,9 +120,9 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     (core/bounds.py), so k items above it are the answer. collect: what was needed.
     """
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
-    places = on_device(wants, beams.nodes.device)[:, None]
     if (search := searches(beams, model.search)) is not None:
-        return _search_natively(beams, search, places, collect)
+        return _search_natively(beams, search, wants, collect)
+    places = on_device(wants, beams.nodes.device)[:, None]
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
     left_out: list[tuple[Tensor, Tensor]] = []
     used: list[tuple[Tensor, Tensor]] = []
@@ -151,22 +146,23 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     return Found(beams, proven, missing, _that_matter(used, kth))
 
 
-def _search_natively(beams: Beams, search: NativeSearch, places: Tensor, collect: bool) -> Found:
-    """The same in C."""
+def _search_natively(beams: Beams, search: NativeSearch, wants: list[int], collect: bool) -> Found:
+    """The same in C. wants [B]: places as in core/bounds.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
-    last = found.at(found.level)
-    kth = value_at(last.log_probs, places)
-    lost = found.held(missing=True).amax((0, 2))[:, None]
-    proven = bool(((kth > lost) | (lost == DEAD)).all())
-    nothing = kth[:0, 0].long()
+    last, lost = found.at(found.level), found.levels.lost
+    ranked = zip(last.log_probs.tolist(), wants, strict=True)
+    kth = [scores[place] if place < len(scores) else DEAD for scores, place in ranked]
+    proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
+    nothing = beams.scored.keys[:0]
     missing = nothing if proven else _passed(found, True, kth)
     return Found(last, proven, missing, _passed(found, False, kth) if collect else nothing)
 
 
-def _passed(found: Descent, missing: bool, kth: Tensor) -> Tensor:
+def _passed(found: Descent, missing: bool, kth: list[float]) -> Tensor:
     """As `_that_matter`."""
     held = found.held(missing)
-    return found.keys_of_paths((held > DEAD) & (held >= kth))
+    least = torch.tensor(kth)[:, None]
+    return found.keys_of_paths((held > DEAD) & (held >= least))
 
 
 def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
