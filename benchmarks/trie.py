@@ -28,8 +28,8 @@ from recserve.kernels.native_search import (
     Limits,
     NativeSearch,
     States,
-    empty_levels,
 )
+from recserve.kernels.native_trie import Prefixes
 from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_children import BestChildren, LeafBits, best_children, leaf_bits
 
@@ -114,10 +114,10 @@ def search_of(trie: Trie, width: int, before: Tensor | None) -> Callable[[], Lev
         torch.randn(1, HEAD, generator=g), contexts=torch.zeros(1, trie.num_levels, HEAD)
     )
 
+    begun = Prefixes(torch.zeros(1, 1), torch.empty(1, 1, 0, dtype=torch.int64))
+
     def run() -> Levels:
-        levels = empty_levels(trie.num_levels, 1, width)
-        levels.nodes[0], levels.log_probs[0, :, 0] = 0, 0.0
-        return search(trie.native, levels, 0, limits, states, trie.num_levels)
+        return search(trie.native, begun, limits, states, trie.num_levels)
 
     return run
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.beams import Beams, nothing_scored
+from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER, bound_places
 from recserve.core.diversity import Cap
 from recserve.core.expansion import best_children
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
+from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from tests.test_engine import CATALOGUES, FORMS, draw_root, make
@@ -51,8 +52,8 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
     """The first k of the same by best_children with a bound, and how many forks were opened."""
     top = torch.zeros(1, 1, dtype=torch.int64)
     tails = torch.zeros(1, 1)
-    beams = Beams((), (None,), trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0], top,
-                  tails, nothing_scored(tails), top[0], places=torch.tensor([[k - 1]]))  # fmt: skip
+    beams = Beams((), (None,), trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0],
+                  tails, nothing_scored(tails), places=torch.tensor([[k - 1]]))  # fmt: skip
     opened = 0
     for _ in range(trie.num_levels):
         opened += int(beams.forked().sum())

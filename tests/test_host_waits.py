@@ -10,19 +10,19 @@ from pretend_cuda import PretendCuda
 
 from recserve.kernels import dispatch
 
-# Three levels. `beam` takes two rounds; each looks at the device to size its tree (three times), to
-# place its nodes and to learn how far the scores go, and the round that goes on to the leaves twice
-# more. `speculative` looks at what it drafts, and at what its draft has left out; when the same is
-# asked the second time, also at what of the kept draft was needed, and beside one that is drafted
-# for, as those with a filter always are, at both. `read` and `shape` as in
-# pretend_cuda.py.
+# Three levels. `beam` takes two rounds; each looks at the device to size its tree (twice, and once
+# more where some of it was scored before), to place its nodes and to learn how far the scores go,
+# and the round that goes on to the leaves twice more. `speculative` looks at what it drafts, and at
+# what its draft has left out; when the same is asked the second time, also at what of the kept
+# draft was needed, and beside one that is drafted for, as those with a filter always are, at both.
+# All read a slate twice: its rows and its scores. `read` and `shape` as in pretend_cuda.py.
 WAITS = {
-    "beam": {"read": 10, "shape": 8},
-    "speculative": {"read": 10, "shape": 6},
-    "nezha": {"read": 4},
+    "beam": {"read": 8, "shape": 7},
+    "speculative": {"read": 8, "shape": 5},
+    "nezha": {"read": 2},
     "parallel": {"read": 2},
     "dense": {"read": 1},
-    "likelihood": {"read": 2, "shape": 5},
+    "likelihood": {"read": 2, "shape": 4},
     "warm": {},
 }
 RANK = {"read": 2}

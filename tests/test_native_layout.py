@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from recserve.core.beams import Beams, Scored, nothing_scored
+from recserve.core.beams import Beams
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft.prefixes import draft_of_keys
 from recserve.kernels import dispatch, native
+from recserve.kernels.scored import Scored, nothing_scored
 from recserve.kernels.trie import build_trie
 from tests.test_engine import CATALOGUES as ENGINE_CATALOGUES
 from tests.test_engine import draw_root, make
@@ -52,8 +53,10 @@ def both(call, monkeypatch):
 def same_drafts(one, two):
     for name in ("tokens", "parents", "depths", "ends", "offsets"):
         assert torch.equal(getattr(one.tree, name), getattr(two.tree, name)), name
-    for name in ("queries", "scored", "query_keys"):
-        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert torch.equal(one.query_keys, two.query_keys)
+    for name in ("queries", "scored"):
+        mine, theirs = getattr(one, name), getattr(two, name)
+        assert mine is theirs is None or torch.equal(mine, theirs), name
     assert torch.equal(one.inputs.tokens, two.inputs.tokens)
 
 
@@ -98,10 +101,31 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
         for known in (scored, nothing_scored(tails)):
             beams = Beams(
                 sequences, (None,) * batch, trie, level, paths[..., -1], log_probs, paths,
-                paths[..., -1], tails, known, torch.zeros(batch, dtype=torch.int64),
+                tails, known,
             )  # fmt: skip
             for closing in (level, trie.num_levels):
                 monkeypatch.setitem(getattr(trie, "base", trie).__dict__, "closing_level", closing)
                 same_drafts(
                     *both(lambda b=beams: beam_draft.propose(b, offsets, skip_single), monkeypatch)
                 )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_of_scored_prefixes(dtype, monkeypatch):
+    """Round after round, with and without keys, and from an empty table."""
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randperm(200, generator=g)
+    slots, hidden = torch.randperm(200, generator=g), torch.randn(200, 5, generator=g).to(dtype)
+    parts = torch.split(torch.arange(200), [0, 70, 0, 1, 129])
+
+    def grown():
+        table = nothing_scored(hidden)
+        for part in parts:
+            table = table.add(keys[part], slots[part], hidden[part])
+        return table
+
+    mine, theirs = both(grown, monkeypatch)
+    assert mine.keys.tolist() == list(range(200))
+    for name in ("keys", "slots", "hidden"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name

@@ -16,9 +16,8 @@ from recserve.kernels.native_search import (
     Limits,
     NativeSearch,
     States,
-    empty_levels,
 )
-from recserve.kernels.native_trie import BaseArrays, NativeTrie
+from recserve.kernels.native_trie import BaseArrays, NativeTrie, Prefixes
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
@@ -123,12 +122,9 @@ def drawn_trie(items=300, sizes=(6, 7, 8)):
     )
 
 
-def begun(trie, batch, columns):
-    """Levels with the empty prefix of each request."""
-    levels = empty_levels(trie.num_levels, batch, columns)
-    levels.nodes[0, :, 0] = 0
-    levels.log_probs[0, :, 0] = 0.0
-    return levels
+def begun(batch):
+    """The empty prefix of each request."""
+    return Prefixes(torch.zeros(batch, 1), torch.empty(batch, 1, 0, dtype=torch.int64))
 
 
 def drawn_heads(trie, size, dtype=torch.float32, scale=1.0):
@@ -150,11 +146,9 @@ def test_each_level_is_that_of_the_twin(dtype, scale):
     keys = torch.cat([keys, keys + trie.num_nodes])
     hidden = torch.randn(len(keys), size).to(dtype)
     limits = Limits([width, width - 5], [-1, -1], [None, None])
-    found = search(
-        trie.native, begun(trie, 2, width), 0, limits, States(tails, keys, hidden), trie.num_levels
-    )
+    found = search(trie.native, begun(2), limits, States(tails, keys, hidden), trie.num_levels)
     assert found.reached == trie.num_levels
-    nodes, log_probs, states = found.nodes[0, :, :1], found.log_probs[0, :, :1], tails
+    nodes, log_probs, states = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1), tails
     for level, book in enumerate(heads):
         logits = (states.float() @ book.float().T).to(dtype)
         best = best_children(trie, nodes, log_probs, logits, trie.widths[level], width)
@@ -164,14 +158,15 @@ def test_each_level_is_that_of_the_twin(dtype, scale):
             mine = found.log_probs[level + 1, b]
             torch.testing.assert_close(mine[:count], best.log_probs[b, :count], atol=1e-5, rtol=0)
             assert (mine[count:] == -np.inf).all()
-            if scale == 0 or dtype == torch.float32:
-                assert found.nodes[level + 1, b, :count].equal(best.nodes[b, :count])
-                assert found.parents[level + 1, b, :count].equal(best.parents[b, :count])
             path = found.paths[level + 1, b, :count]
-            assert path[:, level].equal(found.nodes[level + 1, b, :count])
+            if scale == 0 or dtype == torch.float32:
+                assert path[:, level].equal(best.nodes[b, :count])
+                above = found.paths[level, b, best.parents[b, :count]]
+                assert path[:, :level].equal(above[:, :level])
             assert trie.parents[path[:, level]].equal(path[:, level - 1].int()) or not level
-        used = int(found.used[level + 1])
-        nodes, log_probs = found.nodes[level + 1, :, :used], found.log_probs[level + 1, :, :used]
+        used = found.used[level + 1]
+        nodes = found.paths[level + 1, :, :used, level]
+        log_probs = found.log_probs[level + 1, :, :used]
         owners = torch.arange(2)[:, None] * trie.num_nodes
         states = hidden[torch.searchsorted(keys, owners + nodes.clamp(min=1)).flatten()]
 
@@ -183,16 +178,16 @@ def test_a_missing_state_stops_it_or_leads_nowhere():
     tails = torch.randn(1, size)
     nothing = States(tails, torch.empty(0, dtype=torch.int64), torch.empty(0, size))
     limits = Limits([width], [-1], [None])
-    stopped = search(trie.native, begun(trie, 1, width), 0, limits, nothing, 3, stops=True)
+    stopped = search(trie.native, begun(1), limits, nothing, 3, stops=True)
     assert stopped.reached == 1 and (stopped.log_probs[1] > -np.inf).all()
     assert stopped.scored[0, 0].tolist() == [KNOWN, 0, 0, 0]
     assert stopped.scored[1, 0].tolist() == [MISSING] * width
-    first = stopped.nodes[1, 0, 2]
+    first = stopped.paths[1, 0, 2, 0]
     some = States(tails, first[None], torch.randn(1, size))
-    found = search(trie.native, begun(trie, 1, width), 0, limits, some, 3)
+    found = search(trie.native, begun(1), limits, some, 3)
     assert found.reached == 3
     assert found.scored[1, 0].tolist() == [MISSING, MISSING, KNOWN, MISSING]
-    assert (found.paths[2, 0, : int(found.used[2]), 0] == first).all()
+    assert (found.paths[2, 0, : found.used[2], 0] == first).all()
 
 
 @torch.inference_mode()
@@ -202,7 +197,7 @@ def test_states_that_are_not_numbers_lead_nowhere():
     search = NativeSearch(heads)
     bad = torch.full((1, size), float("nan"))
     states = States(bad, torch.empty(0, dtype=torch.int64), bad[:0])
-    found = search(trie.native, begun(trie, 1, 4), 0, Limits([4], [0], [None]), states, 3)
+    found = search(trie.native, begun(1), Limits([4], [0], [None]), states, 3)
     assert (found.log_probs[1:] == -np.inf).all()
 
 

@@ -11,39 +11,8 @@ from torch import Tensor
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.kernels.leaf_filter import LeafFilter
+from recserve.kernels.scored import Scored
 from recserve.kernels.trie_overlay import AnyTrie
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Prefixes that the target has scored, with what it said.
-
-    keys [n]: `request number * nodes of the trie + trie node`, ascending. slots [n]: pool slot of
-    the node's keys and values. hidden [n, E]: final hidden state at the node.
-    """
-
-    keys: Tensor
-    slots: Tensor
-    hidden: Tensor
-
-    def find(self, keys: Tensor) -> Tensor:
-        """Row of each key, -1 where it is not scored. keys: any shape; same shape back."""
-        if not self.keys.shape[0]:
-            return torch.full_like(keys, -1)
-        row = torch.searchsorted(self.keys, keys).clamp(max=self.keys.shape[0] - 1)
-        return torch.where(self.keys[row] == keys, row, -1)
-
-    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
-        """With m more prefixes, none of which is here already."""
-        keys, order = torch.sort(torch.cat([self.keys, keys]))
-        slots = torch.cat([self.slots, slots])[order]
-        return Scored(keys, slots, torch.cat([self.hidden, hidden])[order])
-
-
-def nothing_scored(like: Tensor) -> Scored:
-    """The empty table, for hidden states like the given ones [n, E]."""
-    empty = torch.empty(0, dtype=torch.int64, device=like.device)
-    return Scored(empty, empty, like[:0])
 
 
 @dataclass(frozen=True)
@@ -92,10 +61,10 @@ class Beams:
 
     nodes [B, W]: trie node of each prefix, a leaf where dead. log_probs [B, W]: -inf where dead.
     paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
-    last root token. parents [B, W]: each beam's parent, as a column of the level above. rounds [B]:
-    forwards that scored a node of the request. places [B, 1]: as in core/bounds.py; None: nothing
-    is left out. missing [n]: keys of prefixes that a draft should have held, each with all above
-    it; None: whatever the beams lack. repairs: rounds that scored such.
+    last root token. parents [B, W]: each beam's parent, as a column of the level above; None where
+    the beams came from further up. places [B, 1]: as in core/bounds.py; None: nothing is left out.
+    missing [n]: keys of prefixes that a draft should have held, each with all above it; None:
+    whatever the beams lack. repairs: rounds that scored such.
     """
 
     sequences: tuple[Sequence, ...]
@@ -105,14 +74,39 @@ class Beams:
     nodes: Tensor
     log_probs: Tensor
     paths: Tensor
-    parents: Tensor
     tails: Tensor
     scored: Scored
-    rounds: Tensor
+    parents: Tensor | None = None
     rivals: Rivals | None = None
     places: Tensor | None = None
     missing: Tensor | None = None
     repairs: int = 0
+
+    def at(
+        self,
+        level: int,
+        nodes: Tensor,
+        log_probs: Tensor,
+        paths: Tensor,
+        parents: Tensor | None = None,
+    ) -> Beams:
+        """The beams that these lead to."""
+        return Beams(
+            self.sequences,
+            self.filters,
+            self.trie,
+            level,
+            nodes,
+            log_probs,
+            paths,
+            self.tails,
+            self.scored,
+            parents,
+            self.rivals,
+            self.places,
+            self.missing,
+            self.repairs,
+        )
 
     def alive(self) -> Tensor:
         """[B, W] bool."""
@@ -145,9 +139,5 @@ class Beams:
 
     @property
     def finished(self) -> bool:
-        """True when the beams are leaves, or no request has one left; where a look at the device
-        costs more than going on with dead beams, only when they are leaves.
-        """
-        if self.level == self.trie.num_levels:
-            return True
-        return not self.nodes.is_cuda and not bool(self.alive().any())
+        """True when the beams are leaves: dead ones go on too, a look at them would cost more."""
+        return self.level == self.trie.num_levels

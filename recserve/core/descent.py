@@ -1,9 +1,9 @@
-"""Beams that go down the trie several levels: what they were at each, and how C takes them."""
+"""Beams that go down the trie several levels at a time, in C on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from recserve.kernels.native_search import (
     NativeSearch,
     RivalScores,
     States,
-    empty_levels,
 )
+from recserve.kernels.native_trie import Prefixes
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,10 @@ class Descent:
 
     def at(self, level: int) -> Beams:
         """The beams of a level that it reached."""
-        found = self.levels
-        width = int(found.used[level])
-        return replace(
-            self.above,
-            level=level,
-            nodes=found.nodes[level, :, :width],
-            log_probs=found.log_probs[level, :, :width],
-            paths=found.paths[level, :, :width, :level],
-            parents=found.parents[level, :, :width],
-        )
+        found, width = self.levels, self.levels.used[level]
+        paths = found.paths[level, :, :width, :level]
+        nodes, log_probs = paths[..., level - 1], found.log_probs[level, :, :width]
+        return self.above.at(level, nodes, log_probs, paths)
 
     def held(self, missing: bool) -> Tensor:
         """[levels passed, B, W] log-probabilities of the beams that needed a state which was
@@ -57,15 +51,12 @@ class Descent:
         return self.levels.log_probs[passed].masked_fill(other, float("-inf"))
 
     def keys_of_paths(self, chosen: Tensor) -> Tensor:
-        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool.
-        One look at the device.
-        """
-        paths = self.levels.paths[self.above.level : self.level]
-        at = torch.arange(paths.shape[3], device=paths.device)
-        inside = at < at[self.above.level : self.level, None]
-        owners = torch.arange(paths.shape[1], device=paths.device)[:, None, None]
-        keys = owners * self.above.trie.num_nodes + paths
-        return keys[chosen[..., None] & inside[:, None, None]]
+        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool."""
+        step, owner, column = chosen.nonzero(as_tuple=True)
+        level = step + self.above.level
+        paths = self.levels.paths[level, owner, column]
+        inside = torch.arange(paths.shape[1]) < level[:, None]
+        return (owner[:, None] * self.above.trie.num_nodes + paths)[inside]
 
 
 def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
@@ -85,14 +76,13 @@ def descend(
     or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
     state is missing.
     """
-    levels = levels_for(beams, widths)
-    states = States(beams.tails, contexts=contexts)
     if contexts is None:
         states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
+    else:
+        states = States(beams.tails, contexts=contexts)
     found = search(
         beams.trie.native,
-        levels,
-        beams.level,
+        Prefixes(beams.log_probs, beams.paths),
         Limits(widths, _places(beams), beams.filters),
         states,
         until,
@@ -100,25 +90,6 @@ def descend(
         stops,
     )
     return Descent(beams, found)
-
-
-def levels_for(beams: Beams, widths: Seq[int]) -> Levels:
-    """Room for the beams of all levels, these put in. widths: beams that each request keeps."""
-    batch, width = beams.nodes.shape
-    columns = max(width, *widths)
-    levels = empty_levels(beams.trie.num_levels, batch, columns, beams.nodes.device)
-    put(levels, beams)
-    return levels
-
-
-def put(levels: Levels, beams: Beams) -> None:
-    """Fill in the beams of one level."""
-    level, width = beams.level, beams.nodes.shape[1]
-    levels.nodes[level, :, :width] = beams.nodes
-    levels.parents[level, :, :width] = beams.parents
-    levels.log_probs[level, :, :width] = beams.log_probs
-    levels.paths[level, :, :width, :level] = beams.paths
-    levels.used[level] = width
 
 
 def _places(beams: Beams) -> list[int]:

@@ -9,7 +9,7 @@ trie was built (kernels/trie_overlay.py) stand after all others of their level.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,14 +68,8 @@ def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
     """
     chosen = torch.where(kept > DEAD, nodes, beams.trie.any_leaf)
     above = parents[..., None].expand(-1, -1, beams.level)
-    return replace(
-        beams,
-        level=beams.level + 1,
-        nodes=chosen,
-        log_probs=kept,
-        paths=torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1),
-        parents=parents,
-    )
+    paths = torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1)
+    return beams.at(beams.level + 1, chosen, kept, paths, parents)
 
 
 @dataclass(frozen=True)

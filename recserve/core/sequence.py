@@ -21,6 +21,7 @@ class Sequence:
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
     nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
     sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
+    rounds: forwards that scored a node of its trees.
     """
 
     request: Request
@@ -32,6 +33,7 @@ class Sequence:
     tail: Tensor | None
     tree_slots: Tensor
     tree_used: int = 0
+    rounds: int = 0
     placeholders: NodeInputs | None = None
     ahead: Tensor | None = None
     notes: RootNotes = field(default_factory=RootNotes)

@@ -15,7 +15,8 @@ from recserve.core.beams import Beams
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.native_layout import ALIVE, FORKED, OPEN, Prefixes, wanted_prefixes
+from recserve.kernels.native_layout import ALIVE, FORKED, OPEN, wanted_prefixes
+from recserve.kernels.native_trie import Prefixes
 
 
 def wanted(beams: Beams, skip_single: bool) -> Tensor:
@@ -52,7 +53,7 @@ def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor
     """The same in C."""
     which = OPEN if closing else FORKED if skip_single else ALIVE
     below = beams.widths if closing else [0] * len(beams.sequences)
-    prefixes = Prefixes(beams.nodes, beams.log_probs, beams.paths)
+    prefixes = Prefixes(beams.log_probs, beams.paths)
     return wanted_prefixes(beams.trie.native, prefixes, which, beams.scored.keys, below)
 
 

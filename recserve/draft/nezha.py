@@ -102,24 +102,24 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
     width = beams.nodes.shape[1]
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
-        state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], head, level))
+        state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], level))
     return state
-
-
-def _codes(trie: AnyTrie, nodes: Tensor, head: SelfDraftHead, level: int) -> Tensor:
-    """[M] of a level's nodes. A dead beam stands at some leaf, whose code may be none of the
-    level's.
-    """
-    return trie.codes_of(nodes.flatten()).clamp(max=head.config.codebook_sizes[level] - 1)
 
 
 def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> Tensor:
     """States one level deeper, of all beams: how many are needed is not known without waiting."""
+    assert beams.parents is not None
     above = before.nodes.shape[1]
     owners = torch.arange(beams.nodes.shape[0], device=beams.nodes.device)[:, None]
     parents = (owners * above + beams.parents).flatten()
-    codes = _codes(beams.trie, beams.nodes, head, before.level)
-    return head.step(before.level, states[parents], codes)
+    return head.step(before.level, states[parents], _codes(beams.trie, beams.nodes, before.level))
+
+
+def _codes(trie: AnyTrie, nodes: Tensor, level: int) -> Tensor:
+    """[n] the last code of each beam of a level [B, W], any of the level's where it is dead, which
+    is a leaf.
+    """
+    return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)
 
 
 def _expand(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Scored
 from recserve.core.drafting import Draft
 from recserve.kernels import dispatch
 from recserve.kernels.native_layout import lay_out
+from recserve.kernels.scored import Scored
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.kernels.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
@@ -27,6 +27,11 @@ class PrefixDraft(Draft):
     guessed: bool = False
     kept: bool = False
 
+    def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Key [Tq] and slot [Tq] of each computed node. slots [T]: of all nodes."""
+        assert self.query_keys is not None
+        return self.query_keys, slots if self.queries is None else slots[self.queries]
+
 
 def draft_of_keys(
     trie: AnyTrie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None = None
@@ -39,16 +44,15 @@ def draft_of_keys(
     if dispatch.lays_out(keys):
         return _laid_out(trie, keys, num_trees, level_offsets, before)
     built = tree_of_nodes(trie, keys, num_trees)
-    tree = built.tree
-    tokens = level_offsets[tree.depths] + trie.codes_of(tree.tokens)
-    scored, node_keys = torch.full_like(tokens, -1), torch.empty_like(tokens)
+    tokens = level_offsets[built.tree.depths] + trie.codes_of(built.tree.tokens)
+    tree, node_keys = replace(built.tree, tokens=tokens), torch.empty_like(tokens)
     node_keys[built.index] = built.keys
-    if before is not None and before.keys.shape[0]:
-        row = before.find(built.keys)
-        scored[built.index] = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
+    if before is None or not before.keys.shape[0]:
+        return PrefixDraft(tree, NodeInputs(tokens), query_keys=node_keys)
+    row = before.find(node_keys)
+    scored = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
     queries = (scored < 0).nonzero().flatten()
-    inputs = NodeInputs(tokens[queries])
-    return PrefixDraft(replace(tree, tokens=tokens), inputs, queries, scored, node_keys[queries])
+    return PrefixDraft(tree, NodeInputs(tokens[queries]), queries, scored, node_keys[queries])
 
 
 def _laid_out(

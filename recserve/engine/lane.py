@@ -97,16 +97,16 @@ class Lane:
             if found.partial is not None:
                 self._copy_page(found.partial, root_pages[0], found.length % size)
                 self.allocator.release([found.partial])
-        own_pages = on_device(pages + tree_pages, self.runner.pool.keys.device, torch.int64)
+        slots = slots_of_pages(pages + tree_pages, size, self.runner.pool.keys.device)
         sequence = Sequence(
             request,
             future,
             submitted_s,
             pages + tree_pages,
-            slots_of_pages(own_pages[: len(pages)], size, rows),
+            slots[:rows],
             found.length,
             found.tail,
-            slots_of_pages(own_pages[len(pages) :], size, len(tree_pages) * size),
+            slots[len(pages) * size :],
             placeholders=getattr(strategy, "placeholders", None),
             ahead=found.ahead,
             notes=found.notes,
@@ -130,19 +130,15 @@ class Lane:
         began = time.perf_counter()
         drafts = [(cohort, cohort.strategy.propose(cohort.state)) for cohort in self.cohorts]
         drafted = time.perf_counter()
-        slots = [self._place(cohort, draft) for cohort, draft in drafts]
-        pieces = [self._prefill_piece(sequence) for sequence, _ in cold]
-        pieces += [
-            Piece(d.tree, d.inputs, d.queries, s, tuple(q.root_slots for q in c.sequences))
-            for (c, d), s in zip(drafts, slots, strict=True)
-        ]
+        placed = [self._place(cohort, draft) for cohort, draft in drafts]
+        pieces = [*(self._prefill_piece(sequence) for sequence, _ in cold), *placed]
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
         for (sequence, _), states in zip(cold, hidden, strict=False):
             self._keep_root(sequence, states)
-        for (cohort, draft), placed, states in zip(drafts, slots, hidden[len(cold) :], strict=True):
-            cohort.state = cohort.strategy.verify(cohort.state, draft, placed, states)
+        for (cohort, draft), piece, states in zip(drafts, placed, hidden[len(cold) :], strict=True):
+            cohort.state = cohort.strategy.verify(cohort.state, draft, piece.slots, states)
         ended = time.perf_counter()
         for sequence, _ in cold:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
@@ -222,25 +218,21 @@ class Lane:
         self.cohorts = running
         return done
 
-    def _place(self, cohort: Cohort, draft: Draft) -> Tensor:
-        """[T] a slot for every node of the draft: old ones keep theirs, new ones get one."""
-        tree = draft.tree
-        offsets = tree.offsets
-        if draft.queries is not None:
-            offsets = torch.searchsorted(draft.queries, offsets)
+    def _place(self, cohort: Cohort, draft: Draft) -> Piece:
+        """The draft with a slot for every node: old ones keep theirs, new ones get one."""
+        counts = _computed(draft)
         taken = []
-        for sequence, (start, stop) in zip(
-            cohort.sequences, pairwise(offsets.tolist()), strict=True
-        ):
-            taken.append(sequence.take_tree_slots(stop - start))
-            sequence.timing.nodes += stop - start
-        new = torch.cat(taken)
-        if draft.queries is None or draft.scored is None:
-            return new
-        # Nodes that are neither scored nor computed are nobody's ancestor; any finite slot will do.
-        slots = draft.scored.clamp(min=0)
-        slots[draft.queries] = new
-        return slots
+        for sequence, count in zip(cohort.sequences, counts, strict=True):
+            taken.append(sequence.take_tree_slots(count))
+            sequence.timing.nodes += count
+            sequence.rounds += count > 0
+        slots = new = taken[0] if len(taken) == 1 else torch.cat(taken)
+        if draft.queries is not None and draft.scored is not None:
+            # Nodes neither scored nor computed are nobody's ancestor; any finite slot will do.
+            slots = draft.scored.clamp(min=0)
+            slots[draft.queries] = new
+        roots = tuple(sequence.root_slots for sequence in cohort.sequences)
+        return Piece(draft.tree, draft.inputs, draft.queries, slots, roots, counts=counts)
 
     def _prefill_piece(self, sequence: Sequence) -> Piece:
         """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
@@ -260,7 +252,7 @@ class Lane:
         if start < root.shared:
             shared = on_device([root.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return Piece(tree, inputs, None, places, (slots[:start],), num_states)
+        return Piece(tree, inputs, None, places, (slots[:start],), num_states, [len(inputs)])
 
     def _keep_root(self, sequence: Sequence, states: Tensor) -> None:
         """The root is computed: remember its last state, and let others find it."""
@@ -282,3 +274,13 @@ class Lane:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+
+def _computed(draft: Draft) -> list[int]:
+    """How many nodes of each tree are computed; of several trees one look at the device."""
+    if draft.tree.num_trees == 1:
+        return [len(draft.inputs)]
+    offsets = draft.tree.offsets
+    if draft.queries is not None:
+        offsets = torch.searchsorted(draft.queries, offsets)
+    return [stop - start for start, stop in pairwise(offsets.tolist())]

@@ -37,7 +37,8 @@ class Piece:
 
     slots [T]: pool slot of each node. root_slots: for each tree the slots of the root it stands on.
     num_states: only the states of so many computed nodes, the last ones, are read, and the others
-    leave keys and values; None: all.
+    leave keys and values; None: all. counts [B]: computed nodes of each tree, None: the host does
+    not know.
     """
 
     tree: TokenTree
@@ -46,6 +47,7 @@ class Piece:
     slots: Tensor
     root_slots: tuple[Tensor, ...]
     num_states: int | None = None
+    counts: list[int] | None = None
 
 
 class Runner:
@@ -95,7 +97,7 @@ def pack(pieces: Seq[Piece]) -> TreeBatch:
     """All pieces as one batch."""
     if len(pieces) == 1:
         only = pieces[0]
-        return TreeBatch(only.tree, only.queries, only.slots, only.root_slots)
+        return TreeBatch(only.tree, only.queries, only.slots, only.root_slots, only.counts)
     queries = []
     start = 0
     for piece in pieces:
@@ -109,4 +111,14 @@ def pack(pieces: Seq[Piece]) -> TreeBatch:
         torch.cat(queries),
         torch.cat([piece.slots for piece in pieces]),
         tuple(slots for piece in pieces for slots in piece.root_slots),
+        _counts(pieces),
     )
+
+
+def _counts(pieces: Seq[Piece]) -> list[int] | None:
+    counts: list[int] = []
+    for piece in pieces:
+        if piece.counts is None:
+            return None
+        counts += piece.counts
+    return counts

@@ -40,13 +40,14 @@ SIGNATURES = {
     "rope_write": (INT, P, P, P, P, P, P, P, N, N, N, N),
     "linear": (INT, P, P, P, P, N, N, N),
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, INT),
-    "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P),
+    "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
     "extend_text": (P, P, N),
     "ngram_drafts": (P, N, P, P, P, P, N),
     "suffix_drafts": (P, N, P, P, P, P, P),
+    "scored_table": (N, P, P, P, N, P, P, P, P, P, P, N),
 }
 RETURNS = {"trie_search": N, "trie_layout": N, "wanted_prefixes": N}
 

@@ -80,14 +80,10 @@ class NativeTreeAttention:
             return None
         if max(form.group, AT_ONCE) * form.dim > MOST_NUMBERS:
             return None
-        bounds = tree.offsets
-        if batch.queries is not None:
-            bounds = torch.searchsorted(batch.queries, bounds)
-        counts = bounds.diff().tolist()
         roots = sum(root.shape[0] for root in batch.root_slots)
-        if has_quick_products(form.dtype) and _many(batch, form, len(counts), roots):
+        if _many(batch, form, tree.num_trees, roots) and has_quick_products(form.dtype):
             return None
-        return NativeTreeAttention(batch, counts)
+        return NativeTreeAttention(batch, _counts(batch) if batch.counts is None else batch.counts)
 
     @property
     def address(self) -> int:
@@ -135,6 +131,15 @@ def _many(batch: TreeBatch, form: Form, trees: int, roots: int) -> bool:
     if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
         return False
     return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
+
+
+def _counts(batch: TreeBatch) -> list[int]:
+    """Computed nodes of each tree."""
+    bounds = batch.tree.offsets
+    if batch.queries is not None:
+        bounds = torch.searchsorted(batch.queries, bounds)
+    counts: list[int] = bounds.diff().tolist()
+    return counts
 
 
 def _dense(column: Tensor) -> Tensor:

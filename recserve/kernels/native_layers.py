@@ -64,11 +64,14 @@ class _Shape(ctypes.Structure):
 
 
 class NativeLayers:
-    """All layers of one decoder."""
+    """All layers of one decoder, and the norm behind them."""
 
-    def __init__(self, layers: Sequence[LayerWeights], shape: LayerShape) -> None:
-        """shape: of every layer; D a multiple of twice LANES."""
-        self.shape, self._read = shape, tuple(layers)  # by address: kept as long as this is
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, shape: LayerShape) -> None:
+        """norm [E]: of the type of the layers. shape: of every layer; D a multiple of twice
+        LANES.
+        """
+        # By address: kept as long as this is.
+        self.shape, self._read, self._norm = shape, tuple(layers), norm
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         s = shape
         self._shape = _Shape(s.size, s.heads, s.kv_heads, s.dim, s.inner, s.eps)
@@ -82,7 +85,7 @@ class NativeLayers:
         attention: NativeTreeAttention,
         count: int,
     ) -> Tensor:
-        """x [T, E] through the first `count` layers -> [T, E].
+        """x [T, E] through the first `count` layers -> [T, E], normed where those are all.
 
         turns: cosines and sines [T, D / 2] float32. pool: keys and values [layers, slots, K, D] of
         the type of x; those of the rows go to `slots` [T].
@@ -107,6 +110,7 @@ class NativeLayers:
             attention.address,
             attention.num_trees,
             attention.together(self.shape.heads),
+            self._norm.data_ptr() if count == len(self._layers) else None,
             scratch.data_ptr(),
         )
         return out

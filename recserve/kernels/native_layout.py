@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.native import N, P, compiled
-from recserve.kernels.native_trie import NativeTrie
+from recserve.kernels.native_trie import NativeTrie, Prefixes
 from recserve.kernels.tree import TokenTree
 
 ALIVE, FORKED, OPEN = range(3)  # which beams: with a child, several children, several items
@@ -20,33 +20,28 @@ ALIVE, FORKED, OPEN = range(3)  # which beams: with a child, several children, s
 
 @dataclass(frozen=True)
 class Laid:
-    """tree: its tokens are the model's. slots [T]: of nodes that were scored before, -1 of others.
-    queries [Tq]: those others, with their tokens and keys.
+    """tree: its tokens are the model's. query_keys [Tq]: of the nodes that were not scored before.
+
+    Where some were: slots [T], -1 of the others, and queries [Tq], those others, with their tokens;
+    None where none was, and every node is a query.
     """
 
     tree: TokenTree
-    slots: Tensor
-    queries: Tensor
-    query_tokens: Tensor
     query_keys: Tensor
-
-
-@dataclass(frozen=True)
-class Prefixes:
-    """Beams of one level. nodes [B, W] int64, log_probs [B, W], paths [B, W, level] int64."""
-
-    nodes: Tensor
-    log_probs: Tensor
-    paths: Tensor
+    query_tokens: Tensor
+    queries: Tensor | None = None
+    slots: Tensor | None = None
 
 
 class _Wanted(ctypes.Structure):
     _fields_ = [
         ("trie", P),
         *((name, N) for name in ("batch", "columns", "level", "which")),
-        *((name, P) for name in ("nodes", "paths", "log_probs", "scored_keys")),
+        *((name, P) for name in ("log_probs", "paths")),
+        *((name, N) for name in ("path_request", "path_beam")),
+        ("scored_keys", P),
         ("num_scored", N),
-        *((name, P) for name in ("below", "keys", "open")),
+        *((name, P) for name in ("below", "keys")),
     ]
 
 
@@ -56,9 +51,10 @@ class _Layout(ctypes.Structure):
         *((name, N) for name in ("num_trees", "num_keys")),
         *((name, P) for name in ("keys", "tokens", "scored_keys", "scored_slots")),
         ("num_scored", N),
-        *((name, P) for name in ("node_tokens", "parents", "depths", "ends", "offsets", "slots")),
-        *((name, P) for name in ("queries", "query_tokens", "query_keys")),
+        *((name, P) for name in ("node_tokens", "parents", "depths", "ends", "offsets")),
+        ("query_keys", P),
         ("num_queries", N),
+        *((name, P) for name in ("slots", "query_tokens", "queries")),
     ]
 
 
@@ -70,23 +66,20 @@ def wanted_prefixes(
     which: ALIVE, FORKED or OPEN. scored_keys [m]: ascending. below [B]: up to so many prefixes with
     several items below the beams are wanted too, those of better beams first.
     """
-    nodes, paths = beams.nodes.contiguous(), beams.paths.contiguous()
-    log_probs, scored_keys = beams.log_probs.contiguous(), scored_keys.contiguous()
+    paths, log_probs = beams.paths, beams.log_probs.contiguous()
     limits = (N * len(below))(*below)
     keys = torch.empty(paths.numel() + sum(below), dtype=torch.int64)
-    rest = torch.empty(max(below), dtype=torch.int64)
     wanted = _Wanted(
         trie.address,
         *paths.shape,
         which,
-        nodes.data_ptr(),
-        paths.data_ptr(),
         log_probs.data_ptr(),
+        paths.data_ptr(),
+        *beams.distances,
         scored_keys.data_ptr(),
         scored_keys.shape[0],
         ctypes.addressof(limits),
         keys.data_ptr(),
-        rest.data_ptr(),
     )
     return keys[: compiled().wanted_prefixes(ctypes.addressof(wanted))]
 
@@ -105,21 +98,30 @@ def lay_out(
     all nodes above it (but node 0). level_offsets [L] int64: first token of each level.
     scored_keys [m] ascending, scored_slots [m]: nodes that were scored before.
     """
-    inputs = [x.contiguous() for x in (keys, level_offsets, scored_keys, scored_slots)]
-    count = keys.shape[0]
-    columns = torch.empty(8, max(count, 1), dtype=torch.int64)
+    keys, count, known = keys.contiguous(), keys.shape[0], scored_keys.shape[0]
+    found = torch.empty(8 if known else 5, count, dtype=torch.int64)
     offsets = torch.empty(num_trees + 1, dtype=torch.int64)
-    node_tokens, parents, depths, ends, slots, *query_columns = columns
-    found = [node_tokens, parents, depths, ends, offsets, slots, *query_columns]
+    places = [found.data_ptr() + 8 * count * column for column in range(8)]
     layout = _Layout(
         trie.address,
         num_trees,
         count,
-        *(x.data_ptr() for x in inputs),
-        scored_keys.shape[0],
-        *(x.data_ptr() for x in found),
+        keys.data_ptr(),
+        level_offsets.data_ptr(),
+        scored_keys.data_ptr(),
+        scored_slots.data_ptr(),
+        known,
+        *places[:4],
+        offsets.data_ptr(),
+        places[4],
+        0,
+        *places[5:],
     )
     nodes = compiled().trie_layout(ctypes.addressof(layout))
-    tree = TokenTree(node_tokens[:nodes], parents[:nodes], depths[:nodes], ends[:nodes], offsets)
-    queries, tokens, query_keys = (column[: layout.num_queries] for column in query_columns)
-    return Laid(tree, slots[:nodes], queries, tokens, query_keys)
+    tokens, parents, depths, ends, query_keys, *more = found[:, :nodes].unbind()
+    tree = TokenTree(tokens, parents, depths, ends, offsets)
+    if not known:
+        return Laid(tree, query_keys, tokens)
+    slots, query_tokens, queries = more
+    own = layout.num_queries
+    return Laid(tree, query_keys[:own], query_tokens[:own], queries[:own], slots)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.native import TYPES, N, P, Panels, Product, compiled
-from recserve.kernels.native_trie import NativeTrie
+from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.native_trie import NativeTrie, Prefixes
 
 UNNEEDED, KNOWN, MISSING = range(3)
-DEAD = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -70,21 +69,20 @@ class States:
 
 @dataclass(frozen=True)
 class Levels:
-    """Beams of each level 0 : L + 1, best first; those of a search are filled in from where it
-    begins.
+    """Beams of each level 0 : L + 1, best first; filled in from where a search begins to `reached`.
 
-    nodes, parents [L + 1, B, W] int64, log_probs [L + 1, B, W], -inf where there is no beam; paths
-    [L + 1, B, W, L]; scored [L + 1, B, W] uint8: UNNEEDED, or whether the state was KNOWN. used
-    [L + 1]: columns in use. reached: the last level.
+    log_probs [L + 1, B, W], -inf where there is no beam; paths [L + 1, B, W, L] int64: the nodes of
+    each one's prefixes, as many as the level has; scored [L + 1, B, W] uint8: UNNEEDED, or whether
+    the state was KNOWN. used [L + 1]: columns in use, at least 1. lost [B]: the best score of a
+    beam whose state was missing, -inf where none was.
     """
 
-    nodes: Tensor
-    parents: Tensor
     log_probs: Tensor
     paths: Tensor
     scored: Tensor
-    used: Tensor
-    reached: int = 0
+    used: Sequence[int]
+    lost: Sequence[float]
+    reached: int
 
 
 class _Ranks(ctypes.Structure):
@@ -115,11 +113,14 @@ class _Search(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("trie", "requests", "rivals", "heads")),
         *((name, N) for name in ("type", "size", "levels", "batch", "level", "until", "stops")),
+        ("width", N),
+        *((name, P) for name in ("scores", "first_paths")),
+        *((name, N) for name in ("path_request", "path_beam")),
         *((name, P) for name in ("tails", "hidden", "keys")),
         ("num_keys", N),
         *((name, P) for name in ("cells", "inputs", "contexts")),
         *((name, N) for name in ("next_request", "next_level", "columns")),
-        *((name, P) for name in ("nodes", "parents", "paths", "used", "log_probs", "scored")),
+        *((name, P) for name in ("log_probs", "paths", "scored", "used", "lost")),
     ]
 
 
@@ -136,46 +137,56 @@ class NativeSearch:
     def __call__(
         self,
         trie: NativeTrie,
-        levels: Levels,
-        level: int,
+        beams: Prefixes,
         limits: Limits,
         states: States,
         until: int,
         rivals: RivalScores | None = None,
         stops: bool = False,
     ) -> Levels:
-        """Fills `levels` from the beams of `level` on to `until`, or, if it `stops`, to the first
-        level at which a state is missing; otherwise what has none leads nowhere.
+        """From the beams on to level `until`, or, if it `stops`, to the first level at which a
+        state is missing; otherwise what has none leads nowhere.
         """
-        tails, hidden, keys = states.tails.contiguous(), states.hidden, states.keys
+        batch, width, level = beams.paths.shape
+        depth, columns = len(self._heads), max(width, *limits.widths)
+        log_probs = torch.empty(depth + 1, batch, columns)
+        paths = torch.empty(depth + 1, batch, columns, depth, dtype=torch.int64)
+        scored = torch.empty(depth + 1, batch, columns, dtype=torch.uint8)
+        used, lost = (N * (depth + 1))(), (FLOAT * batch)()
+        tails, scores = states.tails.contiguous(), beams.log_probs.contiguous()
+        asked, competing = _requests(limits), _rivals(rivals)
         s = _Search(
             trie.address,
-            heads=ctypes.addressof(self._heads),
-            type=TYPES[tails.dtype],
-            size=tails.shape[1],
-            levels=len(self._heads),
-            batch=tails.shape[0],
-            level=level,
-            until=until,
-            stops=stops,
-            tails=tails.data_ptr(),
-            columns=levels.nodes.shape[2],
+            ctypes.addressof(asked.requests),
+            ctypes.addressof(competing),
+            ctypes.addressof(self._heads),
+            TYPES[tails.dtype],
+            tails.shape[1],
+            depth,
+            batch,
+            level,
+            until,
+            stops,
+            width,
+            scores.data_ptr(),
+            beams.paths.data_ptr(),
+            *beams.distances,
+            tails.data_ptr(),
         )
+        s.columns, s.log_probs, s.paths = columns, log_probs.data_ptr(), paths.data_ptr()
+        s.scored, s.used = scored.data_ptr(), ctypes.addressof(used)
+        s.lost = ctypes.addressof(lost)
+        hidden, keys, contexts = states.hidden, states.keys, states.contexts
         if hidden is not None and keys is not None:
-            hidden, keys = hidden.contiguous(), keys.contiguous()
+            hidden = hidden.contiguous()
             s.hidden, s.keys, s.num_keys = hidden.data_ptr(), keys.data_ptr(), keys.shape[0]
-        if states.contexts is not None:
-            assert states.contexts.stride(2) == 1, "a context is no row"
+        if contexts is not None:
+            assert contexts.stride(2) == 1, "a context is no row"
             s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
-            s.contexts = states.contexts.data_ptr()
-            s.next_request, s.next_level, _ = states.contexts.stride()
-        asked = _requests(limits)
-        competing = _rivals(rivals)
-        s.requests, s.rivals = ctypes.addressof(asked.requests), ctypes.addressof(competing)
-        for name in ("nodes", "parents", "paths", "used", "log_probs", "scored"):
-            setattr(s, name, getattr(levels, name).data_ptr())
+            s.contexts = contexts.data_ptr()
+            s.next_request, s.next_level, _ = contexts.stride()
         reached = compiled().trie_search(ctypes.addressof(s))
-        return Levels(**{**vars(levels), "reached": reached})
+        return Levels(log_probs, paths, scored, list(used), list(lost), reached)
 
 
 @dataclass(frozen=True)
@@ -211,19 +222,4 @@ def _rivals(rivals: RivalScores | None) -> _Rivals:
         num_rows=rivals.dense.shape[1],
         **{name: getattr(rivals, name).data_ptr() for name in names},
         **{leaf_rows: rivals.leaf_rows.data_ptr()},
-    )
-
-
-def empty_levels(
-    num_levels: int, batch: int, columns: int, device: torch.device | None = None
-) -> Levels:
-    """No beam at any level. `used` is the host's."""
-    shape = (num_levels + 1, batch, columns)
-    return Levels(
-        torch.empty(shape, dtype=torch.int64, device=device),
-        torch.empty(shape, dtype=torch.int64, device=device),
-        torch.full(shape, DEAD, device=device),
-        torch.empty(*shape, num_levels, dtype=torch.int64, device=device),
-        torch.zeros(shape, dtype=torch.uint8, device=device),
-        torch.ones(num_levels + 1, dtype=torch.int64),
     )

@@ -27,6 +27,23 @@ class _Trie(ctypes.Structure):
 
 
 @dataclass(frozen=True)
+class Prefixes:
+    """Beams of one level. log_probs [B, W], -inf where there is none; paths [B, W, level] int64:
+    the nodes of each one's prefixes, the last one its own.
+    """
+
+    log_probs: Tensor
+    paths: Tensor
+
+    @property
+    def distances(self) -> tuple[int, int]:
+        """Elements from a request's paths to the next one's, and from a beam's to the next."""
+        request, beam, node = self.paths.stride()
+        assert node == 1 or self.paths.shape[2] < 2, "a path is no row"
+        return request, beam
+
+
+@dataclass(frozen=True)
 class BaseArrays:
     """Of `Trie`, all int32: first_child [nodes + 1], codes, first_leaf, last_leaf [nodes]."""
 

@@ -6,8 +6,10 @@ handed out by the engine; this file only knows addresses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,10 +70,10 @@ class KVPool:
         copy_rows(self.values, 1, source, target)
 
 
-def slots_of_pages(pages: Tensor, page_size: int, length: int) -> Tensor:
-    """[length] slots of the first `length` tokens kept in `pages` [n], in order."""
-    slots = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
-    return slots.flatten()[:length]
+def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Tensor:
+    """[n * page_size] slots of the tokens kept in n pages, in order."""
+    slots = np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)
+    return on_device(slots.ravel(), device)
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,14 @@ class TreeBatch:
     there.
     root_slots: for each tree the slots of its root, in order; or all of them in a table, with
     `queries` None.
+    counts [B]: computed nodes of each tree, None: the host does not know.
     """
 
     tree: TokenTree
     queries: Tensor | None
     slots: Tensor
     root_slots: tuple[Tensor, ...] | RootTable
+    counts: list[int] | None = None
 
     @property
     def num_queries(self) -> int:
@@ -122,8 +126,8 @@ class TreeBatch:
 
     def positions(self) -> Tensor:
         """[Tq] absolute position of each computed node: root length + depth."""
+        depths = self.tree.depths if self.queries is None else self.tree.depths[self.queries]
         if isinstance(self.root_slots, tuple) and len(self.root_slots) == 1:
-            position = self.tree.depths + self.root_slots[0].shape[0]
-        else:
-            position = self.root_lengths()[self.tree.tree_ids()] + self.tree.depths
-        return position if self.queries is None else position[self.queries]
+            return depths + self.root_slots[0].shape[0]
+        trees = self.tree.tree_ids()
+        return depths + self.root_lengths()[trees if self.queries is None else trees[self.queries]]

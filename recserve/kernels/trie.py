@@ -95,7 +95,7 @@ class Trie:
         """Nodes, the empty prefix included."""
         return self.node_codes.shape[0]
 
-    @property
+    @cached_property
     def level_sizes(self) -> tuple[int, ...]:
         """Nodes of each level, the empty prefix first."""
         starts = self.level_starts

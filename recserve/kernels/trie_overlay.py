@@ -108,7 +108,7 @@ class TrieOverlay:
         """Nodes of base and overlay."""
         return self.base.num_nodes + self.codes.shape[0]
 
-    @property
+    @cached_property
     def level_sizes(self) -> tuple[int, ...]:
         """Nodes of each level, the empty prefix first."""
         base, own = self.base.level_sizes, self.level_starts

@@ -109,6 +109,8 @@ class Decoder(nn.Module):
             whole = last if rows is not None else last + 1
             through = attend.through(self.together, x, rope, whole)
             if through is not None:
+                if rows is None:
+                    return through
                 x, done = through, whole
         for number in range(done, last + 1):
             x = self.layers[number](x, rope, number, attend, rows if number == last else None)

@@ -100,7 +100,7 @@ def _together(decoder: Decoder) -> NativeLayers | None:
         panels = [x.panels for x in linears if isinstance(x, PackedLinear) and x.panels is not None]
         norms = [layer.attention_norm.weight, layer.mlp_norm.weight]
         heads = [layer.q_norm.weight, layer.k_norm.weight] if c.qk_norm else [None, None]
-        types = {p.weight.dtype for p in panels} | {n.dtype for n in norms}
+        types = {p.weight.dtype for p in panels} | {n.dtype for n in (*norms, decoder.norm.weight)}
         if len(panels) < len(linears) or len(types) > 1:
             return None
         qkv, output, gate_up, down = panels
@@ -109,7 +109,7 @@ def _together(decoder: Decoder) -> NativeLayers | None:
     shape = LayerShape(
         c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size, c.norm_eps
     )
-    return NativeLayers(layers, shape)
+    return NativeLayers(layers, decoder.norm.weight, shape)
 
 
 def pack_layers(model: nn.Module, *names: str) -> None:

@@ -49,7 +49,9 @@ class PagedAttention:
         return self._attention(query, query, query, keys, values)
 
     def through(self, layers: NativeLayers, x: Tensor, rope: Rope, count: int) -> Tensor | None:
-        """x [Tq, E] through the first `count` layers in one call; None where they go one by one."""
+        """x [Tq, E] through the first `count` layers in one call, where those are all normed too;
+        None where they go one by one.
+        """
         keys, values = self.pool.keys, self.pool.values
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None

@@ -136,8 +136,24 @@ class Recommender(nn.Module):
 
         tokens: any shape [...] -> [..., E].
         """
+        x = self.tokens(tokens) if self._are_codes(tokens) else self._embed_any(tokens)
+        if self.training:
+            x = F.dropout(x, self.config.decoder.dropout)
+        return x
+
+    def _are_codes(self, tokens: Tensor) -> bool:
+        """Whether nothing else is among them, as far as is known without waiting for a device."""
+        if self.placeholders is None and self.config.input == "codes":
+            return True
+        if self.training or not tokens.is_cpu or not tokens.numel():
+            return False
+        low, high = torch.aminmax(tokens)
+        return int(low) >= BOS and int(high) < self.config.num_code_tokens
+
+    def _embed_any(self, tokens: Tensor) -> Tensor:
         own = tokens if self.placeholders is None else tokens.clamp(min=BOS)
         first_item = self.config.num_code_tokens
+        x: Tensor
         if self.config.input == "codes":
             x = self.tokens(own)
         else:
@@ -151,7 +167,7 @@ class Recommender(nn.Module):
         if self.placeholders is not None:
             ahead = self.placeholders[(-1 - tokens).clamp(min=0)]
             x = torch.where((tokens < BOS)[..., None], ahead, x)
-        return F.dropout(x, self.config.decoder.dropout, self.training)
+        return x
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None

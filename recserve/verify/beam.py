@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.core.beams import Beams, nothing_scored
+from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER, bound_places, value_at
-from recserve.core.descent import Descent, descend, levels_for, put, searches
+from recserve.core.descent import Descent, descend, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
@@ -21,7 +21,8 @@ from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
-from recserve.kernels.native_search import KNOWN, MISSING, UNNEEDED
+from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
@@ -54,11 +55,9 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
         0,
         top,
         torch.zeros(top.shape, device=tails.device),
-        top[..., :0, None].reshape(len(sequences), 1, 0),
-        top,
+        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device),
         tails,
         nothing_scored(tails),
-        torch.zeros(len(sequences), dtype=torch.int64, device=tails.device),
         places=places,
     )
 
@@ -68,11 +67,7 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
-    assert draft.queries is not None and draft.query_keys is not None
-    scored = beams.scored.add(draft.query_keys, slots[draft.queries], hidden)
-    owners = draft.query_keys // beams.trie.num_nodes
-    worked = torch.zeros_like(beams.rounds).index_fill_(0, owners, 1)
-    return replace(beams, scored=scored, rounds=beams.rounds + worked)
+    return replace(beams, scored=beams.scored.add(*draft.computed(slots), hidden))
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
@@ -125,44 +120,64 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     (core/bounds.py), so k items above it are the answer. collect: what was needed.
     """
     wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
-    places = on_device(wants, beams.nodes.device)[:, None]
     if (search := searches(beams, model.search)) is not None:
-        found = descend(beams, search, beams.trie.num_levels, beams.widths)
-    else:
-        found = _descend_with_torch(beams, model)
-    last = found.at(found.level)
-    kth = value_at(last.log_probs, places)
-    left_out = found.held(missing=True)
-    lost = left_out.amax((0, 2))[:, None]
-    proven = bool(((kth > lost) | (lost == DEAD)).all())
-    nothing = kth[:0, 0].long()
-    missing = nothing if proven else _that_matter(found, left_out, kth)
-    needed = _that_matter(found, found.held(missing=False), kth) if collect else nothing
-    return Found(last, proven, missing, needed)
-
-
-def _descend_with_torch(beams: Beams, model: Recommender) -> Descent:
-    """`descend` down all levels, for beams that are not in reach of C."""
-    above, levels = beams, levels_for(beams, beams.widths)
+        return _search_natively(beams, search, wants, collect)
+    places = on_device(wants, beams.nodes.device)[:, None]
+    lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
+    left_out: list[tuple[Tensor, Tensor]] = []
+    used: list[tuple[Tensor, Tensor]] = []
     skip_single = model.config.normalization == "children"
-    for level in range(above.level, above.trie.num_levels):
+    while not beams.finished:
         needed = wanted(beams, skip_single)
         row = beams.scored.find(beams.keys(beams.nodes))
-        missing = needed & (row < 0)
-        state = torch.where(missing, MISSING, KNOWN).where(needed, UNNEEDED)
-        levels.scored[level, :, : state.shape[1]] = state
-        known = replace(beams, log_probs=beams.log_probs.masked_fill(missing, DEAD))
-        beams = expand(known, _states(beams, row), model)
-        put(levels, beams)
-    return Descent(above, replace(levels, reached=beams.level))
+        gone = needed & (row < 0)
+        if bool(gone.any()):
+            held = beams.log_probs.masked_fill(~gone, DEAD)
+            lost = torch.maximum(lost, held.amax(1, keepdim=True))
+            left_out.append((held, beams.keys(beams.paths)))
+            beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
+        if collect:
+            held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
+            used.append((held, beams.keys(beams.paths)))
+        beams = expand(beams, _states(beams, row), model)
+    kth = value_at(beams.log_probs, places)
+    proven = bool(((kth > lost) | (lost == DEAD)).all())
+    missing = _that_matter([] if proven else left_out, kth)
+    return Found(beams, proven, missing, _that_matter(used, kth))
 
 
-def _that_matter(found: Descent, held: Tensor, kth: Tensor) -> Tensor:
-    """Keys of the prefixes that reach the score of the k-th item, each with all above it.
+def _search_natively(beams: Beams, search: NativeSearch, wants: list[int], collect: bool) -> Found:
+    """The same in C. wants [B]: places as in core/bounds.py."""
+    found = descend(beams, search, beams.trie.num_levels, beams.widths)
+    last, lost = found.at(found.level), found.levels.lost
+    ranked = zip(last.log_probs.tolist(), wants, strict=True)
+    kth = [scores[place] if place < len(scores) else DEAD for scores, place in ranked]
+    proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
+    nothing = beams.scored.keys[:0]
+    missing = nothing if proven else _passed(found, True, kth)
+    return Found(last, proven, missing, _passed(found, False, kth) if collect else nothing)
 
-    held: as `Descent.held`. kth [B, 1].
+
+def _passed(found: Descent, missing: bool, kth: list[float]) -> Tensor:
+    """As `_that_matter`."""
+    held = found.held(missing)
+    least = torch.tensor(kth)[:, None]
+    return found.keys_of_paths((held > DEAD) & (held >= least))
+
+
+def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
+    """Keys of those that reach the score of the k-th item, each with all above it.
+
+    prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
+    their paths [B, W, level]. kth [B, 1].
     """
-    return found.keys_of_paths((held > DEAD) & (held >= kth))
+    if not prefixes:
+        return kth[:0, 0].long()
+    keys, matter = [], []
+    for held, paths in prefixes:
+        keys.append(paths.flatten())
+        matter.append(((held > DEAD) & (held >= kth))[..., None].expand_as(paths).flatten())
+    return torch.cat(keys)[torch.cat(matter)]
 
 
 def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,35 +91,21 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
     Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
     target's own.
     """
-    rows = beams.trie.items_of_leaves(beams.nodes).long()
-    scores, alive = beams.log_probs, beams.alive()
-    requests = beams.requests
+    rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
     if (rivals := beams.rivals) is not None:
+        rows, alive = rows.long(), beams.alive()
         scores = scores + rivals.weights * rivals.dense.gather(1, rows)
         again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
         alive = torch.cat([alive, rivals.valid & ~again], dim=1)
         rows = torch.cat([rows, rivals.rows], dim=1)
         scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
-    order = torch.sort(rows, dim=1).indices
-    order = order.gather(1, _descending(scores.gather(1, order)))
-    counts, rounds = alive.sum(1).tolist(), beams.rounds.tolist()
-    ranked_rows, ranked_scores = rows.gather(1, order).cpu(), scores.gather(1, order).cpu()
+    rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
+    # Few numbers: the host has sorted them before a device would begin.
+    order = np.lexsort((rows_read, -scores_read))
     answers = []
-    for b, request in enumerate(requests):
-        found = ranked_rows[b, : counts[b]].numpy()
-        chosen = first_k(found, request.caps, request.k)
-        answers.append(
-            Slate(
-                found[chosen],
-                ranked_scores[b].numpy()[chosen],
-                exact,
-                rounds[b],
-                beams.sequences[b].timing,
-            )
-        )
+    for b, (sequence, request) in enumerate(zip(beams.sequences, beams.requests, strict=True)):
+        places = order[b, : np.count_nonzero(scores_read[b] > DEAD)]
+        places = places[first_k(rows_read[b, places], request.caps, request.k)]
+        found = rows_read[b, places].astype(np.int64), scores_read[b, places]
+        answers.append(Slate(*found, exact, sequence.rounds, sequence.timing))
     return answers
-
-
-def _descending(values: Tensor) -> Tensor:
-    """Order of each row, largest first, equal values as they come."""
-    return torch.sort(values, dim=1, descending=True, stable=True).indices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Scored
+from recserve.kernels.scored import Scored
 from recserve.kernels.trie_overlay import AnyTrie, padding_of
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender

@@ -104,12 +104,12 @@ def slates(beams: Beams, judged: Judged) -> list[Slate]:
     owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
     found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
     every = judged.at(judged.accepted).and_then(found.likeliest_first())
-    answers, rounds = [], beams.rounds.tolist()
+    answers = []
     for b, sequence in enumerate(beams.sequences):
         mine = every.at(every.owners == b)
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
         mine = mine.at(first_k(mine.rows, _request(sequence).caps, _request(sequence).k))
-        answers.append(Slate(mine.rows, mine.log_probs, False, rounds[b], sequence.timing))
+        answers.append(Slate(mine.rows, mine.log_probs, False, sequence.rounds, sequence.timing))
     return answers
 
 

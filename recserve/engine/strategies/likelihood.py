@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.beams import nothing_scored
 from recserve.core.drafting import Draft
 from recserve.core.request import LikelihoodRequest, Result, Scores
 from recserve.core.sequence import Sequence
@@ -17,6 +16,7 @@ from recserve.draft.candidates import propose_paths
 from recserve.draft.prefixes import PrefixDraft
 from recserve.engine.strategies.beam import level_offsets_of
 from recserve.kernels.host import on_device
+from recserve.kernels.scored import nothing_scored
 from recserve.models.recommender import Recommender
 from recserve.verify.scores import path_scores, root_scores
 
@@ -77,8 +77,7 @@ class LikelihoodStrategy:
     ) -> Likelihoods:
         """Adds the log-probabilities of all codes after the first."""
         trie = likelihood_request(state.sequences[0]).trie
-        assert draft.query_keys is not None and draft.queries is not None
-        scored = nothing_scored(hidden).add(draft.query_keys, slots[draft.queries], hidden)
+        scored = nothing_scored(hidden).add(*draft.computed(slots), hidden)
         deeper = path_scores(trie, state.trie_nodes, state.owners, scored, self.model)
         return replace(state, scores=state.scores + deeper, draft=None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,8 +42,9 @@ class NezhaStrategy(AtOnce):
         """The whole search: all that it reads of the target came with the root."""
         beams = beam_verify.begin(tuple(sequences), by_children=True)
         beams = rerank.with_rivals(beams, self.model)
-        beams = search(beams, self.head, self._contexts(beams), beams.widths)
-        return replace(beams, rounds=torch.ones_like(beams.rounds))
+        for sequence in sequences:
+            sequence.rounds = 1
+        return search(beams, self.head, self._contexts(beams), beams.widths)
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates, scored by the head."""

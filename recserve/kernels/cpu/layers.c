@@ -22,13 +22,13 @@ static void norm_heads(int type, char *x, const char *weight, int64_t rows, int6
         rms_norm(type, x + r * stride * bytes, weight, x + r * stride * bytes, heads, dim, eps);
 }
 
-/* x [rows, size] in place through `count` layers; cos, sin, slots as for rope_write; keys, values of
+/* x [rows, size] in place through `count` layers, and through `norm` if it is not NULL; cos, sin, slots as for rope_write; keys, values of
  * the first layer, `pool` elements apart from layer to layer; trees as for tree_attention. scratch:
  * LayerShape.scratch elements for each row. */
 void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *shape, char *x,
                     int64_t rows, const float *cos, const float *sin, const int64_t *slots,
                     char *keys, char *values, int64_t pool, const Tree *trees, int64_t num_trees,
-                    int together, char *scratch) {
+                    int together, const char *norm, char *scratch) {
     int64_t bytes = type == FLOAT32 ? 4 : 2, dim = shape->dim, all = shape->heads * dim;
     int64_t wide = all + 2 * shape->kv_heads * dim;
     float scale = 1.0f / sqrtf(dim), eps = shape->eps;
@@ -56,4 +56,5 @@ void decoder_layers(int type, const Layer *layers, int64_t count, const Shape *s
         product(type, &layer->down, gated, normed, rows);
         add(type, x, normed, rows * shape->size);
     }
+    if (norm) rms_norm(type, x, norm, x, rows, shape->size, eps);
 }

@@ -17,10 +17,10 @@ typedef struct {
     int64_t num_scored;
     /* found, [nodes] each, with room for num_keys; offsets [num_trees + 1] */
     int64_t *node_tokens, *parents, *depths, *ends, *offsets;
-    int64_t *slots; /* -1: not scored before */
-    /* the nodes that were not, [queries] */
-    int64_t *queries, *query_tokens, *query_keys;
+    int64_t *query_keys; /* [queries] of the nodes that were not scored before */
     int64_t num_queries;
+    /* where some were: their slots, -1 of others, and what the queries are */
+    int64_t *slots, *query_tokens, *queries;
 } Layout;
 
 typedef struct {
@@ -60,10 +60,12 @@ int64_t trie_layout(Layout *l) {
         l->parents[count] = open;
         l->depths[count] = open < 0 ? 0 : l->depths[open] + 1;
         l->node_tokens[count] = l->tokens[l->depths[count]] + last_code(trie, range->node);
-        l->slots[count] = at < 0 ? -1 : l->scored_slots[at];
+        if (l->num_scored) l->slots[count] = at < 0 ? -1 : l->scored_slots[at];
         if (at < 0) {
-            l->queries[l->num_queries] = count;
-            l->query_tokens[l->num_queries] = l->node_tokens[count];
+            if (l->num_scored) {
+                l->queries[l->num_queries] = count;
+                l->query_tokens[l->num_queries] = l->node_tokens[count];
+            }
             l->query_keys[l->num_queries++] = key;
         }
         ranges[count] = *range;
@@ -80,13 +82,13 @@ enum { ALIVE, FORKED, OPEN }; /* which beams are wanted: with any child, several
 typedef struct {
     const Trie *trie;
     int64_t batch, columns, level, which;
-    const int64_t *nodes, *paths; /* [batch, columns (, level)] */
-    const float *log_probs;       /* -inf where there is no beam */
+    const float *log_probs; /* [batch, columns], -inf where there is no beam */
+    const int64_t *paths;   /* of each the nodes of its prefixes, so far apart */
+    int64_t path_request, path_beam;
     const int64_t *scored_keys;   /* ascending */
     int64_t num_scored;
     const int64_t *below; /* [batch] how many prefixes below the beams are wanted too */
     int64_t *keys;        /* found: room for every path and all below */
-    int64_t *open;        /* room for the most below */
 } Wanted;
 
 INLINE int64_t items(const Trie *trie, int64_t node) {
@@ -104,14 +106,12 @@ static int is_wanted(const Wanted *w, int64_t b, int64_t node) {
 /* Up to `most` prefixes below a node that have several items, the shorter ones first. */
 static int64_t prefixes_below(const Wanted *w, int64_t b, int64_t node, int64_t most,
                               int64_t *keys) {
-    int64_t count = 0;
+    int64_t count = 0, first = b * w->trie->all_nodes;
     for (int64_t next = -1; next < count && count < most; next++) {
-        Children below = children(w->trie, next < 0 ? node : w->open[next]);
+        Children below = children(w->trie, next < 0 ? node : keys[next] - first);
         for (int64_t i = 0; i < below.count + below.more && count < most; i++) {
             int64_t found = child(below, i);
-            if (items(w->trie, found) < 2) continue;
-            w->open[count] = found;
-            keys[count++] = b * w->trie->all_nodes + found;
+            if (items(w->trie, found) >= 2) keys[count++] = first + found;
         }
     }
     return count;
@@ -123,11 +123,13 @@ int64_t wanted_prefixes(const Wanted *w) {
     int64_t count = 0;
     for (int64_t b = 0; b < w->batch; b++) {
         int64_t left = w->below[b];
-        for (int64_t i = b * w->columns; i < (b + 1) * w->columns; i++) {
-            if (!(w->log_probs[i] > -INFINITY) || !is_wanted(w, b, w->nodes[i])) continue;
+        for (int64_t i = 0; i < w->columns; i++) {
+            const int64_t *path = w->paths + b * w->path_request + i * w->path_beam;
+            int64_t node = w->level ? path[w->level - 1] : 0;
+            if (!(w->log_probs[b * w->columns + i] > -INFINITY) || !is_wanted(w, b, node)) continue;
             for (int64_t l = 0; l < w->level; l++)
-                w->keys[count++] = b * w->trie->all_nodes + w->paths[i * w->level + l];
-            int64_t more = prefixes_below(w, b, w->nodes[i], left, w->keys + count);
+                w->keys[count++] = b * w->trie->all_nodes + path[l];
+            int64_t more = prefixes_below(w, b, node, left, w->keys + count);
             count += more;
             left -= more;
         }

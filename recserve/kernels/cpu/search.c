@@ -49,6 +49,12 @@ typedef struct {
     int64_t type, size, levels, batch;
     int64_t level, until; /* where it begins, and where it ends at the latest */
     int64_t stops;        /* at the first level of which a needed state is not there */
+    /* the beams it begins with: scores [batch, width], -inf where there is none; the nodes of each
+     * one's prefixes, so far apart from request to request and from beam to beam */
+    int64_t width;
+    const float *scores;
+    const int64_t *first_paths;
+    int64_t path_request, path_beam;
     /* states that are known: [batch, size] of the empty prefixes, [num_keys, size] of others */
     const char *tails, *hidden;
     const int64_t *keys;
@@ -58,12 +64,15 @@ typedef struct {
     const char *const *inputs;
     const char *contexts;
     int64_t next_request, next_level;
-    /* [levels + 1, batch, columns (, levels)]: of `level` the beams it begins with, -inf where there
-     * is none; of the next ones what it finds. used [levels + 1]: columns with a beam in them. */
+    /* found, [levels + 1, batch, columns (, levels)] of the levels it passes: scores, -inf where there
+     * is no beam; the nodes of each one's prefixes; KNOWN or MISSING where a state is needed. used
+     * [levels + 1]: columns with a beam in them, at least 1. */
     int64_t columns;
-    int64_t *nodes, *parents, *paths, *used;
     float *log_probs;
-    char *scored; /* of the beams of a level: KNOWN or MISSING where a state is needed */
+    int64_t *paths;
+    char *scored;
+    int64_t *used;
+    float *lost; /* [batch] the best score whose state was missing, -inf: none */
 } Search;
 
 enum { UNNEEDED, KNOWN, MISSING };
@@ -232,14 +241,29 @@ static void step_states(const Search *s, Work *work, int64_t level, const int64_
     work->next = before;
 }
 
+/* A level of request b with `count` beams: none in the other columns. */
+static void limit(const Search *s, int64_t level, int64_t b, int64_t count) {
+    int64_t first = place_of(s, level, b), end = first + s->columns;
+    memset(s->scored + first, UNNEEDED, s->columns);
+    for (int64_t i = first + count; i < end; i++) {
+        s->log_probs[i] = -INFINITY;
+        for (int64_t l = 0; l < level; l++) s->paths[i * s->levels + l] = s->trie->any_leaf;
+    }
+}
+
 /* The beams that a request begins with, and the head's states at them. */
 static void begin(const Search *s, int64_t b, Work *work) {
     int64_t each = bytes_of(s), first = place_of(s, s->level, b);
+    limit(s, s->level, b, s->width);
     work->count = 0;
-    for (int64_t w = 0; w < s->columns; w++)
-        if (s->log_probs[first + w] > -INFINITY)
-            work->beams[work->count++] =
-                (Candidate){s->log_probs[first + w], s->nodes[first + w], w};
+    for (int64_t w = 0; w < s->width; w++) {
+        const int64_t *path = s->first_paths + b * s->path_request + w * s->path_beam;
+        float score = s->scores[b * s->width + w];
+        s->log_probs[first + w] = score;
+        memcpy(s->paths + (first + w) * s->levels, path, s->level * sizeof *path);
+        if (score > -INFINITY)
+            work->beams[work->count++] = (Candidate){score, s->level ? path[s->level - 1] : 0, w};
+    }
     if (!s->cells) return;
     for (int64_t i = 0; i < work->count; i++) {
         memcpy(work->states + i * each, s->tails + b * each, each);
@@ -275,6 +299,7 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
             slot = find(s->keys, s->num_keys, b * s->trie->all_nodes + beam->node);
             if (slot < 0) {
                 scored[beam->parent] = MISSING;
+                if (beam->score > s->lost[b]) s->lost[b] = beam->score;
                 missing++;
                 beam->score = -INFINITY;
                 continue;
@@ -314,19 +339,14 @@ static void deepen(const Search *s, int64_t b, int64_t level, Work *work, int64_
     best_first(work->heap, size);
     size = of_use(s, b, work->heap, size, work->known);
     int64_t at = place_of(s, level + 1, b), above = place_of(s, level, b);
-    for (int64_t i = 0; i < s->columns; i++) {
+    limit(s, level + 1, b, size);
+    for (int64_t i = 0; i < size; i++) {
         Candidate *one = work->heap + i;
         int64_t *path = s->paths + (at + i) * s->levels;
-        int64_t column = i < size ? work->beams[one->parent].parent : 0;
-        s->nodes[at + i] = i < size ? one->node : s->trie->any_leaf;
-        s->parents[at + i] = column;
-        s->log_probs[at + i] = i < size ? one->score : -INFINITY;
-        if (i >= size) {
-            for (int64_t l = 0; l <= level; l++) path[l] = s->trie->any_leaf;
-            continue;
-        }
+        int64_t column = work->beams[one->parent].parent;
         memcpy(path, s->paths + (above + column) * s->levels, level * sizeof *path);
         path[level] = one->node;
+        s->log_probs[at + i] = one->score;
         parents[i] = one->parent;
     }
     for (int64_t i = 0; i < size; i++) {
@@ -359,6 +379,7 @@ static int64_t search_one(const Search *s, int64_t b) {
     work.next = work.states + most * each;
     work.logits = work.next + most * each;
     begin(s, b, &work);
+    s->lost[b] = -INFINITY;
     int64_t level = s->level;
     for (; level < s->until; level++) {
         memcpy(slots, work.slots, work.count * sizeof *slots);
@@ -378,6 +399,7 @@ static int64_t search_one(const Search *s, int64_t b) {
 /* Returns the level that all requests reached. Threads share requests, or the products of one: a
  * region for one request, were it only of one thread, would have each product make threads anew. */
 int64_t trie_search(const Search *s) {
+    for (int64_t level = 0; level <= s->levels; level++) s->used[level] = 1;
     if (s->batch == 1) return search_one(s, 0);
     int64_t reached = s->until;
 #pragma omp parallel for schedule(dynamic) reduction(min : reached)
