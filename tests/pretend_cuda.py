@@ -295,3 +295,15 @@ def _mapped(change, value):
     if isinstance(value, (list, tuple)):
         return type(value)([_mapped(change, part) for part in value])
     return change(value)
+
+
+def looks_of_replays(device, engine, graphs):
+    """Counts and table of each replayed step of a pretended device, but the engine's last."""
+    looks, running = [], True
+    while running:
+        device.syncs.clear()
+        before = graphs.counts["replayed"]
+        running = engine.step()
+        if graphs.counts["replayed"] > before and running:
+            looks.append((device.counts(), device.table()))
+    return looks

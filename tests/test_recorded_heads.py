@@ -7,7 +7,7 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 from device_worlds import text_engine
-from pretend_cuda import PretendCuda
+from pretend_cuda import PretendCuda, looks_of_replays
 from test_fixed_step import Counted, with_graphs
 from test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
 from text_plain import drawn_model, plain
@@ -172,13 +172,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         engine._lanes["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
         params = SamplingParams(1.3, max_tokens=14)
         engine.submit(TextRequest(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
-        waits, running = [], True
-        while running:
-            device.syncs.clear()
-            before = graphs.counts["replayed"]
-            running = engine.step()
-            if graphs.counts["replayed"] > before and running:
-                waits.append((device.counts(), device.table()))
+        waits = looks_of_replays(device, engine, graphs)
         # Behind the first replay, whose drafts the drafter made itself.
         assert len(waits) > 2 and launches["walk_kernel"] >= len(waits)
         for counts, table in waits[1:]:

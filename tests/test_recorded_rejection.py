@@ -7,7 +7,7 @@ launches its steps judges by another loop, `verify.rejection.reject`.
 import pytest
 import torch
 from device_worlds import text_engine
-from pretend_cuda import PretendCuda
+from pretend_cuda import PretendCuda, looks_of_replays
 from test_fixed_step import Counted, with_graphs
 from text_engines import PARAMETERS, assert_no_leak, engine_for, prompts, shared_model
 from text_plain import VOCABULARY, drawn_model
@@ -208,13 +208,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         engine._lanes["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
         words = Speculation("drawn", "rejection", num_tokens=3)
         engine.submit(TextRequest(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
-        waits, running = [], True
-        while running:
-            device.syncs.clear()
-            before = graphs.counts["replayed"]
-            running = engine.step()
-            if graphs.counts["replayed"] > before and running:
-                waits.append((device.counts(), device.table()))
+        waits = looks_of_replays(device, engine, graphs)
         assert len(waits) > 2 and launches["drawn_walk_kernel"] >= len(waits)
         for counts, table in waits:
             assert counts["read"] <= 1 and not counts["shape"] and not counts["upload"], table

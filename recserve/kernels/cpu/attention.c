@@ -101,7 +101,7 @@ typedef struct {
     int64_t node;
 } Row;
 
-enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, SOME = 2, WIDE = 4 };
+enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = 4 };
 
 /* Scores of `count` rows over a block, key by key from the pool. */
 INLINE void scores_by_key(int type, int count, const Row *row, const Block *block, int64_t dim,
@@ -128,38 +128,35 @@ INLINE void scores_by_key(int type, int count, const Row *row, const Block *bloc
  * bits do not depend on how many rows there are. */
 INLINE void scores_by_column(int count, const Row *row, const Block *block, int64_t dim,
                              floats scores[TILE][PARTS]) {
-    for (int part = 0; part < PARTS; part += SOME) {
-        floats open[4][TILE][SOME]; /* sums of 2, 4, 8 and 16 that wait for their other half */
-        int top = 0;
+    floats open[4][TILE][PARTS]; /* sums of 2, 4, 8 and 16 that wait for their other half */
+    int top = 0;
 #pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++, top++) {
-            int lane = (i & 1) << 2 | (i & 2) | (i & 4) >> 2;
-            floats sums[2][TILE][SOME] = {};
-            for (int64_t d = lane; d < dim; d += LANES)
+    for (int i = 0; i < LANES / 2; i++, top++) {
+        int lane = (i & 1) << 2 | (i & 2) | (i & 4) >> 2;
+        floats sums[2][TILE][PARTS] = {};
+        for (int64_t d = lane; d < dim; d += LANES)
 #pragma GCC unroll 2
-                for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
-                    for (int r = 0; r < count; r++)
+                for (int r = 0; r < count; r++)
 #pragma GCC unroll 4
-                        for (int p = 0; p < SOME; p++)
-                            sums[half][r][p] +=
-                                row[r].query[d + half * LANES / 2] *
-                                load(FLOAT32, block->columns,
-                                     (d + half * LANES / 2) * BLOCK + (part + p) * LANES);
+                    for (int p = 0; p < PARTS; p++)
+                        sums[half][r][p] +=
+                            row[r].query[d + half * LANES / 2] *
+                            load(FLOAT32, block->columns,
+                                 (d + half * LANES / 2) * BLOCK + p * LANES);
 #pragma GCC unroll 4
-            for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
-                for (int p = 0; p < SOME; p++) {
-                    floats sum = sums[0][r][p] + sums[1][r][p];
-                    int to = top;
-                    for (int halves = i; halves & 1; halves >>= 1) sum += open[--to][r][p];
-                    open[to][r][p] = sum;
-                }
-            for (int halves = i; halves & 1; halves >>= 1) top--;
-        }
         for (int r = 0; r < count; r++)
-            for (int p = 0; p < SOME; p++) scores[r][part + p] = open[0][r][p];
+#pragma GCC unroll 4
+            for (int p = 0; p < PARTS; p++) {
+                floats sum = sums[0][r][p] + sums[1][r][p];
+                int to = top;
+                for (int halves = i; halves & 1; halves >>= 1) sum += open[--to][r][p];
+                open[to][r][p] = sum;
+            }
+        for (int halves = i; halves & 1; halves >>= 1) top--;
     }
+    memcpy(scores, open[0], count * sizeof *scores);
 }
 
 /* weights @ rows, added to what `count` rows mixed so far, `vectors` of them from dimension d on. */
