@@ -43,9 +43,9 @@ class Gauges:
 
     queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
     illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
-    strategy that is compared. graph_steps: text steps by what became of them; graph_seconds,
-    graph_bytes: what recording each step took, by its bucket. background: requests that nobody
-    waits for, waiting or running.
+    strategy that is compared. graph_steps, graph_searches: text steps and searches for items by
+    what became of them; graph_seconds, graph_bytes: what recording each took, by its bucket.
+    background: requests that nobody waits for, waiting or running.
     """
 
     queue_depth: int = 0
@@ -54,6 +54,7 @@ class Gauges:
     prefix_tokens: Mapping[str, int] = field(default_factory=dict)
     shadow: Mapping[str, ShadowCounts] = field(default_factory=dict)
     graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_searches: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
     background: int = 0
@@ -110,17 +111,21 @@ class _EngineCollector(Collector):
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
-        steps = CounterMetricFamily(
-            "recserve_graph_steps",
-            "Text steps that were replayed, or why they were launched one by one",
-            labels=["result"],
-        )
-        for result, count in gauges.graph_steps.items():
-            steps.add_metric([result], count)
-        yield steps
+        for name, said, counted in (
+            ("steps", "Text steps", gauges.graph_steps),
+            ("searches", "Searches for items", gauges.graph_searches),
+        ):
+            results = CounterMetricFamily(
+                f"recserve_graph_{name}",
+                f"{said} that were replayed, or why they were launched one by one",
+                labels=["result"],
+            )
+            for result, count in counted.items():
+                results.add_metric([result], count)
+            yield results
         for name, said, taken in (
-            ("seconds", "Seconds that recording a text step took at start", gauges.graph_seconds),
-            ("bytes", "Device memory that a recorded text step took", gauges.graph_bytes),
+            ("seconds", "Seconds that recording a step or search took", gauges.graph_seconds),
+            ("bytes", "Device memory that a recorded step or search took", gauges.graph_bytes),
         ):
             record = GaugeMetricFamily(f"recserve_graph_record_{name}", said, labels=["bucket"])
             for bucket, value in taken.items():

@@ -5,8 +5,10 @@ avoided. The engine is warmed first: what is read once for a catalogue version i
 """
 
 import pytest
+import torch
 from device_worlds import ranking, recommending
 from pretend_cuda import PretendCuda
+from test_recorded_searches import with_searches
 
 from recserve.kernels import dispatch
 
@@ -26,6 +28,8 @@ WAITS = {
     "warm": {},
 }
 RANK = {"read": 2}
+# Recorded, a search asks nothing: what is left are a slate's rows and scores.
+RECORDED = {"read": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,19 @@ def test_recommendations(strategy, how):
     with PretendCuda() as device:
         world = recommending("cuda")
         assert_waits(device, world.engine, world.ask(strategy, how), WAITS[strategy])
+
+
+@pytest.mark.parametrize("how", ["plain", "filters", "live"])
+@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+def test_recorded_searches(strategy, how):
+    with PretendCuda() as device:
+        world = recommending("cuda")
+        trie = world.live if how == "live" else world.trie
+        with torch.inference_mode():
+            graphs = with_searches(world, trie, lambda step: step)
+        requests = world.ask(strategy, how)
+        assert_waits(device, world.engine, requests, RECORDED)
+        assert graphs.counts == {"replayed": 3, "size": 0, "version": 0}
 
 
 def test_rankings():

@@ -83,12 +83,14 @@ class Left:
     allowed: LeafBits | None = None
 
 
-def filters_of(trie: AnyTrie, filters: Seq[LeafFilter | None]) -> Left:
-    """The filters of requests over one trie; None: the request allows everything."""
-    if all(f is None for f in filters):
+def filters_of(trie: AnyTrie, filters: Seq[LeafFilter | None], in_bits: bool = False) -> Left:
+    """The filters of requests over one trie; None: the request allows everything. in_bits: as bits
+    whatever they are.
+    """
+    if all(f is None for f in filters) and not in_bits:
         return Left()
     items, device = trie.num_items, trie.device
-    if all(f is None or f.before is None for f in filters):
+    if all(f is None or f.before is None for f in filters) and not in_bits:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         lists = [torch.cat([nothing, *(f.excluded if f else ())]).sort().values for f in filters]
         return Left(pad_sequence(lists, batch_first=True, padding_value=items).int())

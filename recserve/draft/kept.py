@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
+from recserve.core.request import RecommendRequest
 from recserve.core.root_notes import KeptDraft, is_plain
+from recserve.core.sequence import Sequence
 
 
-def kept(beams: Beams) -> list[KeptDraft | None]:
-    """Of each request the draft that there is for it."""
-    asked = zip(beams.sequences, beams.requests, strict=True)
-    drafts = [(sequence.notes.draft, request) for sequence, request in asked]
-    return [draft if draft and draft.fits(request) else None for draft, request in drafts]
+def kept(sequences: Seq[Sequence]) -> list[KeptDraft | None]:
+    """Of each recommend request the draft that there is for it."""
+    drafts = [(sequence.notes.draft, sequence.request) for sequence in sequences]
+    return [
+        draft if draft and isinstance(asked, RecommendRequest) and draft.fits(asked) else None
+        for draft, asked in drafts
+    ]
 
 
 def keys_of(drafts: Seq[KeptDraft | None], beams: Beams) -> Tensor:
@@ -32,7 +36,7 @@ def keep(beams: Beams) -> None:
     """Keep all that was scored for the answers of these requests, where nothing is kept for them
     and they are plain.
     """
-    drafts = kept(beams)
+    drafts = kept(beams.sequences)
     if not beams.scored.keys.shape[0] or all(drafts):
         return
     # Every node that was computed is scored, so the host knows how many there are of each request.

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -26,12 +25,14 @@ from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
 from recserve.engine.delivery import AnyLane, Cancellations, deliver, fail
 from recserve.engine.destination import destination, in_background
-from recserve.engine.graphs import GraphLimits, cuda_graphs
+from recserve.engine.engine_config import EngineConfig as EngineConfig
+from recserve.engine.graphs import cuda_graphs
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import STRATEGIES, invariant_runner
 from recserve.engine.lane import Lane
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
+from recserve.engine.search_graphs import SearchGraphs, cuda_searches
 from recserve.engine.stats import EngineStats, stats_of
 from recserve.engine.strategies import (
     RankStrategy,
@@ -52,30 +53,6 @@ from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of the engine.
-
-    page_size: tokens per page. kv_bytes: key-value cache of each model. kv_dtype: how it is kept,
-    None: as the model computes; `fp8` (kernels/fp8.py). max_queue: requests that may wait.
-    max_running: requests that may share a model's forward. load_aware: text drafts are as large as
-    the load lets them pay, or none. graphs: record text steps as CUDA graphs at start, None: where
-    there is CUDA; graph_limits: which, and what that may take. invariant: no bit of an answer
-    depends on other requests, drafts or what is cached (engine/invariance.py), at a price; packed
-    models on the CPU, and only the strategies for which it holds.
-    """
-
-    page_size: int = 16
-    kv_bytes: int = 256 * 2**20
-    kv_dtype: Literal["fp8"] | None = None
-    max_queue: int = 1024
-    max_running: int = 64
-    load_aware: bool = False
-    graphs: bool | None = None
-    graph_limits: GraphLimits = GraphLimits()
-    invariant: bool = False
 
 
 class Engine:
@@ -99,9 +76,14 @@ class Engine:
         self.drafters: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
         self._strategies: dict[str, Strategy] = {}
         self.strategies: tuple[str, ...] = ()
+        self._searches: SearchGraphs | None = None
         if recommender is not None:
-            self._lanes["recommender"] = Lane(self._runner(DecoderTrunk(recommender.eval())))
-            self._strategies = recommend_strategies(recommender, heads or Heads())
+            runner, heads = self._runner(DecoderTrunk(recommender.eval())), heads or Heads()
+            self._lanes["recommender"] = Lane(runner)
+            self._strategies = recommend_strategies(recommender, heads)
+            if not self.config.invariant:
+                wanted, what = self.config.graphs, self.config.search_limits
+                self.replay(cuda_searches(runner, recommender, heads.nezha, wanted, what))
             if self.config.invariant:
                 kept = self._strategies.items()
                 self._strategies = {name: how for name, how in kept if name in STRATEGIES}
@@ -167,8 +149,28 @@ class Engine:
         """Decode the recommender's requests for this name so, from now on."""
         self._strategies[name] = strategy
 
+    def replay(self, searches: SearchGraphs | None) -> None:
+        """Answer from recorded searches wherever one holds the requests, from now on."""
+        self._searches = searches
+        if searches is not None:
+            searches.serve(self._strategies)
+
+    @torch.inference_mode()
+    def record(self, trie: AnyTrie) -> None:
+        """Record searches over this catalogue and what comes after it, where they are recorded at
+        all; requests are answered in between. Safe from any thread.
+        """
+        records = iter(()) if self._searches is None else self._searches.records(trie)
+        more = True
+        while more:
+            with self._stepping:
+                more = next(records, False) is None
+
     def prepare(self, trie: AnyTrie) -> None:
-        """Learn how fast this machine is over such a catalogue: no request measures anything."""
+        """Record searches, and learn how fast this machine is over such a catalogue: no request
+        measures anything.
+        """
+        self.record(trie)
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
             with self._stepping:
                 strategy.measure(trie)
@@ -251,7 +253,8 @@ class Engine:
         text = self._lanes.get("text")
         graphs = text.graphs if isinstance(text, TextLane) else None
         behind = len(self._behind) + sum(lane.num_running for lane in self._background.values())
-        return stats_of(len(self._waiting), list(self._lanes.values()), graphs, behind)
+        lanes = list(self._lanes.values())
+        return stats_of(len(self._waiting), lanes, graphs, self._searches, behind)
 
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from recserve.engine.delivery import AnyLane
-from recserve.engine.graphs import StepGraphs
+from recserve.engine.graphs import RecordedStep, StepGraphs
+from recserve.engine.search_graphs import RecordedSearch, SearchGraphs
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,9 @@ class EngineStats:
     """A look at the engine; pages and prefix tokens are sums over the models.
 
     background: requests that nobody waits for, waiting or running; not part of the others.
-    graph_steps: text steps by what became of them (engine/graphs.py); graph_seconds, graph_bytes:
-    what each record took, by its name. Empty where nothing is recorded.
+    graph_steps: text steps by what became of them (engine/graphs.py), graph_searches: searches
+    (engine/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name. Empty
+    where nothing is recorded.
     """
 
     queue_depth: int
@@ -28,15 +30,22 @@ class EngineStats:
     prefix_missed_tokens: int
     background: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_searches: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def stats_of(
-    queue_depth: int, lanes: Seq[AnyLane], graphs: StepGraphs | None = None, background: int = 0
+    queue_depth: int,
+    lanes: Seq[AnyLane],
+    graphs: StepGraphs | None = None,
+    searches: SearchGraphs | None = None,
+    background: int = 0,
 ) -> EngineStats:
     """Lanes that share a pool are counted once. graphs: of the text lane."""
-    recorded = [] if graphs is None else graphs.recorded
+    made = [(r.bucket.name, r) for r in graphs.recorded] if graphs else []
+    found = [(r.name, r) for r in searches.recorded] if searches else []
+    recorded = dict[str, RecordedStep | RecordedSearch]([*made, *found])
     pools = {id(lane.cache): lane for lane in lanes}.values()
     return EngineStats(
         queue_depth,
@@ -48,6 +57,7 @@ def stats_of(
         sum(lane.cache.num_missed_tokens for lane in pools),
         background,
         {} if graphs is None else {str(name): n for name, n in graphs.counts.items()},
-        {made.bucket.name: made.seconds for made in recorded},
-        {made.bucket.name: made.bytes for made in recorded},
+        {} if searches is None else {str(name): n for name, n in searches.counts.items()},
+        {name: record.seconds for name, record in recorded.items()},
+        {name: record.bytes for name, record in recorded.items()},
     )

@@ -71,17 +71,17 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
     query [Tq, H, D], key and value [Tq, K, D] of the computed nodes, keys and values [slots, K, D]
     of the pool with the computed nodes already written -> [Tq, H, D]. The planned CPU path on a
     CPU, the Triton kernel on CUDA. For training: `reference.tree_attention`, which has gradients.
-    Where the roots are a table a CPU has the reference alone.
+    Where the roots are a table there is the reference alone beside it.
     """
     if in_triton(batch.slots):
         from recserve.kernels.tree_attention import TritonTreeAttention
 
         return TritonTreeAttention(batch, activation)
+    if isinstance(batch.root_slots, RootTable):
+        return lambda query, key, value, keys, values: reference.padded_tree_attention(
+            query, keys, values, batch
+        )
     if not batch.slots.is_cuda:
-        if isinstance(batch.root_slots, RootTable):
-            return lambda query, key, value, keys, values: reference.padded_tree_attention(
-                query, keys, values, batch
-            )
         return CpuTreeAttention(batch, activation, native=KERNELS == "auto")
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:

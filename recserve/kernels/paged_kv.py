@@ -80,8 +80,8 @@ def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Ten
 class RootTable:
     """Roots of B trees as rows of one table, so that no shape depends on how long they are.
 
-    slots [R, W]: pool slots of some sequences' tokens, in order. rows [B], lengths [B]: tree b
-    stands on slots[rows[b], :lengths[b]]; what lies behind is never read.
+    slots [R, W]: pool slots of some sequences' tokens, in order, side by side in each row. rows
+    [B], lengths [B]: tree b stands on slots[rows[b], :lengths[b]]; what lies behind is never read.
     """
 
     slots: Tensor
@@ -97,8 +97,7 @@ class TreeBatch:
     queries [Tq]: the nodes computed now, ascending; None: all of them.
     slots [T]: pool slot of each node; nodes in `queries` are written there, others are read from
     there.
-    root_slots: for each tree the slots of its root, in order; or all of them in a table, with
-    `queries` None.
+    root_slots: for each tree the slots of its root, in order; or all of them in a table.
     counts [B]: computed nodes of each tree, None: the host does not know.
     """
 

@@ -74,21 +74,23 @@ def tree_attention(
 
 
 def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: TreeBatch) -> Tensor:
-    """The same softmax where the roots are a table: every node gathers the W places of its tree's
-    row and all T nodes, and masks what it does not see. Shapes depend on T, W and B alone.
+    """The same softmax where the roots are a table: every computed node gathers the W places of its
+    tree's row and all T nodes, and masks what it does not see. Shapes depend on Tq, T, W and B.
 
-    query: [T, H, D]; keys, values: [slots, K, D]. What a mask hides may hold anything, even NaN.
+    query: [Tq, H, D]; keys, values: [slots, K, D]. What a mask hides may hold anything, even NaN.
     """
     tree, roots, groups = batch.tree, batch.root_slots, query.shape[1] // keys.shape[1]
     assert isinstance(roots, RootTable)
-    trees = tree.tree_ids()
+    trees, inside, own = tree.tree_ids(), tree.dense_mask(), batch.query_slots()
+    if batch.queries is not None:
+        trees, inside = trees[batch.queries], inside[batch.queries]
     width = torch.arange(roots.slots.shape[1], device=query.device)
-    mask = torch.cat([width < roots.lengths[trees, None], tree.dense_mask()], dim=1)
-    own = batch.slots.expand(tree.num_nodes, -1)
-    slots = torch.cat([roots.slots[roots.rows[trees]], own], dim=1)
+    mask = torch.cat([width < roots.lengths[trees, None], inside], dim=1)
+    nodes = batch.slots.expand(query.shape[0], -1)
+    slots = torch.cat([roots.slots[roots.rows[trees]], nodes], dim=1)
     shown = mask[:, :, None, None]
     # An unseen place may hold no slot at all yet: it is read as the node's own.
-    slots = torch.where(mask, slots, batch.slots[:, None])
+    slots = torch.where(mask, slots, own[:, None])
     key = torch.where(shown, keys[slots].float(), 0.0).repeat_interleave(groups, dim=2)
     value = torch.where(shown, values[slots].float(), 0.0).repeat_interleave(groups, dim=2)
     scores = torch.einsum("nhd,nmhd->hnm", query.float(), key) * query.shape[-1] ** -0.5

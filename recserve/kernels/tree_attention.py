@@ -237,14 +237,14 @@ class TritonTreeAttention:
         nodes = batch.queries
         self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
-        self.root_lengths = batch.root_lengths()
+        self.root_lengths = batch.root_lengths().contiguous()
         if isinstance(batch.root_slots, RootTable):
             # The grid is that of the longest root there may be: lengths are read on the device.
             self.root_slots, self.longest_root = (
                 batch.root_slots.slots,
                 batch.root_slots.slots.shape[1],
             )
-            self.root_starts = batch.root_slots.rows * self.longest_root
+            self.root_starts = batch.root_slots.rows * batch.root_slots.slots.stride(0)
         else:
             self.root_slots = torch.cat(batch.root_slots)
             self.root_starts = self.root_lengths.cumsum(0) - self.root_lengths

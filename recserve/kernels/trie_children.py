@@ -81,6 +81,29 @@ def packed(log_probs: Tensor, nodes: Tensor) -> Tensor:
     return (ordered.long() << 32) | (LOW - nodes.long())
 
 
+def child_log_probs(
+    trie: AnyTrie,
+    parents: Tensor,
+    nodes: Tensor,
+    logits: Tensor,
+    width: int,
+    normalizers: Tensor | None = None,
+) -> Tensor:
+    """[n] log-probability of one child of each of n nodes; some finite number or NaN where it is
+    none of its children.
+
+    parents, nodes [n]. logits [n, C], width, normalizers [n]: as for `best_children`.
+    """
+    if normalizers is not None:
+        codes = trie.codes_of(nodes).long().clamp(max=logits.shape[1] - 1)
+        return logits.float().gather(1, codes[:, None])[:, 0] - normalizers
+    children = trie.children(parents, width)
+    codes = children.codes.long().clamp(max=logits.shape[1] - 1)
+    gain = logits.float().gather(1, codes).masked_fill(~children.valid, DEAD).log_softmax(-1)
+    place = trie.places(nodes, parents).long().clamp(0, width - 1)
+    return gain.gather(1, place[:, None])[:, 0]
+
+
 def best_children(
     trie: AnyTrie,
     nodes: Tensor,

@@ -250,6 +250,7 @@ class LiveItems:
     def _fold(self, snapshot: Snapshot, lineage: int) -> None:
         """Replace the base by one of the given version, if versions still descend from it."""
         trie = snapshot.compacted_trie()
+        self.runtime.engine.record(trie)
         with self._lock:
             if self._lineage != lineage:
                 return

@@ -87,6 +87,7 @@ def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
         {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
         {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
         graph_steps=stats.graph_steps,
+        graph_searches=stats.graph_searches,
         graph_seconds=stats.graph_seconds,
         graph_bytes=stats.graph_bytes,
         background=stats.background,

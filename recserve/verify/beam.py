@@ -185,12 +185,20 @@ def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
 
     hidden [B * W, E] at the last node of each beam, anything finite at those that need none.
     """
+    logits, normalizers = level_scores(model, hidden, beams.level)
+    return best_children(beams, logits, beams.widths, normalizers)
+
+
+def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
+    """Logits [n, C] of a level's codes at states [n, E], and what is subtracted from each row to
+    make them log-probabilities, None: what normalises them over the valid children.
+    """
     if model.config.normalization == "children":
-        return best_children(beams, model.level_logits(hidden, beams.level), beams.widths)
+        return model.level_logits(hidden, level), None
     logits = model.full_logits(hidden).float()
-    start = model.config.level_offsets[beams.level]
-    own = logits[:, start : start + model.config.codebook_sizes[beams.level]]
-    return best_children(beams, own, beams.widths, logits.logsumexp(-1))
+    start = model.config.level_offsets[level]
+    own = logits[:, start : start + model.config.codebook_sizes[level]]
+    return own, logits.logsumexp(-1)
 
 
 def level_log_probs(

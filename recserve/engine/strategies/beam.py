@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -17,12 +18,18 @@ from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
 
+Searching = Callable[[Seq[Sequence]], Beams | None]
+
 
 class BeamStrategy:
-    """Full beam search, one level a round."""
+    """Full beam search, one level a round.
+
+    recorded: searches that are replayed where one holds the requests; None: there are none.
+    """
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
+        self.recorded: Searching | None = None
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
 
@@ -37,7 +44,13 @@ class BeamStrategy:
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """Level 1 comes with the root's last hidden state."""
+        """Level 1 comes with the root's last hidden state; all levels where that is recorded."""
+        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
+            return found
+        return self.begin(sequences)
+
+    def begin(self, sequences: Seq[Sequence]) -> Beams:
+        """Level 1."""
         beams = beam_verify.begin(tuple(sequences), self.skip_single)
         beams = beam_verify.start(rerank.with_rivals(beams, self.model), self.model)
         beams = rerank.with_rival_keys(beams, self.skip_single)

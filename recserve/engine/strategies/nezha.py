@@ -12,6 +12,7 @@ from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
 from recserve.engine.strategies.at_once import AtOnce
+from recserve.engine.strategies.beam import Searching
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
@@ -24,10 +25,12 @@ class NezhaStrategy(AtOnce):
 
     Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
     a dense head its weighted log-probability is added and its best items compete, as for `beam`.
+    recorded: as for BeamStrategy.
     """
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         self.model, self.head = model, head
+        self.recorded: Searching | None = None
         self.placeholders: NodeInputs | None = None
         if head.config.placeholders:
             count, device = len(head.config.codebook_sizes), model.tokens.weight.device
@@ -40,6 +43,8 @@ class NezhaStrategy(AtOnce):
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """The whole search: all that it reads of the target came with the root."""
+        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
+            return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)
         beams = rerank.with_rivals(beams, self.model)
         for sequence in sequences:
@@ -48,7 +53,7 @@ class NezhaStrategy(AtOnce):
 
     def finish(self, state: Beams) -> list[Result]:
         """Slates, scored by the head."""
-        if state.rivals is not None:
+        if state.rivals is not None and state.rivals.log_probs is None:
             owners, rows = state.rivals.flat()
             contexts = self._contexts(state)[owners]
             scores = item_log_probs(self.head, state.trie, rows, state.tails[owners], contexts)

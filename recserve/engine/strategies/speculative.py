@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from recserve.draft.nezha import likely_prefixes
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
 from recserve.engine.step_costs import Ways, step_costs
-from recserve.engine.strategies.beam import BeamStrategy
+from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie_children import DEAD
 from recserve.kernels.trie_overlay import AnyTrie
@@ -68,6 +69,7 @@ class SpeculativeStrategy(BeamStrategy):
         self.head, self.only, self.keeps = head, only, keeps
         self.choice = PlanChoice(head.calibration)
         self._asked: WeakKeyDictionary[Sequence, _Asked] = WeakKeyDictionary()
+        self._planned: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
         on_cpu = self.level_offsets.device.type == "cpu"
         self._now = time.thread_time if on_cpu else time.perf_counter
 
@@ -103,6 +105,15 @@ class SpeculativeStrategy(BeamStrategy):
         repair = sum(min(request.width, size) for size in sizes)
         return drafted + REPAIRS * repair + super().tree_room(request)
 
+    def start(self, sequences: Seq[Sequence]) -> Beams:
+        """As beam search; what is recorded searches only where nothing is drafted."""
+        if self.recorded is not None:
+            margins = self._margins(sequences)
+            self._planned.update(zip(sequences, margins, strict=True))
+            if any(margins):
+                return self.begin(sequences)
+        return super().start(sequences)
+
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
         rivals = rerank.rival_keys(state)
@@ -111,12 +122,12 @@ class SpeculativeStrategy(BeamStrategy):
             return self._guess(state, keys)
         if state.finished or state.scored.keys.shape[0]:
             return self._draft(state, rivals)
-        margins = self._margins(state)
+        margins = self._margins(state.sequences)
         if not any(margins):
             return self._draft(state, rivals)
         for sequence, margin in zip(state.sequences, margins, strict=True):
             sequence.timing.drafted = margin > 0
-        drafts = self._kept(state)
+        drafts = self._kept(state.sequences)
         keys = self._drafted(state, drafts, margins)
         keys = keys if rivals is None else torch.cat([keys, rivals])
         return replace(self._guess(state, keys), kept=any(drafts))
@@ -129,7 +140,7 @@ class SpeculativeStrategy(BeamStrategy):
             return super().verify(state, draft, slots, hidden)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
-        trims = draft.kept and any(own and not own.trimmed for own in kept(scored))
+        trims = draft.kept and any(own and not own.trimmed for own in kept(scored.sequences))
         found = beam_verify.search_scored(scored, self.model, trims)
         if found.proven:
             if trims:
@@ -144,8 +155,8 @@ class SpeculativeStrategy(BeamStrategy):
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _kept(self, state: Beams) -> list[KeptDraft | None]:
-        return kept(state) if self.keeps else [None] * len(state.sequences)
+    def _kept(self, sequences: Seq[Sequence]) -> list[KeptDraft | None]:
+        return kept(sequences) if self.keeps else [None] * len(sequences)
 
     def _drafted(
         self, state: Beams, drafts: list[KeptDraft | None], margins: list[float]
@@ -182,15 +193,21 @@ class SpeculativeStrategy(BeamStrategy):
             keep(state)
         return super().finish(state)
 
-    def _margins(self, state: Beams) -> list[float]:
-        """Of each request."""
+    def _margins(self, sequences: Seq[Sequence]) -> list[float]:
+        """Of each request; once for each, since the choice counts its trials."""
+        planned = [self._planned.pop(sequence, None) for sequence in sequences]
+        known = [margin for margin in planned if margin is not None]
+        return known if len(known) == len(sequences) else self._chosen(sequences)
+
+    def _chosen(self, sequences: Seq[Sequence]) -> list[float]:
         if self.only is not None:
-            return [self.only.margin] * len(state.sequences)
-        batch, drafts = len(state.sequences), self._kept(state)
-        asked = [Group(r.width, r.k, batch, kept=all(drafts)) for r in state.requests]
+            return [self.only.margin] * len(sequences)
+        batch, drafts = len(sequences), self._kept(sequences)
+        requests = map(request_of, sequences)
+        asked = [Group(r.width, r.k, batch, kept=all(drafts)) for r in requests]
         plans = {group: self.choice.plan(group) for group in dict.fromkeys(asked)}
         now = self._now()
         if all(drafts) or not any(drafts):
-            for sequence, group in zip(state.sequences, asked, strict=True):
+            for sequence, group in zip(sequences, asked, strict=True):
                 self._asked[sequence] = _Asked(group, now)
         return [plans[group].margin for group in asked]

@@ -22,7 +22,7 @@ class WarmDraftStrategy(BeamStrategy):
 
     def finished(self, state: Beams) -> bool:
         """True at once where such a draft is there already."""
-        there = all(draft is not None and draft.trimmed for draft in kept(state))
+        there = all(draft is not None and draft.trimmed for draft in kept(state.sequences))
         return there or super().finished(state)
 
     def finish(self, state: Beams) -> list[Result]:

@@ -1,0 +1,203 @@
+"""Searches recorded for a catalogue, one for each bucket of requests and beams, and replayed.
+
+On CUDA a record is a CUDA graph. What fits none is launched as it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Literal, get_args
+
+import torch
+
+from recserve.core.beams import Beams
+from recserve.core.drafting import Strategy
+from recserve.core.sequence import Sequence
+from recserve.engine.cuda_recorder import CudaRecorder
+from recserve.engine.fixed_search import (
+    Asked,
+    FixedFilter,
+    FixedSearch,
+    Leaves,
+    SearchShape,
+    columns_of,
+    with_leaves,
+)
+from recserve.engine.runner import Runner
+from recserve.engine.search_scorers import HeadScorer, Scorer, TargetScorer
+from recserve.engine.strategies.beam import BeamStrategy, request_of
+from recserve.engine.strategies.nezha import NezhaStrategy
+from recserve.kernels.fixed_trie import ROOM, FixedTrie
+from recserve.kernels.trie import Trie
+from recserve.kernels.trie_overlay import AnyTrie
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.recommender import Recommender
+from recserve.verify import rerank
+from recserve.verify.beam import begin
+
+log = logging.getLogger(__name__)
+
+# What became of a search: replayed, or launched because of its requests, beams and roots, or of the
+# catalogue version it is over.
+SearchResult = Literal["replayed", "size", "version"]
+SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
+# Which search answers for a strategy.
+REPLAYED = {"beam": "beam", "speculative": "beam", "nezha": "nezha"}
+BUCKETS = ((1, 64), (8, 64), (1, 256), (8, 256), (1, 512))
+SHAPES = tuple(
+    SearchShape(*bucket, excluded, weighed)
+    for excluded, weighed, bucket in product((1024, None), (True, False), BUCKETS)
+)
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """shapes: what is recorded, in this order. room: ids that a version may have inserted. seconds,
+    bytes: no record is begun after so long, or with so much memory taken.
+    """
+
+    shapes: tuple[SearchShape, ...] = SHAPES
+    room: int = ROOM
+    seconds: float = 60.0
+    bytes: int = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class RecordedSearch:
+    """One record and what it took: seconds and bytes."""
+
+    strategy: str
+    seconds: float
+    bytes: int
+    search: FixedSearch
+    replay: Callable[[], Leaves]
+
+    @property
+    def name(self) -> str:
+        """As `beam 8x64`."""
+        return f"{self.strategy} {self.search.shape.name}"
+
+
+class SearchGraphs:
+    """The recorded searches of one recommender, over one base trie and what came after it.
+
+    counts: searches by what became of them, SEARCH_RESULTS. recorded: in the order in which they
+    are tried.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: Recommender,
+        head: SelfDraftHead | None,
+        limits: SearchLimits,
+        record: Callable[[Callable[[], Leaves]], Callable[[], Leaves]],
+        taken: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """head: of `nezha`, None: there is none. taken: bytes that records have taken so far."""
+        self.runner, self.model, self.head, self.limits = runner, model, head, limits
+        self.counts: dict[SearchResult, int] = dict.fromkeys(SEARCH_RESULTS, 0)
+        self.recorded: list[RecordedSearch] = []
+        self._record, self._taken = record, taken
+        self._trie: FixedTrie | None = None
+
+    def records(self, version: AnyTrie) -> Iterator[None]:
+        """Record for the base of a version, step by step; with the last step these replace those
+        that there were.
+        """
+        base = version if isinstance(version, Trie) else version.base
+        if self._trie is not None and self._trie.base is base:
+            return
+        trie, made = FixedTrie(base, self.limits.room), list[RecordedSearch]()
+        began, left = time.monotonic(), list[str]()
+        before = self._taken()
+        strategies = ("beam",) if self.head is None else ("beam", "nezha")
+        weighs = self.model.config.dense_head
+        shapes = [shape for shape in self.limits.shapes if weighs or not shape.weighed]
+        most = max((shape.requests for shape in shapes), default=0)
+        forms = {shape.excluded for shape in shapes}
+        filters = {excluded: FixedFilter(trie, most, excluded) for excluded in forms}
+        for strategy, shape in product(strategies, shapes):
+            late = time.monotonic() - began > self.limits.seconds
+            if late or self._taken() - before > self.limits.bytes:
+                left.append(f"{strategy} {shape.name}")
+                continue
+            made.append(self._recorded(strategy, trie, filters[shape.excluded], shape))
+            log.info("recorded search %s: %.2f s", made[-1].name, made[-1].seconds)
+            yield
+        if left:
+            log.warning("no time or memory is left to record the searches %s", ", ".join(left))
+        made.sort(key=lambda one: one.search.shape.requests * one.search.shape.width)
+        self._trie, self.recorded = trie, made
+
+    def serve(self, strategies: Mapping[str, Strategy]) -> None:
+        """Let the strategies of these names replay what is recorded for them."""
+        for name, strategy in strategies.items():
+            if name in REPLAYED and isinstance(strategy, BeamStrategy | NezhaStrategy):
+                strategy.recorded = partial(self.search, REPLAYED[name])
+
+    def search(self, strategy: str, sequences: Seq[Sequence]) -> Beams | None:
+        """Finished beams of requests over one version; None where no record holds them."""
+        if self._trie is None:
+            return None
+        found = self._smallest(strategy, sequences)
+        if isinstance(found, str):
+            self.counts[found] += 1
+            return None
+        self.counts["replayed"] += 1
+        beams = rerank.with_rivals(begin(tuple(sequences), by_children=False), self.model)
+        found.search.load(beams)
+        beams = with_leaves(beams, found.replay())
+        found.search.account(sequences)
+        return beams
+
+    def _smallest(self, strategy: str, sequences: Seq[Sequence]) -> RecordedSearch | SearchResult:
+        """The smallest record that holds them, or why there is none."""
+        assert self._trie is not None
+        requests = [request_of(sequence) for sequence in sequences]
+        if not self._trie.holds(requests[0].trie):
+            return "version"
+        asked = Asked.of(requests)
+        if max(s.root_length for s in sequences) <= self.model.config.decoder.max_positions:
+            for made in self.recorded:
+                if made.strategy == strategy and made.search.shape.holds(asked):
+                    return made
+        return "size"
+
+    def _recorded(
+        self, strategy: str, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
+    ) -> RecordedSearch:
+        began, before = time.monotonic(), self._taken()
+        scorer: Scorer
+        if strategy == "nezha":
+            assert self.head is not None
+            scorer = HeadScorer(self.head, shape.requests)
+        else:
+            columns, rivals = columns_of(trie.widths, shape.width), shape.width * shape.weighed
+            scorer = TargetScorer(self.model, self.runner, trie, columns, shape.requests, rivals)
+        search = FixedSearch(scorer, trie, filters, shape)
+        replay = self._record(search)
+        return RecordedSearch(
+            strategy, time.monotonic() - began, self._taken() - before, search, replay
+        )
+
+
+def cuda_searches(
+    runner: Runner,
+    model: Recommender,
+    head: SelfDraftHead | None,
+    wanted: bool | None,
+    limits: SearchLimits,
+) -> SearchGraphs | None:
+    """wanted: None: where the model is on a CUDA device."""
+    on_cuda = runner.pool.keys.device.type == "cuda" and torch.cuda.is_available()
+    if not on_cuda or wanted is False or not model.config.autoregressive:
+        return None
+    recorder = CudaRecorder()
+    return SearchGraphs(runner, model, head, limits, recorder, lambda: recorder.bytes)
