@@ -95,12 +95,33 @@ def drawn_recommender(
     sizes = catalogue.trie.codebook_sizes
     config = RecommenderConfig(decoder, sizes, "codes", normalization, level_heads=level_heads)
     model = Recommender(config)
+    _draw_weights(model, catalogue)
+    return model.to(dtype).eval()
+
+
+def drawn_there(
+    catalogue: Catalogue, decoder: DecoderConfig, dtype: torch.dtype, device: str
+) -> Recommender:
+    """The same of any shape, normalised over valid children, drawn where it is to be."""
+    torch.manual_seed(0)
+    config = RecommenderConfig(decoder, catalogue.trie.codebook_sizes, "codes", "children")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Recommender(config)
+    finally:
+        torch.set_default_dtype(before)
+    _draw_weights(model, catalogue)
+    return model.eval()
+
+
+def _draw_weights(model: Recommender, catalogue: Catalogue) -> None:
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
             spread = 2.0 if name == "head.weight" else 1.0
             torch.nn.init.normal_(weight, std=spread * weight.shape[1] ** -0.5)
     model.bind_items(catalogue.codes)
-    return model.to(dtype).eval()
 
 
 def drawn_language_model(

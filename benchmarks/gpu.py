@@ -32,6 +32,7 @@ import torch
 from attention_rows import FLEX_SHAPES, attention_rows, cuda_shapes, flex_rows, line, with_share
 from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
+from gpu_searches import search_checks, search_rows
 from gpu_text import text_checks, text_rows
 from parts import GRACE_S, begun, found, rows_of, side_by_side, this_file
 from small_kernels import small_kernels
@@ -103,10 +104,12 @@ PARTS = {
     "kernel checks": Part("checks", 110, checked(kernel_checks), 4),
     "engine checks": Part("checks", 110, checked(engine_checks), 4),
     "text checks": Part("checks", 110, checked(text_checks)),
+    "search checks": Part("checks", 110, checked(search_checks)),
     "attention": Part("attention", 80, measured_attention, 4),
     "kernels": Part("kernels", 30, measured_kernels),
     "text": Part("text", 55, lambda *how: text_rows(*how[:3])),
     "engine": Part("engine", 70, lambda *how: engine_rows(*how[:3])),
+    "searches": Part("engine", 50, lambda *how: search_rows(*how[:3])),
     "tuning": Part("tuning", 45, lambda *how: tuning_rows(*how), 4),
 }
 

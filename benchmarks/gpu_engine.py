@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from drawn import Catalogue, drawn_catalogue, drawn_ranker, drawn_ranking_root, 
 from gpu_checks import Task
 
 from recserve.core.request import RankRequest, RecommendRequest, Root
+from recserve.engine.cuda_recorder import CudaRecorder
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.fixed_search import SearchShape
 from recserve.engine.heads import Heads
+from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.kernels.trie import build_trie
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
@@ -41,6 +46,25 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
         head.start_from(model)
         heads.append(head.to(weight.device, weight.dtype).eval())
     return Engine(model, config=EngineConfig(kv_bytes=kv_bytes), heads=Heads(*heads))
+
+
+@torch.inference_mode()
+def recorded(
+    engine: Engine, model: Recommender, trie: AnyTrie, shapes: tuple[SearchShape, ...], room: int
+) -> SearchGraphs:
+    """Let an engine replay searches of these shapes. Raises RuntimeError where one is missing."""
+    lane: Any = engine._lanes["recommender"]
+    nezha: Any = engine._strategies["nezha"]
+    limits = SearchLimits(shapes, room, seconds=float("inf"))
+    on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
+    record: Any = CudaRecorder() if on_cuda else lambda step: step
+    graphs = SearchGraphs(lane.runner, model, nezha.head, limits, record)
+    engine.replay(graphs)
+    engine.record(trie)
+    wanted = 2 * sum(model.config.dense_head or not shape.weighed for shape in shapes)
+    if len(graphs.recorded) < wanted:
+        raise RuntimeError(f"{len(graphs.recorded)} of {wanted} searches were recorded")
+    return graphs
 
 
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:
@@ -190,12 +214,15 @@ def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
         model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
         model = model.to(device)
         model.bind_items(catalogue.codes)
-        engine, trie = (
-            recommender_engine(model, 2**24 if smoke else 2**33),
-            catalogue.trie.to(device),
-        )
-        for strategy in engine.strategies:
-            for batch, width in ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256)):
+        engine = recommender_engine(model, 2**24 if smoke else 2**33)
+        trie = catalogue.trie.to(device)
+        cells = ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256))
+        for how in ("launched", "recorded"):
+            strategies = engine.strategies
+            if how == "recorded":
+                cells, strategies = cells[:2] + cells[3:], ("beam", "nezha")
+                recorded(engine, model, trie, tuple(SearchShape(*cell) for cell in cells), 64)
+            for strategy, (batch, width) in product(strategies, cells):
                 if time.monotonic() > deadline:
                     return
                 times = {}
@@ -208,7 +235,7 @@ def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
                         engine.run_many(asked)
                         taken.append((time.perf_counter() - began) * 1e3)
                     times[f"{state}_ms"] = float(np.median(taken[1:]))
-                name = f"recommend {hidden}x{layers} {strategy} batch {batch} beam {width}"
+                name = f"recommend {hidden}x{layers} {strategy}, {how}, batch {batch} beam {width}"
                 yield {"engine": name, "dtype": str(dtype)[6:], **times}
     ranker = drawn_ranker(500 if smoke else 12_101, 64 if smoke else 512, 1 if smoke else 3)
     ranker = ranker.to(device)

@@ -35,6 +35,9 @@ for name in ("pyarrow", "faiss", "fastapi", "lmdb", "redis", "msgspec", "sklearn
 """
 
 
+HOW = ("recorded", "launched")
+
+
 def run(folder, *arguments):
     (folder / "sitecustomize.py").write_text(BARE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -61,6 +64,8 @@ def test_checks_and_measures_everything_it_can_reach(tmp_path):
     assert all(row["ours_us"] > 0 for row in content["attention"] + content["kernels"])
     assert all(row["warm_ms"] > 0 for row in content["engine"])
     assert sum("recorded steps" in check["name"] for check in content["checks"]) == 20
+    assert sum("recorded search" in check["name"] for check in content["checks"]) == 14
+    assert sum("goal shape" in row["engine"] for row in content["engine"]) == 6
     assert {row["recorded"] for row in content["text"]} == {False, True}
     assert all(row["step_ms"] > 0 for row in content["text"])
 
@@ -136,7 +141,14 @@ def test_engines_are_checked_and_measured_on_a_pretended_gpu(pretended, monkeypa
         check = tasks[f"{name}: as on the CPU"].checked()
         assert check.ok, check
     rows = list(gpu.engine_rows("cuda", True, float("inf")))
-    assert {"beam", "nezha"} <= {row["engine"].split()[2] for row in rows}
+    names = {" ".join(row["engine"].split()[2:4]) for row in rows}
+    assert {f"{name}, {how}," for name in ("beam", "nezha") for how in HOW} <= names
+    tasks = {task.name: task for task in gpu.search_checks("cuda", smoke=True)}
+    for strategy, how in (("beam", "live"), ("nezha", "filters"), ("beam", "weighed")):
+        check = tasks[f"recorded search {strategy} of items, {how}: as cpu"].checked()
+        assert check.ok, check
+    rows = list(gpu.search_rows("cuda", True, float("inf")))
+    assert {row["engine"].split()[3] for row in rows} == {f"{how}," for how in HOW}
 
 
 CHILD = """
@@ -228,7 +240,7 @@ def test_all_that_is_measured_is_compiled_before(monkeypatch):
         (name, f"{n}/{part.shares}", False)
         for name, part in gpu.PARTS.items()
         for n in range(part.shares)
-        if name not in ("machine", "kernel checks", "engine checks", "text checks")
+        if name != "machine" and not name.endswith("checks")
     }
     assert set(asked) == wanted and len(asked) == len(wanted) > 8
 

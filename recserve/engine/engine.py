@@ -76,7 +76,7 @@ class Engine:
         self.drafters: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
         self._strategies: dict[str, Strategy] = {}
         self.strategies: tuple[str, ...] = ()
-        self._searches: SearchGraphs | None = None
+        self.searches: SearchGraphs | None = None
         if recommender is not None:
             runner, heads = self._runner(DecoderTrunk(recommender.eval())), heads or Heads()
             self._lanes["recommender"] = Lane(runner)
@@ -151,7 +151,7 @@ class Engine:
 
     def replay(self, searches: SearchGraphs | None) -> None:
         """Answer from recorded searches wherever one holds the requests, from now on."""
-        self._searches = searches
+        self.searches = searches
         if searches is not None:
             searches.serve(self._strategies)
 
@@ -160,7 +160,7 @@ class Engine:
         """Record searches over this catalogue and what comes after it, where they are recorded at
         all; requests are answered in between. Safe from any thread.
         """
-        records = iter(()) if self._searches is None else self._searches.records(trie)
+        records = iter(()) if self.searches is None else self.searches.records(trie)
         more = True
         while more:
             with self._stepping:
@@ -254,7 +254,7 @@ class Engine:
         graphs = text.graphs if isinstance(text, TextLane) else None
         behind = len(self._behind) + sum(lane.num_running for lane in self._background.values())
         lanes = list(self._lanes.values())
-        return stats_of(len(self._waiting), lanes, graphs, self._searches, behind)
+        return stats_of(len(self._waiting), lanes, graphs, self.searches, behind)
 
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""

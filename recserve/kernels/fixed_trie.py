@@ -22,9 +22,9 @@ ROOM = 16_384  # inserted ids; from half as many on a service folds them into a 
 
 
 class FixedTrie:
-    """trie: what a recorded search reads: `children`, `places`, `leaves`, `codes_of` and `any_leaf`
-    of it are those of the version, the rest is of none. widths: to how many the children of a node of each level are padded there. most_items: that
-    a version may have.
+    """trie: what a recorded search reads: its `children`, `places`, `leaves`, `codes_of` and
+    `any_leaf` are those of the version, the rest is of none. widths: to how many the children of a
+    node of each level are padded there. most_items: that a version may have.
     """
 
     def __init__(self, base: Trie, room: int = ROOM) -> None:

@@ -36,11 +36,12 @@ class Rope:
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
-    """[D/2] float32 radians per position, on the CPU whatever the default device is.
+    """[D/2] float32 radians per position, on the CPU, whatever the defaults of torch are.
 
     Source of the scaling: Llama 3.1 (arXiv 2407.21783, section 3.4.2, and its published weights).
     """
-    exponents = torch.arange(0, config.head_dim, 2, device="cpu") / config.head_dim
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = pairs / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
