@@ -50,14 +50,21 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
 
 @torch.inference_mode()
 def recorded(
-    engine: Engine, model: Recommender, trie: AnyTrie, shapes: tuple[SearchShape, ...], room: int
+    engine: Engine,
+    model: Recommender,
+    trie: AnyTrie,
+    shapes: tuple[SearchShape, ...],
+    room: int,
+    record: Any = None,
 ) -> SearchGraphs:
-    """Let an engine replay searches of these shapes. Raises RuntimeError where one is missing."""
+    """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
+    each time. Raises RuntimeError where one is missing.
+    """
     lane: Any = engine._lanes["recommender"]
     nezha: Any = engine._strategies["nezha"]
     limits = SearchLimits(shapes, room, seconds=float("inf"))
     on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
-    record: Any = CudaRecorder() if on_cuda else lambda step: step
+    record = record or (CudaRecorder() if on_cuda else lambda step: step)
     graphs = SearchGraphs(lane.runner, model, nezha.head, limits, record)
     engine.replay(graphs)
     engine.record(trie)

@@ -1,10 +1,12 @@
-"""Microseconds that the host needs for a recorded text step: everything but the replay.
+"""Microseconds that the host needs for a recorded text step, or for an answer from a recorded
+search: everything but the replay.
 
-    OMP_NUM_THREADS=1 python benchmarks/host_step.py [--json host.json]
+    OMP_NUM_THREADS=1 python benchmarks/host_step.py [--json host.json] [--only steps|searches]
 
 The replay is left out: what it would find lies there already, a path of the draft's first nodes of
-each level. So this runs anywhere; on a GPU the host would launch one graph instead, and wait.
-CPU time of one thread, median of the steps of a warm loop.
+each level, or the beams of the first search. So this runs anywhere; on a GPU the host would launch
+one graph instead, and wait. CPU time of one thread, median of a warm loop; of a search from the
+request to its slate, all users with cached roots.
 """
 
 from __future__ import annotations
@@ -14,22 +16,26 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from drawn import drawn_language_model
+from drawn import drawn_catalogue, drawn_language_model, drawn_recommender, drawn_roots
+from gpu_engine import recommender_engine, recorded
 from gpu_text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from timing import machine
 
+from recserve.core.request import RecommendRequest
 from recserve.core.text import Drafter
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.draft.ngram import NgramDrafter
 from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.fixed_search import Leaves, SearchShape
 from recserve.engine.graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.engine.text_step import StepOutputs
@@ -94,6 +100,40 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
                 yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)
 
 
+def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row for a strategy, a number of requests and what they leave out."""
+    catalogue = drawn_catalogue(12_101)
+    model = drawn_recommender(catalogue, 64, 1, "children", torch.float32)
+    engine = recommender_engine(model, 2**27)
+    batches = (1, 8)
+    shapes = tuple(SearchShape(batch, 64) for batch in batches)
+    graphs = recorded(engine, model, catalogue.trie, shapes, 1024, once)
+    roots = drawn_roots(model, 50, max(batches), 0)
+    seen = np.arange(0, 12_101, 240)
+    for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
+        asked = [
+            RecommendRequest(
+                root, catalogue.trie, 10, 50, strategy, excluded=seen if left_out else None
+            )
+            for root in roots[:batch]
+        ]
+        engine.run_many(asked)
+        before, taken = graphs.counts["replayed"], []
+        for _ in range(20 if smoke else 300):
+            began = time.thread_time()
+            engine.run_many(asked)
+            taken.append((time.thread_time() - began) * 1e6)
+        words = f"search {strategy}, {batch} requests{', 51 items left out' * left_out}"
+        replayed = graphs.counts["replayed"] - before
+        yield {"host": words, "replayed": replayed, "host_us": statistics.median(taken[5:])}
+
+
+def once(search: Callable[[], Leaves]) -> Callable[[], Leaves]:
+    """Gives back what the search found when it was recorded."""
+    found = search()
+    return lambda: found
+
+
 def measured(
     engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
 ) -> dict[str, Any]:
@@ -125,9 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="few steps of few texts")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=["steps", "searches"], help="not both")
     chosen = parser.parse_args(arguments)
     rows = []
-    for row in host_rows(chosen.smoke):
+    steps = host_rows(chosen.smoke) if chosen.only != "searches" else ()
+    searches = search_rows(chosen.smoke) if chosen.only != "steps" else ()
+    for row in chain(steps, searches):
         shown = "was not replayed" if row["host_us"] is None else f"{row['host_us']:8.0f} us"
         print(f"{row['host']:<48} {shown}", flush=True)
         rows.append(row)

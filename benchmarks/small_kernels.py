@@ -18,6 +18,7 @@ from recserve.kernels.fp8 import Fp8
 from recserve.kernels.tree import merge
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import leaf_bits
+from recserve.kernels.trie_insertion import overlay_trie
 
 
 @dataclass(frozen=True)
@@ -187,12 +188,16 @@ def _trie(device: str, smoke: bool) -> Iterator[Case]:
     logits = torch.randn(requests * beams, codes, generator=g).to(device)
     allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
     bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
-    arguments = (trie, nodes, log_probs, logits, width, beams)
-    for name, filters in (("", {}), (", filtered", {"allowed": bits})):
+    later = torch.randint(0, codes, (max(items // 100, 20), 4), generator=g).unique(dim=0)
+    rows = torch.arange(len(later)) + trie.num_rows
+    live = overlay_trie(trie, later.to(device), rows.to(device), trie.num_rows + len(later))
+    forms = (("", trie, {}), (", filtered", trie, {"allowed": bits}), (", live", live, {}))
+    for name, version, filters in forms:
+        arguments = (version, nodes, log_probs, logits, version.widths[1], beams)
         yield Case(
             f"best_children {requests} x {beams} beams, {width} children{name}",
-            lambda f=filters: (dispatch.best_children(*arguments, **f).log_probs,),
-            lambda f=filters: (trie_children.best_children(*arguments, **f).log_probs,),
+            lambda a=arguments, f=filters: (dispatch.best_children(*a, **f).log_probs,),
+            lambda a=arguments, f=filters: (trie_children.best_children(*a, **f).log_probs,),
             requests * beams * width * (24 + (24 if filters else 0)),
         )
 

@@ -119,13 +119,17 @@ def small_kernels(dtype):
     }  # fmt: skip
 
 
-def trie(dtype, kind, normalized):
+def trie(dtype, kind, normalized, overlay=0):
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
-    constants = {"BLOCK": 256, "FILTER": kind.value, "STEPS": 10, "NORMALIZED": normalized}
+    constants = {
+        "BLOCK": 256, "FILTER": kind.value, "STEPS": 11, "NORMALIZED": normalized,
+        "OVERLAY_STEPS": overlay,
+    }  # fmt: skip
+    numbers = ["beams", "num_codes", "width", "filter_size", "base_nodes", "num_grown"]
     return trie_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
         "normalizers": "*fp32",
-        **dict.fromkeys(["beams", "num_codes", "width", "filter_size"], "i32"),
+        **dict.fromkeys([*numbers, "num_inserted"], "i32"),
     }  # fmt: skip
 
 
@@ -148,6 +152,8 @@ def forms(capability):
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
         yield trie("fp32", trie_topk.ALLOWED, True)
+        yield trie("bf16", trie_topk.EXCLUDED, False, overlay=20)
+        yield trie("bf16", trie_topk.ALLOWED, True, overlay=20)
         yield trie("bf16", trie_topk.NO_FILTER, False)
 
 

@@ -25,7 +25,7 @@ def launches(monkeypatch):
 CASES = [
     ("beam", "plain", "items", {*FORWARD, "children_kernel"}),
     ("beam", "filters", "codes", {*FORWARD, "children_kernel"}),
-    ("beam", "live", "items", FORWARD),  # the twin of children_kernel knows overlays
+    ("beam", "live", "items", {*FORWARD, "children_kernel"}),
     ("speculative", "filters", "items", {*FORWARD, "children_kernel"}),
     ("nezha", "plain", "items", {*FORWARD, "children_kernel"}),
     ("likelihood", "plain", "codes", FORWARD),

@@ -6,8 +6,10 @@ import pytest
 import torch
 from test_trie import CATALOGUES
 
+from recserve.kernels.fixed_trie import FixedTrie
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children, leaf_bits, popcount, unpacked
+from recserve.kernels.trie_insertion import overlay_trie
 
 DEAD = float("-inf")
 
@@ -139,6 +141,47 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         assert torch.equal(got.parents, expected.parents)
 
 
+@pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
+@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+def test_triton_matches_torch_over_an_overlay(codes, form):
+    """Later ids below every level, as they come and in a place with room to spare; and none."""
+    import triton_interpreter  # noqa: F401
+
+    from recserve.kernels import trie_topk
+
+    sizes = tuple(int(codes[:, level].max()) + 2 for level in range(codes.shape[1]))
+    base = build_trie(codes, sizes)
+    g = torch.Generator().manual_seed(5)
+    drawn = torch.stack([torch.randint(0, size, (25,), generator=g) for size in sizes], 1)
+    drawn = torch.unique(drawn, dim=0)
+    rows = torch.arange(len(drawn)) + len(codes)
+    grown = overlay_trie(base, drawn, rows, len(codes) + len(drawn))
+    nothing = overlay_trie(base, drawn[:0], rows[:0], len(codes))
+    fixed = FixedTrie(base, 30)
+    for version in (grown, nothing):
+        paths = version.nodes_of_items(torch.arange(version.num_rows))
+        for level, width in enumerate(version.widths):
+            above = torch.zeros(1, 1).long() if not level else paths[:, level - 1 : level]
+            nodes = torch.unique(above)[-9:].expand(2, -1)
+            log_probs = -torch.rand(nodes.shape, generator=g)
+            log_probs[1, 1:2] = DEAD
+            logits = torch.randn(nodes.numel(), sizes[level], generator=g)
+            allowed, excluded = draw_filters(version, 2, seed=level)
+            options = {
+                "children": {},
+                "normalized": {"normalizers": logits.logsumexp(-1)},
+                "allowed": {"allowed": leaf_bits(allowed)},
+                "excluded": {"excluded": excluded},
+            }[form]
+            expected = best_children(version, nodes, log_probs, logits, width, 12, **options)
+            fixed.load(version)
+            for trie in (version, fixed.trie):
+                got = trie_topk.best_children(trie, nodes, log_probs, logits, width, 12, **options)
+                torch.testing.assert_close(got.log_probs, expected.log_probs)
+                assert torch.equal(got.nodes, expected.nodes)
+                assert torch.equal(got.parents, expected.parents)
+
+
 @pytest.mark.parametrize("form", ["allowed", "excluded"])
 def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     """The first beam is far down the batch: logits, keys and filters of those above are not there,
@@ -175,11 +218,11 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     keys = torch.full((2, beams * width), -(2**62))
     triton_interpreter.start_programs_at(shift, monkeypatch)
     trie_topk.children_kernel[(2 * beams,)](
-        trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf,
+        trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *[nodes] * 7,
         far(nodes, 1), far(log_probs, 1), far(logits, codes), far(log_probs, 1), *filters,
-        far(keys, width), beams, codes, width, size,
+        far(keys, width), beams, codes, width, size, trie.num_nodes, 0, 0,
         BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value, STEPS=size.bit_length(),
-        NORMALIZED=False,
+        NORMALIZED=False, OVERLAY_STEPS=0,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

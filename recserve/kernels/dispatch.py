@@ -20,7 +20,6 @@ from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie import Trie
 from recserve.kernels.trie_children import BestChildren, LeafBits
 from recserve.kernels.trie_overlay import AnyTrie
 
@@ -179,9 +178,9 @@ def best_children(
     excluded: Tensor | None = None,
     allowed: LeafBits | None = None,
 ) -> BestChildren:
-    """`trie_children.best_children`; a trie with an overlay is searched by the twin everywhere."""
+    """`trie_children.best_children`."""
     options = (normalizers, excluded, allowed)
-    if not in_triton(nodes) or not isinstance(trie, Trie):
+    if not in_triton(nodes):
         return trie_children.best_children(trie, nodes, log_probs, logits, width, keep, *options)
     from recserve.kernels import trie_topk
 

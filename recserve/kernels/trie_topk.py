@@ -4,7 +4,8 @@
 
 Bytes moved per beam with m children: 8 of its range, 4 m of codes, m logits, 8 M written and read
 by the top-k (M the level's widest node); with a filter 8 m of leaf ranks and two reads of it per
-child. Nothing depends on the vocabulary or the number of items. Twin: trie_children.best_children.
+child; with an overlay a binary search in it per beam, and with a filter two more per child. Nothing
+depends on the vocabulary or the number of items. Twin: trie_children.best_children.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from recserve.kernels.trie import Trie
 from recserve.kernels.trie_children import BestChildren, LeafBits, unpacked
+from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 
 
 @triton.jit
@@ -45,49 +48,77 @@ def _allowed_before(words, counts, rank, mask):
 
 
 @triton.jit
+def _grown_place(grown_nodes, num_grown, node, mask, STEPS: tl.constexpr):
+    """Where nodes stand in a sorted list, and whether they do."""
+    place = _below(grown_nodes, num_grown, node, mask, STEPS)
+    there = mask & (place < num_grown)
+    return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
+
+
+@triton.jit(do_not_specialize=["filter_size", "base_nodes", "num_grown", "num_inserted"])
 def children_kernel(
-    first_child, node_codes, first_leaf, last_leaf, nodes, log_probs, logits, normalizers,
-    ranks, words, counts, keys, beams, num_codes, width, filter_size,
+    first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
+    later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
+    ranks, words, counts, keys, beams, num_codes, width, filter_size, base_nodes, num_grown,
+    num_inserted,
     BLOCK: tl.constexpr, FILTER: tl.constexpr, STEPS: tl.constexpr, NORMALIZED: tl.constexpr,
+    OVERLAY_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """All children of one beam."""
+    """All children of one beam. OVERLAY_STEPS: 0 without what came after the trie was built."""
     row = tl.program_id(0).to(tl.int64)
     request = row // beams
     node, before = tl.load(nodes + row), tl.load(log_probs + row)
-    first = tl.load(first_child + node)
-    count = tl.load(first_child + node + 1) - first
-    count = tl.where(before > float("-inf"), count, 0)
+    built = node < base_nodes
+    first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
+    count = tl.load(first_child + node + 1, mask=built, other=0) - first
     step = tl.arange(0, BLOCK)
-    valid = step < count
-    child = tl.where(valid, first + step, 0)
-    code = tl.load(node_codes + child, mask=valid, other=0)
+    child, total = first + step, count
+    if OVERLAY_STEPS:
+        # The first is filler where nothing came: then nothing is looked for.
+        some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
+        place, found = _grown_place(grown_nodes, num_grown, node, some, OVERLAY_STEPS)
+        later = tl.load(later_first + place, mask=found, other=0)
+        total = count + tl.load(later_count + place, mask=found, other=0)
+        child = tl.where(step < count, child, later + step - count)
+    valid = step < tl.where(before > float("-inf"), total, 0)
+    child = tl.where(valid, child, 0)
+    own = valid & (child >= base_nodes)
+    code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
+    if OVERLAY_STEPS:
+        code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
     logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf")).to(tl.float32)
     if NORMALIZED:
-        total = before + (logit - tl.load(normalizers + row))
+        score = before + (logit - tl.load(normalizers + row))
     else:
         peak = tl.max(logit, 0)
         shifted = logit - peak
-        total = before + (shifted - tl.log(tl.sum(tl.exp(shifted), 0)))
+        score = before + (shifted - tl.log(tl.sum(tl.exp(shifted), 0)))
     if FILTER != NO_FILTER:
-        low = tl.load(first_leaf + child, mask=valid, other=0)
-        high = tl.load(last_leaf + child, mask=valid, other=0)
+        low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
+        high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
+        if OVERLAY_STEPS:
+            low, high = low.to(tl.int64), high.to(tl.int64)
+            moved = _below(inserted, num_inserted, low + 1, valid & some, OVERLAY_STEPS)
+            place, found = _grown_place(grown_nodes, num_grown, child, valid & some, OVERLAY_STEPS)
+            low = tl.where(found, tl.load(grown_first + place, mask=found, other=0), low + moved)
+            high = tl.where(found, tl.load(grown_last + place, mask=found, other=0), high + moved)
         if FILTER == EXCLUDED:
-            own = ranks + request * filter_size
-            gone = _below(own, filter_size, high, valid, STEPS)
-            left = (high - low) - (gone - _below(own, filter_size, low, valid, STEPS))
+            listed = ranks + request * filter_size
+            gone = _below(listed, filter_size, high, valid, STEPS)
+            left = (high - low) - (gone - _below(listed, filter_size, low, valid, STEPS))
         else:
             own_words, own_counts = words + request * filter_size, counts + request * filter_size
-            left = _allowed_before(own_words, own_counts, high, valid)
-            left -= _allowed_before(own_words, own_counts, low, valid)
+            left = _allowed_before(own_words, own_counts, high.to(tl.int32), valid)
+            left -= _allowed_before(own_words, own_counts, low.to(tl.int32), valid)
         valid = valid & (left > 0)
-    bits = tl.where(valid, total + 0.0, float("-inf")).to(tl.int32, bitcast=True)
+    bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (4294967295 - child.to(tl.int64))
+    key = (ordered.to(tl.int64) << 32) | (4294967295 - child)
     tl.store(keys + row * width + step, key, mask=step < width)
 
 
 def best_children(
-    trie: Trie,
+    trie: AnyTrie,
     nodes: Tensor,
     log_probs: Tensor,
     logits: Tensor,
@@ -107,15 +138,28 @@ def best_children(
         kind, size = EXCLUDED, excluded.shape[1]
     elif allowed is not None:
         kind, size = ALLOWED, allowed.words.shape[1]
+    base, overlay, sizes = trie, (unused,) * 7, (0, 0)
+    if isinstance(trie, TrieOverlay):
+        base, grown = trie.base, trie.grown
+        overlay = (*vars(grown).values(), trie.codes, trie.inserted)
+        sizes = grown.nodes.shape[0], trie.inserted.shape[0]
+    assert isinstance(base, Trie)
     children_kernel[(batch * beams,)](
-        trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf,
+        base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
         nodes.contiguous(), log_probs.contiguous(), logits.contiguous(),
         log_probs if normalizers is None else normalizers,
-        unused if excluded is None else excluded,
-        unused if allowed is None else allowed.words,
-        unused if allowed is None else allowed.counts,
-        keys, beams, logits.shape[1], width, size,
-        BLOCK=triton.next_power_of_2(width), FILTER=kind.value, STEPS=size.bit_length(),
+        unused if excluded is None else excluded.contiguous(),
+        unused if allowed is None else allowed.words.contiguous(),
+        unused if allowed is None else allowed.counts.contiguous(),
+        keys, beams, logits.shape[1], width, size, base.num_nodes, *sizes,
+        BLOCK=triton.next_power_of_2(width), FILTER=kind.value,
+        STEPS=_steps(size) if kind.value == EXCLUDED.value else 0,
         NORMALIZED=normalizers is not None,
+        OVERLAY_STEPS=_steps(max(sizes)) if base is not trie else 0,
     )  # fmt: skip
     return unpacked(keys, width, keep)
+
+
+def _steps(size: int) -> int:
+    """Of a binary search among so many: few different ones, each is a machine code of its own."""
+    return next(steps for steps in (11, 20, 32) if size < 2**steps)
