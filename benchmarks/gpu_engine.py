@@ -236,6 +236,8 @@ def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
                 for state, seeds in (("cold", range(1, 6)), ("warm", [5] * 10)):
                     taken = []
                     for seed in seeds:
+                        if state == "cold":
+                            engine.forget_all()
                         roots = [recommend_root(model, 50, 1000 * seed + i) for i in range(batch)]
                         asked = [RecommendRequest(r, trie, 10, width, strategy) for r in roots]
                         began = time.perf_counter()

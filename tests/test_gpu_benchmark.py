@@ -65,7 +65,7 @@ def test_checks_and_measures_everything_it_can_reach(tmp_path):
     assert all(row["warm_ms"] > 0 for row in content["engine"])
     assert sum("recorded steps" in check["name"] for check in content["checks"]) == 20
     assert sum("recorded search" in check["name"] for check in content["checks"]) == 14
-    assert sum("goal shape" in row["engine"] for row in content["engine"]) == 6
+    assert sum("goal shape" in row["engine"] for row in content["engine"]) == 5
     assert {row["recorded"] for row in content["text"]} == {False, True}
     assert all(row["step_ms"] > 0 for row in content["text"])
 

@@ -17,6 +17,8 @@ from live_server import live
 from tiny_bundle import shared_bundle
 
 from recserve.config import ServerConfig
+from recserve.engine.fixed_search import SearchShape
+from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.messages import (
     Candidate,
@@ -292,6 +294,51 @@ def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
     service.hide_item("0-1")
     now = scores(slate(service))
     assert set(now) == set(scores(expected)) - {"0-1"} | {"after"}
+
+
+def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch):
+    """Through changes, a fold and a rollback behind it; the slates are those that are launched."""
+    engine, first = service.runtime.engine, service.runtime.snapshot
+    lane, strategy = engine._lanes["recommender"], engine._strategies["beam"]
+    shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
+    graphs = SearchGraphs(
+        lane.runner, strategy.model, None, SearchLimits(shapes, 64), lambda step: step
+    )
+    engine.replay(graphs)
+    engine.record(first.trie)
+
+    def recorded(base):
+        wait_until(lambda: graphs._trie.base is base)
+        before = graphs.counts["replayed"]
+        found = slate(service, k=20, dense_weight=0.5, strategy="beam")
+        assert graphs.counts["replayed"] == before + 1, graphs.counts
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy, "recorded", None)
+            launched = slate(service, k=20, dense_weight=0.5, strategy="beam")
+        assert scores(found) == pytest.approx(scores(launched), abs=1e-5)
+
+    recorded(first.base_trie)
+    put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(9)])
+    service.hide_item("a1")
+    recorded(first.base_trie)
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 10)
+    put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
+    service._items._folding.join()
+    folded = service.runtime.snapshot.base_trie
+    assert folded is not first.base_trie
+    recorded(folded)
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
+    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    assert service.runtime.snapshot.base_trie is first.base_trie
+    recorded(first.base_trie)
+
+
+def wait_until(true, seconds=30.0):
+    """Polls."""
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def test_changes_survive_a_restart(tmp_path):

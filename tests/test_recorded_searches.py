@@ -5,6 +5,7 @@ number that would be seen in any sum: pages nobody has written, and the spare sl
 """
 
 import logging
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -185,20 +186,67 @@ def test_a_long_list_is_read_as_a_bitmap(worlds):
 
 def test_another_base_replaces_the_records():
     """As when an overlay is folded: requests are answered before, between and after."""
-    with torch.inference_mode():
-        world = recommending("cpu")
-        graphs = with_searches(world, world.trie, Counted(lambda step: step))
+    answered = []
+
+    def record(step):
+        # The engine's lock is held: requests come between two records.
+        if graphs is not None:
+            answered.append(graphs.counts["replayed"])
+        return step
+
+    world, graphs = recommending("cpu"), None
+    graphs = with_searches(world, world.trie, record)
     live = world.ask("beam", "live")
     wanted = world.engine.run_many(live)
     assert graphs.counts["version"] == 1
-    for _ in graphs.records(world.live):
-        world.engine.run(world.ask("beam")[0])
-    assert graphs.counts["replayed"] == len(SHAPES) * 2
-    assert_same(wanted, world.engine.run_many(live))
-    assert graphs.counts["replayed"] == len(SHAPES) * 2 + 1
-    world.engine.run(world.ask("beam")[0])
-    assert graphs.counts["version"] == 2
-    assert not list(graphs.records(world.live))  # they are there
+    world.engine.start()
+    try:
+        recording = threading.Thread(target=world.engine.record, args=(world.live,))
+        recording.start()
+        while recording.is_alive():
+            assert len(world.engine.run(world.ask("beam")[0]).rows) == 5
+        recording.join()
+    finally:
+        world.engine.close()
+    assert len(answered) == len(SHAPES) * 2 and answered[-1] > answered[0]
+    before = graphs.counts["replayed"]
+    assert_same(wanted, stepped(world.engine, live))
+    assert graphs.counts["replayed"] == before + 1
+    count = graphs.counts["version"]
+    stepped(world.engine, world.ask("beam")[:1])
+    assert graphs.counts["version"] == count + 1
+
+
+def stepped(engine, requests):
+    """Answers of an engine that was closed, and is opened again."""
+    engine._closing = False
+    return engine.run_many(requests)
+
+
+def test_a_record_that_fails_ends_the_recording(caplog):
+    """What was recorded before it serves, and the engine goes on."""
+    made = []
+
+    def record(step):
+        made.append(step)
+        if len(made) == 3:
+            raise RuntimeError("out of memory")
+        return step
+
+    world = recommending("cpu")
+    with caplog.at_level(logging.ERROR):
+        graphs = with_searches(world, world.trie, record)
+    assert len(graphs.recorded) == 2 and "such searches are launched" in caplog.text
+    assert len(world.engine.run(world.ask("beam")[0]).rows) == 5
+    assert graphs.counts["replayed"] == 1
+
+
+def test_a_closing_engine_records_no_more():
+    world = recommending("cpu")
+    graphs = with_searches(world, world.trie, lambda step: step)
+    world.engine.close()
+    world.engine.record(world.live)
+    assert graphs._trie.base is world.trie
 
 
 @pytest.mark.parametrize("limits", [{"seconds": -1.0}, {"bytes": -1}])

@@ -160,11 +160,8 @@ class Engine:
         """Record searches over this catalogue and what comes after it, where they are recorded at
         all; requests are answered in between. Safe from any thread.
         """
-        records = iter(()) if self.searches is None else self.searches.records(trie)
-        more = True
-        while more:
-            with self._stepping:
-                more = next(records, False) is None
+        if self.searches is not None:
+            self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: AnyTrie) -> None:
         """Record searches, and learn how fast this machine is over such a catalogue: no request

@@ -40,11 +40,11 @@ class SearchShape:
 
     def holds(self, asked: Asked) -> bool:
         """Whether all of it fits."""
-        listed = asked.excluded is not None and asked.excluded <= (self.excluded or 0)
+        most, excluded = self.excluded, asked.excluded
         return (
             asked.requests <= self.requests
             and asked.width <= self.width
-            and (listed or self.excluded is None)
+            and (most is None or (excluded is not None and excluded <= most))
             and asked.weighed == self.weighed
         )
 
@@ -205,16 +205,17 @@ class FixedSearch:
 
     def _rival_scores(self) -> Tensor:
         """[B, W] log-probabilities of the rivals' semantic ids."""
-        trie, parents = self.trie.trie, torch.zeros_like(self._rivals[..., 0])
+        trie, (requests, count, _) = self.trie.trie, self._rivals.shape
         states = self.scorer.along(torch.minimum(trie.codes_of(self._rivals), self._last_codes))
-        total = torch.zeros(1, device=parents.device)
+        parents = torch.zeros(requests, dtype=torch.int64, device=self._rivals.device)
+        total = torch.zeros(requests, count, device=parents.device)
         for level, children in enumerate(self.trie.widths):
+            nodes = self._rivals[..., level].reshape(parents.shape[0], -1)
             logits, normalizers = self.scorer.logits(states[level], level)
-            nodes = self._rivals[..., level]
-            above, below = parents.flatten(), nodes.flatten()
-            gain = child_log_probs(trie, above, below, logits, children, normalizers)
-            total, parents = total + gain, nodes
-        return total.view(parents.shape)
+            gain = child_log_probs(trie, parents, nodes, logits, children, normalizers)
+            total = total + gain.view(total.shape)
+            parents = nodes.flatten()
+        return total
 
     def account(self, sequences: Seq[Sequence]) -> None:
         """Note what the search took of each request, and what it did."""

@@ -6,8 +6,9 @@ On CUDA a record is a CUDA graph. What fits none is launched as it comes.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
 # Which search answers for a strategy.
 REPLAYED = {"beam": "beam", "speculative": "beam", "nezha": "nezha"}
-BUCKETS = ((1, 64), (8, 64), (1, 256), (8, 256), (1, 512))
+BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512))
 SHAPES = tuple(
     SearchShape(*bucket, excluded, weighed)
     for excluded, weighed, bucket in product((1024, None), (True, False), BUCKETS)
@@ -66,6 +67,20 @@ class SearchLimits:
     room: int = ROOM
     seconds: float = 60.0
     bytes: int = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one record is for. filters: of the form that the shape names."""
+
+    strategy: str
+    shape: SearchShape
+    filters: FixedFilter
+
+    @property
+    def name(self) -> str:
+        """As `beam 8x64`."""
+        return f"{self.strategy} {self.shape.name}"
 
 
 @dataclass(frozen=True)
@@ -106,35 +121,45 @@ class SearchGraphs:
         self.recorded: list[RecordedSearch] = []
         self._record, self._taken = record, taken
         self._trie: FixedTrie | None = None
+        self._recording = threading.Lock()
 
-    def records(self, version: AnyTrie) -> Iterator[None]:
-        """Record for the base of a version, step by step; with the last step these replace those
-        that there were.
+    @torch.inference_mode()
+    def record(self, version: AnyTrie, stepping: threading.Lock, go_on: Callable[[], bool]) -> None:
+        """Record for the base of a version; these replace the records that there were.
+
+        stepping: held while one is made; between two it is free for as long as the last one took.
+        go_on: whether they are still wanted.
         """
         base = version if isinstance(version, Trie) else version.base
-        if self._trie is not None and self._trie.base is base:
-            return
-        trie, made = FixedTrie(base, self.limits.room), list[RecordedSearch]()
-        began, left = time.monotonic(), list[str]()
-        before = self._taken()
-        strategies = ("beam",) if self.head is None else ("beam", "nezha")
-        weighs = self.model.config.dense_head
-        shapes = [shape for shape in self.limits.shapes if weighs or not shape.weighed]
-        most = max((shape.requests for shape in shapes), default=0)
-        forms = {shape.excluded for shape in shapes}
-        filters = {excluded: FixedFilter(trie, most, excluded) for excluded in forms}
-        for strategy, shape in product(strategies, shapes):
-            late = time.monotonic() - began > self.limits.seconds
-            if late or self._taken() - before > self.limits.bytes:
-                left.append(f"{strategy} {shape.name}")
-                continue
-            made.append(self._recorded(strategy, trie, filters[shape.excluded], shape))
-            log.info("recorded search %s: %.2f s", made[-1].name, made[-1].seconds)
-            yield
-        if left:
-            log.warning("no time or memory is left to record the searches %s", ", ".join(left))
-        made.sort(key=lambda one: one.search.shape.requests * one.search.shape.width)
-        self._trie, self.recorded = trie, made
+        with self._recording:
+            made = list[RecordedSearch]()
+            with stepping:
+                if self._trie is not None and self._trie.base is base:
+                    return
+                trie = FixedTrie(base, self.limits.room)
+                buckets = self._buckets(trie)
+            began, before, left = time.monotonic(), self._taken(), list[str]()
+            for bucket in buckets:
+                late = time.monotonic() - began > self.limits.seconds
+                if late or self._taken() - before > self.limits.bytes:
+                    left.append(bucket.name)
+                    continue
+                if not go_on():
+                    return
+                try:
+                    with stepping:
+                        made.append(self._recorded(trie, bucket))
+                except RuntimeError:
+                    log.exception("no record of %s: such searches are launched", bucket.name)
+                    break
+                log.info("recorded search %s: %.2f s", bucket.name, made[-1].seconds)
+                if self.recorded:
+                    time.sleep(made[-1].seconds)
+            if left:
+                log.warning("no time or memory is left to record the searches %s", ", ".join(left))
+            made.sort(key=lambda one: one.search.shape.requests * one.search.shape.width)
+            with stepping:
+                self._trie, self.recorded = trie, made
 
     def serve(self, strategies: Mapping[str, Strategy]) -> None:
         """Let the strategies of these names replay what is recorded for them."""
@@ -170,22 +195,32 @@ class SearchGraphs:
                     return made
         return "size"
 
-    def _recorded(
-        self, strategy: str, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
-    ) -> RecordedSearch:
-        began, before = time.monotonic(), self._taken()
+    def _buckets(self, trie: FixedTrie) -> list[Bucket]:
+        """In the order in which they are recorded."""
+        weighs = self.model.config.dense_head
+        shapes = [shape for shape in self.limits.shapes if weighs or not shape.weighed]
+        most = max((shape.requests for shape in shapes), default=0)
+        forms = {shape.excluded for shape in shapes}
+        filters = {excluded: FixedFilter(trie, most, excluded) for excluded in forms}
+        strategies = ("beam",) if self.head is None else ("beam", "nezha")
+        return [
+            Bucket(strategy, shape, filters[shape.excluded])
+            for shape, strategy in product(shapes, strategies)
+        ]
+
+    def _recorded(self, trie: FixedTrie, bucket: Bucket) -> RecordedSearch:
+        began, before, shape = time.monotonic(), self._taken(), bucket.shape
         scorer: Scorer
-        if strategy == "nezha":
+        if bucket.strategy == "nezha":
             assert self.head is not None
             scorer = HeadScorer(self.head, shape.requests)
         else:
             columns, rivals = columns_of(trie.widths, shape.width), shape.width * shape.weighed
             scorer = TargetScorer(self.model, self.runner, trie, columns, shape.requests, rivals)
-        search = FixedSearch(scorer, trie, filters, shape)
+        search = FixedSearch(scorer, trie, bucket.filters, shape)
         replay = self._record(search)
-        return RecordedSearch(
-            strategy, time.monotonic() - began, self._taken() - before, search, replay
-        )
+        seconds, size = time.monotonic() - began, self._taken() - before
+        return RecordedSearch(bucket.strategy, seconds, size, search, replay)
 
 
 def cuda_searches(

@@ -79,7 +79,9 @@ class Scorer(Protocol):
         ...
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """States [B * n, *] before each code of n given ids [B, n, L]."""
+        """States before each code of n given ids [B, n, L]: [B, *] before the first, then
+        [B * n, *].
+        """
         ...
 
 
@@ -135,21 +137,20 @@ class HeadScorer:
 
     def along(self, codes: Tensor) -> list[Tensor]:
         """As Scorer."""
-        states = [self._tails.repeat_interleave(codes.shape[1], 0)]
+        states = [self._tails, self._tails.repeat_interleave(codes.shape[1], 0)]
         for level in range(codes.shape[2] - 1):
             states.append(self.head.step(level, states[-1], codes[..., level].flatten()))
-        return states
+        return [states[0], *states[2:]]
 
 
 @dataclass(frozen=True)
 class _Nodes:
-    """All nodes of B trees so far [B, n], by level: first and last leaf under each, parent (column
-    among all, -1: none), depth and token.
+    """All nodes of B trees so far [B, n], by level: first and last leaf under each, depth and
+    token.
     """
 
     first: Tensor
     last: Tensor
-    parents: Tensor
     depths: Tensor
     tokens: Tensor
 
@@ -241,7 +242,7 @@ class TargetScorer:
         """As Scorer: one forward of the new nodes."""
         new = self._placed(step)
         nodes = new if self._nodes is None else self._nodes.and_also(new)
-        self._nodes = nodes
+        self._nodes = nodes if step.level + 1 < len(self.columns) else None
         batch, order = self._laid_out(nodes, step.nodes.shape[1])
         tokens = new.tokens.gather(1, order).flatten()
         hidden = self._forward(batch, tokens)
@@ -252,9 +253,8 @@ class TargetScorer:
     def along(self, codes: Tensor) -> list[Tensor]:
         """As Scorer: one forward of chains."""
         requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
-        roots = self._tails.repeat_interleave(count, 0)
         if not size:
-            return [roots]
+            return [self._tails]
         tokens = (codes[..., :-1] + self._offsets[:-1]).flatten()
         index = torch.arange(tokens.shape[0], device=codes.device)
         depths = index % size
@@ -267,7 +267,7 @@ class TargetScorer:
         )
         slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
         hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
-        return [roots, *hidden.view(requests * count, size, -1).unbind(1)]
+        return [self._tails, *hidden.view(requests * count, size, -1).unbind(1)]
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """[Tq, E]; tokens [Tq] of codes alone, so that the items' tables may move."""
@@ -284,11 +284,9 @@ class TargetScorer:
         leaves = self.trie.trie.leaves(step.nodes)
         above = sum(self.columns[: step.level])
         alone = ALONE + above + _count(step.nodes)
-        earlier = above - (self.columns[step.level - 1] if step.level else 0)
         return _Nodes(
             torch.where(step.alive, leaves.first, alone),
             torch.where(step.alive, leaves.last, alone + 1),
-            step.parents + earlier if step.level else torch.full_like(step.parents, -1),
             torch.full_like(step.parents, step.level),
             step.codes.long() + self.model.config.level_offsets[step.level],
         )
@@ -306,10 +304,9 @@ class TargetScorer:
             return column.gather(1, order).flatten()
 
         first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
-        above = place.gather(1, nodes.parents.clamp(min=0)) + start
         tree = TokenTree(
             packed(nodes.tokens),
-            packed(torch.where(nodes.parents < 0, -1, above)),
+            torch.full((order.numel(),), -1, device=order.device),  # attention reads ends alone
             packed(nodes.depths),
             (torch.searchsorted(first, last) + start).flatten(),
             torch.arange(start.shape[0] + 1, device=start.device) * count,

@@ -18,6 +18,7 @@ from recserve.kernels.trie_insertion import overlay_trie
 from recserve.kernels.trie_overlay import AnyTrie, Grown, TrieOverlay
 
 NOWHERE = 2**62  # past every node number and leaf rank
+SEARCHED = 2
 ROOM = 16_384  # inserted ids; from half as many on a service folds them into a new base
 
 
@@ -37,10 +38,10 @@ class FixedTrie:
         touched = (levels + 1) * room + 1
         grown = Grown(place(touched, NOWHERE), *(place(touched) for _ in range(4)))
         nothing = torch.empty(0, levels, dtype=torch.int64, device=device)
-        empty = overlay_trie(base, nothing, nothing[:, 0], base.num_rows)
+        self._nothing = overlay_trie(base, nothing, nothing[:, 0], base.num_rows)
         self.base = base
         self.trie = replace(
-            empty, grown=grown, codes=place(levels * room), inserted=place(room, NOWHERE)
+            self._nothing, grown=grown, codes=place(levels * room), inserted=place(room, NOWHERE)
         )
         self.most_items = base.num_items + room
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
@@ -62,24 +63,21 @@ class FixedTrie:
         """Let recorded searches read this version, which fits."""
         if self._loaded() is version:
             return
-        own = None if isinstance(version, Trie) else version
-        grown = self.trie.grown
-        pairs = [(grown.nodes, NOWHERE), (self.trie.inserted, NOWHERE), (self.trie.codes, 0)]
-        pairs += [(column, 0) for column in _ranges(grown)]
-        columns: list[Tensor | None] = [None] * len(pairs)
-        if own is not None:
-            columns = [own.grown.nodes, own.inserted, own.codes, *_ranges(own.grown)]
-        for (place, fill), column in zip(pairs, columns, strict=True):
-            count = 0 if column is None else column.shape[0]
-            if column is not None:
-                place[:count].copy_(column)
-            place[count:].fill_(fill)
+        own = self._nothing if isinstance(version, Trie) else version
+        columns = zip(_columns(self.trie), _columns(own), strict=True)
+        for number, (place, column) in enumerate(columns):
+            count = column.shape[0]
+            place[:count].copy_(column)
+            place[count:].fill_(NOWHERE if number < SEARCHED else 0)
         self._loaded = weakref.ref(version)
 
 
-def _ranges(grown: Grown) -> list[Tensor]:
-    return [grown.first, grown.last, grown.child_first, grown.child_count]
+def _columns(trie: TrieOverlay) -> list[Tensor]:
+    """What a search reads of what came later; the first, SEARCHED ones in ascending order."""
+    grown = trie.grown
+    own = [grown.first, grown.last, grown.child_first, grown.child_count, trie.codes]
+    return [grown.nodes, trie.inserted, *own]
 
 
-def _sizes(trie: TrieOverlay) -> tuple[int, int, int]:
-    return trie.grown.nodes.shape[0], trie.inserted.shape[0], trie.codes.shape[0]
+def _sizes(trie: TrieOverlay) -> list[int]:
+    return [column.shape[0] for column in _columns(trie)]

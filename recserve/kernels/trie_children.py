@@ -89,19 +89,20 @@ def child_log_probs(
     width: int,
     normalizers: Tensor | None = None,
 ) -> Tensor:
-    """[n] log-probability of one child of each of n nodes; some finite number or NaN where it is
+    """[n, m] log-probabilities of m children of each of n nodes; some number or NaN where it is
     none of its children.
 
-    parents, nodes [n]. logits [n, C], width, normalizers [n]: as for `best_children`.
+    parents [n], nodes [n, m]. logits [n, C], width, normalizers [n]: as for `best_children`.
     """
+    logits, last = logits.float(), logits.shape[1] - 1
     if normalizers is not None:
-        codes = trie.codes_of(nodes).long().clamp(max=logits.shape[1] - 1)
-        return logits.float().gather(1, codes[:, None])[:, 0] - normalizers
+        codes = trie.codes_of(nodes).long().clamp(max=last)
+        return logits.gather(1, codes) - normalizers[:, None]
     children = trie.children(parents, width)
-    codes = children.codes.long().clamp(max=logits.shape[1] - 1)
-    gain = logits.float().gather(1, codes).masked_fill(~children.valid, DEAD).log_softmax(-1)
-    place = trie.places(nodes, parents).long().clamp(0, width - 1)
-    return gain.gather(1, place[:, None])[:, 0]
+    gain = logits.gather(1, children.codes.long().clamp(max=last))
+    gain = gain.masked_fill(~children.valid, DEAD).log_softmax(-1)
+    places = trie.places(nodes, parents[:, None].expand_as(nodes))
+    return gain.gather(1, places.long().clamp(0, width - 1))
 
 
 def best_children(

@@ -145,6 +145,7 @@ class LiveItems:
             self._condense_journal(items)
             self._lineage += 1
             self._publish(items, there.base_trie)
+            self._record_on_a_thread()
             return RollbackAnswer(catalog_version=items.name, restored=name)
 
     def was_read_otherwise(self, history: History) -> bool:
@@ -218,6 +219,12 @@ class LiveItems:
         later = item_vectors(retriever, self.models.recommender, index.num_items)
         return grown(index, later.numpy())
 
+    def _record_on_a_thread(self) -> None:
+        """Searches over the base that is served now, where they are recorded."""
+        engine, base = self.runtime.engine, self.runtime.snapshot.base_trie
+        if engine.searches is not None:
+            threading.Thread(target=engine.record, args=(base,), daemon=True).start()
+
     def _keep(self, snapshot: Snapshot) -> None:
         self._kept[snapshot.items.name] = snapshot
         while len(self._kept) > MAX_KEPT:
@@ -253,6 +260,7 @@ class LiveItems:
         self.runtime.engine.record(trie)
         with self._lock:
             if self._lineage != lineage:
+                self._record_on_a_thread()
                 return
             items = self.runtime.snapshot.items
             if items.num_records > len(items.record_rows):
