@@ -136,7 +136,8 @@ def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
         reading = read(head, target, trees)
         surprise = head_loss(head, target, trie, node_paths(trie), trees, reading).surprise
         tails = reading.hidden[trees.trunk_nodes]
-        found = item_log_probs(head, trie, trees.trunk_rows, tails, reading.contexts)
+        owners = torch.arange(len(tails))
+        found = item_log_probs(head, trie, owners, trees.trunk_rows, tails, reading.contexts)
     torch.testing.assert_close(-found.sum(), surprise, rtol=1e-4, atol=1e-3)
 
 

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
+from recserve.core.descent import descend, searches
 from recserve.core.diversity import first_k
 from recserve.core.request import Slate
 from recserve.draft.candidates import needed_prefixes
+from recserve.kernels.leaf_filter import LeafFilter
+from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.recommender import Recommender
 from recserve.verify.scores import path_scores, root_scores
 
@@ -69,11 +73,48 @@ def with_rival_scores(beams: Beams, model: Recommender) -> Beams:
     if keys is None or bool((beams.scored.find(keys) < 0).any()):
         return beams
     assert beams.rivals is not None
+    if (search := searches(beams, model.search)) is not None:
+        return with_log_probs(beams, searched_scores(beams, search))
     owners, rows = beams.rivals.flat()
     nodes = beams.trie.nodes_of_items(rows)
     scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
     scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
     return with_log_probs(beams, scores)
+
+
+def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
+    """[n] log-probability of each valid rival, in the order of `Rivals.flat`: a search in C that
+    nothing but the rivals may pass finds all of them. contexts: as for `descend`.
+    """
+    rivals, trie = beams.rivals, beams.trie
+    assert rivals is not None
+    own = [rows[valid] for rows, valid in zip(rivals.rows, rivals.valid, strict=True)]
+    top = torch.zeros(len(own), 1, dtype=torch.int64)
+    alone = replace(
+        beams,
+        filters=tuple(_only(trie, rows) for rows in own),
+        level=0,
+        nodes=top,
+        log_probs=torch.zeros(top.shape),
+        paths=top[..., None][..., :0],
+        parents=None,
+        rivals=None,
+        places=None,
+    )
+    widths = [max(rows.shape[0], 1) for rows in own]
+    found = descend(alone, search, trie.num_levels, widths, contexts=contexts).at(trie.num_levels)
+    items, scores = trie.items_of_leaves(found.nodes), []
+    for rows, there, log_probs in zip(own, items, found.log_probs, strict=True):
+        order = there[: rows.shape[0]].long().argsort()
+        scores.append(log_probs[order][torch.searchsorted(there[order].long(), rows)])
+    return torch.cat(scores)
+
+
+def _only(trie: AnyTrie, rows: Tensor) -> LeafFilter:
+    """Only these items."""
+    before = torch.zeros(trie.num_items + 1, dtype=torch.int64)
+    before[trie.leaf_ranks(rows).long() + 1] = 1
+    return LeafFilter((), before.cumsum(0))
 
 
 def with_log_probs(beams: Beams, scores: Tensor) -> Beams:

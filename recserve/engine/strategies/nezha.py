@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from recserve.core.beams import Beams
+from recserve.core.beams import Beams, Rivals
+from recserve.core.descent import searches
 from recserve.core.request import RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
@@ -54,11 +55,16 @@ class NezhaStrategy(AtOnce):
     def finish(self, state: Beams) -> list[Result]:
         """Slates, scored by the head."""
         if state.rivals is not None and state.rivals.log_probs is None:
-            owners, rows = state.rivals.flat()
-            contexts = self._contexts(state)[owners]
-            scores = item_log_probs(self.head, state.trie, rows, state.tails[owners], contexts)
-            state = rerank.with_log_probs(state, scores)
+            state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
         return list(rerank.slates(state, exact=False))
+
+    def _rival_scores(self, state: Beams, rivals: Rivals) -> Tensor:
+        """[n] of each valid rival."""
+        contexts = self._contexts(state)
+        if (native := searches(state, self.head.search)) is not None:
+            return rerank.searched_scores(state, native, contexts)
+        owners, rows = rivals.flat()
+        return item_log_probs(self.head, state.trie, owners, rows, state.tails, contexts)
 
     def _contexts(self, beams: Beams) -> Tensor:
         """[B, L, E] what the head reads at each level beside its state."""
