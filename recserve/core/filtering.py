@@ -4,6 +4,8 @@ filter empties. What the catalogue version hides is left out in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_overlay import AnyTrie
+
+NOTHING = np.empty(0, np.int64)
 
 
 def leaf_filter(
@@ -22,10 +26,7 @@ def leaf_filter(
     Raises ValueError for a row outside the catalogue or a bitmap of another length.
     """
     hidden = trie.hidden
-    if excluded is not None and excluded.size:
-        low, high = int(excluded.min()), int(excluded.max())
-        if low < 0 or high >= trie.num_rows:
-            raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
+    _check(trie, excluded)
     if allowed is not None:
         if allowed.shape != (trie.num_rows,):
             raise ValueError(f"allowed is {allowed.shape}; the catalogue has {trie.num_rows} items")
@@ -44,6 +45,37 @@ def leaf_filter(
             ranks = torch.where(hidden[at] == ranks, trie.num_items, ranks)
         lists = (*lists, torch.sort(ranks).values)
     return LeafFilter(lists) if lists else None
+
+
+def excluded_ranks(trie: AnyTrie, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
+    """[B, X] int64 leaf ranks that requests without a bitmap leave out, ascending and each once,
+    filled up with `past`; in a few operators, however many requests. None: nobody leaves one out.
+
+    lists: excluded item rows of each request, as for `leaf_filter`, and the same errors.
+    """
+    hidden, own = trie.hidden, [NOTHING if rows is None else np.unique(rows) for rows in lists]
+    width = max(rows.size for rows in own)
+    if not width and hidden is None:
+        return None
+    table = np.full((len(own), width), -1, np.int64)
+    for row, rows in zip(table, own, strict=True):
+        _check(trie, rows)
+        row[: rows.size] = rows
+    asked = on_device(table, trie.device)
+    ranks = trie.leaf_ranks(asked.clamp(min=0)).long()
+    ranks = torch.where((asked >= 0) & (ranks >= 0), ranks, past)
+    if hidden is not None:
+        ranks = torch.cat([ranks, hidden.expand(len(own), -1)], dim=1).sort(1).values
+        ranks[:, 1:] = torch.where(ranks[:, 1:] == ranks[:, :-1], past, ranks[:, 1:])
+    return ranks.sort(1).values
+
+
+def _check(trie: AnyTrie, excluded: np.ndarray | None) -> None:
+    if excluded is None or not excluded.size:
+        return
+    low, high = int(excluded.min()), int(excluded.max())
+    if low < 0 or high >= trie.num_rows:
+        raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
 
 
 def _ranks(trie: AnyTrie, rows: np.ndarray) -> Tensor:

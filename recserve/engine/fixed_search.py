@@ -16,13 +16,13 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.expansion import Left, filters_of
+from recserve.core.filtering import excluded_ranks, leaf_filter
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.engine.search_scorers import Scorer, Step
 from recserve.engine.strategies.beam import request_of
 from recserve.kernels import dispatch
 from recserve.kernels.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_children import DEAD, LeafBits, child_log_probs, leaf_bits
 from recserve.kernels.trie_overlay import AnyTrie
 
@@ -125,11 +125,12 @@ class FixedFilter:
         words, counts = self.left.allowed.words, self.left.allowed.counts
         return Left(None, LeafBits(words[:requests], counts[:requests]))
 
-    def load(self, version: AnyTrie, filters: Seq[LeafFilter | None]) -> None:
+    def load(self, version: AnyTrie, requests: Seq[RecommendRequest]) -> None:
         """Those of requests over this version; for requests that are not there it does not
         matter.
         """
         if self.left.allowed is not None:
+            filters = [leaf_filter(version, r.excluded, r.allowed) for r in requests]
             found = filters_of(version, filters, in_bits=True).allowed
             assert found is not None
             for place, column in (
@@ -139,7 +140,7 @@ class FixedFilter:
                 place[: column.shape[0], : column.shape[1]].copy_(column)
             return
         assert self.left.excluded is not None
-        excluded = filters_of(version, filters).excluded
+        excluded = excluded_ranks(version, [r.excluded for r in requests], NOWHERE)
         if not self._clean:
             self.left.excluded.fill_(NOWHERE)
         if excluded is not None:
@@ -172,7 +173,7 @@ class FixedSearch:
         self._put(beams.sequences)
         self.scorer.load(beams.sequences, beams.tails)
         self.trie.load(beams.trie)
-        self._filter.load(beams.trie, beams.filters)
+        self._filter.load(beams.trie, beams.requests)
         if beams.rivals is not None:
             rows = beams.rivals.rows
             nodes = beams.trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)

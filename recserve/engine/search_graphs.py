@@ -176,7 +176,8 @@ class SearchGraphs:
             self.counts[found] += 1
             return None
         self.counts["replayed"] += 1
-        beams = rerank.with_rivals(begin(tuple(sequences), by_children=False), self.model)
+        beams = begin(tuple(sequences), by_children=False, filtered=False)
+        beams = rerank.with_rivals(beams, self.model)
         found.search.load(beams)
         beams = with_leaves(beams, found.replay())
         found.search.account(sequences)

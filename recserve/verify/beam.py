@@ -36,11 +36,11 @@ def start(beams: Beams, model: Recommender) -> Beams:
     return advance(expand(beams, beams.tails, model), model)
 
 
-def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
+def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = True) -> Beams:
     """Level 0: the empty prefix of each request. All over one trie.
 
     by_children: levels will be normalised over the valid children, so that prefixes can be left out
-    that cannot enter an answer.
+    that cannot enter an answer. filtered: with the requests' filters.
     """
     requests = [s.request for s in sequences if isinstance(s.request, RecommendRequest)]
     trie = requests[0].trie
@@ -50,7 +50,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool) -> Beams:
     places = bound_places(requests, tails.device) if by_children else None
     return Beams(
         sequences,
-        tuple(leaf_filter(trie, r.excluded, r.allowed) for r in requests),
+        tuple(leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests),
         trie,
         0,
         top,
