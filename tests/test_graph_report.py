@@ -1,16 +1,21 @@
 """What operators read about recorded steps: in the log, on /metrics, from `recserve doctor`."""
 
 import logging
+from dataclasses import replace
 
 import pytest
+from device_worlds import recommending
 from prometheus_client.parser import text_string_to_metric_families
 from test_fixed_step import Counted, with_graphs
+from test_recorded_searches import with_searches
 from test_text_engine import engine_for, prompts
 from text_plain import TableDrafter, drawn_model
 
 from recserve import doctor
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.fixed_search import SearchShape
 from recserve.engine.fixed_step import StepShape
+from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
 
@@ -70,6 +75,23 @@ def test_metrics_name_the_buckets(engine):
     assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
     results = ("replayed", "prompt", "rule", "parameters", "size", "rows")
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
+
+
+def test_metrics_name_the_searches(monkeypatch):
+    """Of a recommender: one that is replayed, one that is too wide."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    world = recommending("cpu")
+    with_searches(
+        world, world.trie, lambda step: step, (SearchShape(2, 8), SearchShape(1, 8, None))
+    )
+    for width in (8, 9):
+        world.engine.run_many([replace(r, beam_width=width) for r in world.ask("nezha")])
+    page = Metrics((), (), lambda: gauges_of(world.engine.stats())).page().decode()
+    for result, count in (("replayed", 1), ("size", 1), ("version", 0)):
+        assert f'recserve_graph_searches_total{{result="{result}"}} {count}.0' in page
+    for name in ("beam 2x8", "nezha 2x8", "beam 1x8 filtered", "nezha 1x8 filtered"):
+        assert f'recserve_graph_record_seconds{{bucket="{name}"}}' in page
+    assert "recserve_graph_steps_total{" not in page
 
 
 def test_nothing_is_said_where_nothing_is_recorded():
