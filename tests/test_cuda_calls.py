@@ -30,8 +30,8 @@ def calls(monkeypatch):
         yield
         found.append(f"end {name}")
 
-    def graph(made, pool, capture_error_mode):
-        return inside(f"record {made.number} in {pool}, {capture_error_mode}")
+    def graph(made, pool, stream, capture_error_mode):
+        return inside(f"record {made.number} in {pool} on {stream.name}, {capture_error_mode}")
 
     def made():
         number = sum(call.startswith("graph") for call in found)
@@ -40,6 +40,7 @@ def calls(monkeypatch):
 
     fakes = {
         "graph_pool_handle": lambda: "the pool",
+        "empty_cache": lambda: found.append("empty cache"),
         "memory_reserved": lambda: next(memory),
         "Stream": lambda: Stream("side", found),
         "current_stream": lambda: Stream("main", found),
@@ -62,18 +63,19 @@ def test_a_step_is_warmed_up_beside_then_recorded_once(calls):
 
     replay = recorder(step)
     assert calls == [
+        "empty cache",
         "side waits for main", "begin side", *["step"] * WARM_UP, "end side", "main waits for side",
-        "graph 0", "begin record 0 in the pool, thread_local", "step",
-        "end record 0 in the pool, thread_local",
+        "graph 0", "begin record 0 in the pool on side, thread_local", "step",
+        "end record 0 in the pool on side, thread_local",
     ]  # fmt: skip
     before = len(calls)
     assert replay() is outputs[-1] and replay() is outputs[-1]
     assert calls[before:] == ["replay 0"] * 2
     other = recorder(step)
-    assert "begin record 1 in the pool, thread_local" in calls
+    assert "begin record 1 in the pool on side, thread_local" in calls
     replay(), other()
     assert calls[-2:] == ["replay 0", "replay 1"]
-    assert recorder.bytes == 100
+    assert recorder.bytes == 200  # 100 each
 
 
 def test_a_device_is_asked_what_it_has(monkeypatch):

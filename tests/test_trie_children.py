@@ -142,13 +142,14 @@ def test_triton_matches_torch(codes, form, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-def test_triton_matches_torch_over_an_overlay(codes, form):
+@pytest.mark.parametrize("name", ["one-item", "all-share-a-prefix", "deep", "drawn"])
+def test_triton_matches_torch_over_an_overlay(name, form):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
     import triton_interpreter  # noqa: F401
 
     from recserve.kernels import trie_topk
 
+    codes = CATALOGUES[name]
     sizes = tuple(int(codes[:, level].max()) + 2 for level in range(codes.shape[1]))
     base = build_trie(codes, sizes)
     g = torch.Generator().manual_seed(5)
@@ -162,7 +163,7 @@ def test_triton_matches_torch_over_an_overlay(codes, form):
         paths = version.nodes_of_items(torch.arange(version.num_rows))
         for level, width in enumerate(version.widths):
             above = torch.zeros(1, 1).long() if not level else paths[:, level - 1 : level]
-            nodes = torch.unique(above)[-9:].expand(2, -1)
+            nodes = torch.unique(above)[-4:].expand(2, -1)
             log_probs = -torch.rand(nodes.shape, generator=g)
             log_probs[1, 1:2] = DEAD
             logits = torch.randn(nodes.numel(), sizes[level], generator=g)
@@ -175,7 +176,7 @@ def test_triton_matches_torch_over_an_overlay(codes, form):
             }[form]
             expected = best_children(version, nodes, log_probs, logits, width, 12, **options)
             fixed.load(version)
-            for trie in (version, fixed.trie):
+            for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):
                 got = trie_topk.best_children(trie, nodes, log_probs, logits, width, 12, **options)
                 torch.testing.assert_close(got.log_probs, expected.log_probs)
                 assert torch.equal(got.nodes, expected.nodes)

@@ -20,6 +20,7 @@ from recserve.kernels.trie_children import BestChildren, LeafBits, unpacked
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MOST_CHILDREN = 512  # at once, four a thread: the dozen numbers of each stay in registers
 FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 
 
@@ -55,6 +56,26 @@ def _grown_place(grown_nodes, num_grown, node, mask, STEPS: tl.constexpr):
     return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
 
 
+@triton.jit
+def _block(
+    node_codes, later_codes, logits, first, count, later, total, start, row, num_codes, base_nodes,
+    BLOCK: tl.constexpr, OVERLAY_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Children number `start` and on of one beam: nodes, whether they are there, and logits."""
+    step = start + tl.arange(0, BLOCK)
+    child = first + step
+    if OVERLAY_STEPS:
+        child = tl.where(step < count, child, later + step - count)
+    valid = step < total
+    child = tl.where(valid, child, 0)
+    code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
+    if OVERLAY_STEPS:
+        own = valid & (child >= base_nodes)
+        code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
+    logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf"))
+    return child, valid, logit.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["filter_size", "base_nodes", "num_grown", "num_inserted"])
 def children_kernel(
     first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
@@ -64,57 +85,72 @@ def children_kernel(
     BLOCK: tl.constexpr, FILTER: tl.constexpr, STEPS: tl.constexpr, NORMALIZED: tl.constexpr,
     OVERLAY_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """All children of one beam. OVERLAY_STEPS: 0 without what came after the trie was built."""
+    """All children of one beam, a block at a time. OVERLAY_STEPS: 0 without what came after the
+    trie was built.
+    """
     row = tl.program_id(0).to(tl.int64)
     request = row // beams
     node, before = tl.load(nodes + row), tl.load(log_probs + row)
     built = node < base_nodes
     first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
     count = tl.load(first_child + node + 1, mask=built, other=0) - first
-    step = tl.arange(0, BLOCK)
-    child, total = first + step, count
+    total, later = count, first
     if OVERLAY_STEPS:
         # The first is filler where nothing came: then nothing is looked for.
         some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
         place, found = _grown_place(grown_nodes, num_grown, node, some, OVERLAY_STEPS)
         later = tl.load(later_first + place, mask=found, other=0)
         total = count + tl.load(later_count + place, mask=found, other=0)
-        child = tl.where(step < count, child, later + step - count)
-    valid = step < tl.where(before > float("-inf"), total, 0)
-    child = tl.where(valid, child, 0)
-    own = valid & (child >= base_nodes)
-    code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
-    if OVERLAY_STEPS:
-        code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
-    logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf")).to(tl.float32)
+    total = tl.where(before > float("-inf"), total, 0)
     if NORMALIZED:
-        score = before + (logit - tl.load(normalizers + row))
+        peak = tl.load(normalizers + row).to(tl.float32)
+        spread = peak * 0
     else:
-        peak = tl.max(logit, 0)
-        shifted = logit - peak
-        score = before + (shifted - tl.log(tl.sum(tl.exp(shifted), 0)))
-    if FILTER != NO_FILTER:
-        low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
-        high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
-        if OVERLAY_STEPS:
-            low, high = low.to(tl.int64), high.to(tl.int64)
-            moved = _below(inserted, num_inserted, low + 1, valid & some, OVERLAY_STEPS)
-            place, found = _grown_place(grown_nodes, num_grown, child, valid & some, OVERLAY_STEPS)
-            low = tl.where(found, tl.load(grown_first + place, mask=found, other=0), low + moved)
-            high = tl.where(found, tl.load(grown_last + place, mask=found, other=0), high + moved)
-        if FILTER == EXCLUDED:
-            listed = ranks + request * filter_size
-            gone = _below(listed, filter_size, high, valid, STEPS)
-            left = (high - low) - (gone - _below(listed, filter_size, low, valid, STEPS))
-        else:
-            own_words, own_counts = words + request * filter_size, counts + request * filter_size
-            left = _allowed_before(own_words, own_counts, high.to(tl.int32), valid)
-            left -= _allowed_before(own_words, own_counts, low.to(tl.int32), valid)
-        valid = valid & (left > 0)
-    bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (4294967295 - child)
-    tl.store(keys + row * width + step, key, mask=step < width)
+        peak = before * 0 + float("-inf")
+        weight = before * 0
+        for start in range(0, width, BLOCK):
+            _, _, logit = _block(
+                node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
+                base_nodes, BLOCK, OVERLAY_STEPS,
+            )  # fmt: skip
+            higher = tl.maximum(peak, tl.max(logit, 0))
+            # A beam without children keeps a finite peak, so that no inf - inf appears.
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(logit - safe), 0)
+            peak = higher
+        spread = tl.log(weight)
+    for start in range(0, width, BLOCK):
+        child, valid, logit = _block(
+            node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
+            base_nodes, BLOCK, OVERLAY_STEPS,
+        )  # fmt: skip
+        score = before + ((logit - peak) - spread)
+        if FILTER != NO_FILTER:
+            low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
+            high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
+            if OVERLAY_STEPS:
+                low, high = low.to(tl.int64), high.to(tl.int64)
+                moved = _below(inserted, num_inserted, low + 1, valid & some, OVERLAY_STEPS)
+                spot, held = _grown_place(
+                    grown_nodes, num_grown, child, valid & some, OVERLAY_STEPS
+                )
+                low = tl.where(held, tl.load(grown_first + spot, mask=held, other=0), low + moved)
+                high = tl.where(held, tl.load(grown_last + spot, mask=held, other=0), high + moved)
+            if FILTER == EXCLUDED:
+                listed = ranks + request * filter_size
+                gone = _below(listed, filter_size, high, valid, STEPS)
+                left = (high - low) - (gone - _below(listed, filter_size, low, valid, STEPS))
+            else:
+                own_words = words + request * filter_size
+                own_counts = counts + request * filter_size
+                left = _allowed_before(own_words, own_counts, high.to(tl.int32), valid)
+                left -= _allowed_before(own_words, own_counts, low.to(tl.int32), valid)
+            valid = valid & (left > 0)
+        bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = (ordered.to(tl.int64) << 32) | (4294967295 - child)
+        step = start + tl.arange(0, BLOCK)
+        tl.store(keys + row * width + step, key, mask=step < width)
 
 
 def best_children(
@@ -152,7 +188,7 @@ def best_children(
         unused if allowed is None else allowed.words.contiguous(),
         unused if allowed is None else allowed.counts.contiguous(),
         keys, beams, logits.shape[1], width, size, base.num_nodes, *sizes,
-        BLOCK=triton.next_power_of_2(width), FILTER=kind.value,
+        BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
         STEPS=_steps(size) if kind.value == EXCLUDED.value else 0,
         NORMALIZED=normalizers is not None,
         OVERLAY_STEPS=_steps(max(sizes)) if base is not trie else 0,
