@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from device_worlds import Recommending, recommending
 from drawn import Catalogue, drawn_there
 from gpu_checks import Task
 from gpu_engine import (
     CLOSE,
+    cold_and_warm,
     difference,
-    recommend_root,
     recommender_engine,
     recorded,
+    requests_of,
     small_catalogue,
 )
 
-from recserve.core.request import RecommendRequest
 from recserve.engine.fixed_search import SearchShape
 from recserve.kernels.trie import build_trie
 from recserve.models.config import DecoderConfig
@@ -105,18 +105,8 @@ def search_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
             for strategy in ("beam", "nezha", *(() if graphs else ("speculative",))):
                 if time.monotonic() > deadline:
                     return
-                times = {}
-                for state, seeds in (("cold", range(1, 5)), ("warm", [4] * 9)):
-                    taken = []
-                    for seed in seeds:
-                        if state == "cold":
-                            engine.forget_all()
-                        roots = [recommend_root(model, events, 99 * seed + i) for i in range(batch)]
-                        asked = [RecommendRequest(r, trie, 10, width, strategy) for r in roots]
-                        began = time.perf_counter()
-                        slates: list[Any] = engine.run_many(asked)
-                        taken.append((time.perf_counter() - began) * 1e3)
-                    times[f"{state}_ms"] = float(np.median(taken[1:]))
+                asked = partial(requests_of, model, trie, strategy, (batch, width), events)
+                times, slates = cold_and_warm(engine, asked, range(1, 5), 9)
                 how = "recorded" if graphs else "launched"
                 goals = GOALS_MS.get(strategy, {}) if batch == 1 and not smoke else {}
                 yield {

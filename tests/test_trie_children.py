@@ -114,6 +114,15 @@ def test_both_filters_at_once_are_refused():
         )
 
 
+def options_of(form, logits, allowed, excluded):
+    return {
+        "children": {},
+        "normalized": {"normalizers": logits.logsumexp(-1)},
+        "allowed": {"allowed": leaf_bits(allowed)},
+        "excluded": {"excluded": excluded},
+    }[form]
+
+
 @pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
 def test_triton_matches_torch(codes, form, monkeypatch):
@@ -127,12 +136,7 @@ def test_triton_matches_torch(codes, form, monkeypatch):
     for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
         allowed, excluded = draw_filters(trie, 2, seed=level)
-        options = {
-            "children": {},
-            "normalized": {"normalizers": logits.logsumexp(-1)},
-            "allowed": {"allowed": leaf_bits(allowed)},
-            "excluded": {"excluded": excluded},
-        }[form]
+        options = options_of(form, logits, allowed, excluded)
         arguments = (trie, nodes, log_probs, logits, width, 12)
         expected = best_children(*arguments, **options)
         got = trie_topk.best_children(*arguments, **options)
@@ -168,12 +172,7 @@ def test_triton_matches_torch_over_an_overlay(name, form):
             log_probs[1, 1:2] = DEAD
             logits = torch.randn(nodes.numel(), sizes[level], generator=g)
             allowed, excluded = draw_filters(version, 2, seed=level)
-            options = {
-                "children": {},
-                "normalized": {"normalizers": logits.logsumexp(-1)},
-                "allowed": {"allowed": leaf_bits(allowed)},
-                "excluded": {"excluded": excluded},
-            }[form]
+            options = options_of(form, logits, allowed, excluded)
             expected = best_children(version, nodes, log_probs, logits, width, 12, **options)
             fixed.load(version)
             for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):

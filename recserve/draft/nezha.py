@@ -13,8 +13,8 @@ from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
 from recserve.draft.beam import wanted
 from recserve.kernels.native_search import NativeSearch
-from recserve.kernels.trie_children import DEAD
-from recserve.kernels.trie_overlay import AnyTrie, padding_of
+from recserve.kernels.trie_children import DEAD, child_log_probs
+from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 
 
@@ -87,49 +87,18 @@ def item_log_probs(
     """[M] the head's log-probability of given items.
 
     owners, rows [M]: request and item row of each; tails [B, E] and contexts [B, L, E] as for
-    `search`. A code without siblings has log-probability 0, and on a CPU nothing is computed for
-    it.
+    `search`.
     """
     nodes = trie.nodes_of_items(rows)
-    everywhere = torch.arange(rows.shape[0], device=tails.device)
-    forks, levels = _forks(trie, nodes), range(1, trie.num_levels)
-    top = torch.zeros(tails.shape[0], dtype=torch.int64, device=tails.device)
-    scores = _child_scores(head, trie, 0, top, contexts[:, 0], tails)
-    total = scores[owners, trie.places(nodes[:, 0], top[:1]).long()]
-    state = tails[owners]
-    for level in levels if forks is None else levels[: len(forks)]:
-        state = head.step(level - 1, state, trie.codes_of(nodes[:, level - 1]))
-        here = everywhere if forks is None else forks[level - 1]
-        parents, own = nodes[here, level - 1], nodes[here, level]
-        scores = _child_scores(
-            head, trie, level, parents, contexts[owners[here], level], state[here]
-        )
-        gain = scores.gather(1, trie.places(own, parents)[:, None].long())[:, 0]
-        total.index_add_(0, here, gain)
+    parents, state = torch.zeros_like(rows), tails[owners]
+    total = torch.zeros(rows.shape, device=tails.device)
+    for level, width in enumerate(trie.widths):
+        logits = head.level_logits(contexts[owners, level], state, level)
+        own = nodes[:, level]
+        total += child_log_probs(trie, parents, own[:, None], logits, width)[:, 0]
+        if level + 1 < trie.num_levels:
+            parents, state = own, head.step(level, state, trie.codes_of(own))
     return total
-
-
-def _forks(trie: AnyTrie, nodes: Tensor) -> list[Tensor] | None:
-    """Of each level below the first, as far as any prefix forks there: the rows of paths [M, L]
-    that have siblings. None on a device, which is not waited for.
-    """
-    if not nodes.is_cpu:
-        return None
-    many = trie.num_children(nodes[:, :-1]) > 1
-    rows = [column.nonzero()[:, 0] for column in many.unbind(1)]
-    while rows and not rows[-1].shape[0]:
-        rows.pop()
-    return rows
-
-
-def _child_scores(
-    head: SelfDraftHead, trie: AnyTrie, level: int, parents: Tensor, contexts: Tensor, state: Tensor
-) -> Tensor:
-    """[n, children] log-probabilities of the children of n nodes of a level."""
-    children = trie.children(parents, padding_of(trie, level))
-    logits = head.level_logits(contexts, state, level).float()
-    logits = logits.gather(1, children.codes.long()).masked_fill(~children.valid, DEAD)
-    return logits.log_softmax(-1)
 
 
 def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:

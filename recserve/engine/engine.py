@@ -155,7 +155,6 @@ class Engine:
         if searches is not None:
             searches.serve(self._strategies)
 
-    @torch.inference_mode()
     def record(self, trie: AnyTrie) -> None:
         """Record searches over this catalogue and what comes after it, where they are recorded at
         all; requests are answered in between. Safe from any thread.

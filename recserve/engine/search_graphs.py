@@ -87,16 +87,11 @@ class Bucket:
 class RecordedSearch:
     """One record and what it took: seconds and bytes."""
 
-    strategy: str
+    bucket: Bucket
     seconds: float
     bytes: int
     search: FixedSearch
     replay: Callable[[], Leaves]
-
-    @property
-    def name(self) -> str:
-        """As `beam 8x64`."""
-        return f"{self.strategy} {self.search.shape.name}"
 
 
 class SearchGraphs:
@@ -157,7 +152,7 @@ class SearchGraphs:
                     time.sleep(made[-1].seconds)
             if left:
                 log.warning("no time or memory is left to record the searches %s", ", ".join(left))
-            made.sort(key=lambda one: one.search.shape.requests * one.search.shape.width)
+            made.sort(key=lambda one: one.bucket.shape.requests * one.bucket.shape.width)
             with stepping:
                 self._trie, self.recorded = trie, made
 
@@ -192,7 +187,7 @@ class SearchGraphs:
         asked = Asked.of(requests)
         if max(s.root_length for s in sequences) <= self.model.config.decoder.max_positions:
             for made in self.recorded:
-                if made.strategy == strategy and made.search.shape.holds(asked):
+                if made.bucket.strategy == strategy and made.bucket.shape.holds(asked):
                     return made
         return "size"
 
@@ -221,7 +216,7 @@ class SearchGraphs:
         search = FixedSearch(scorer, trie, bucket.filters, shape)
         replay = self._record(search)
         seconds, size = time.monotonic() - began, self._taken() - before
-        return RecordedSearch(bucket.strategy, seconds, size, search, replay)
+        return RecordedSearch(bucket, seconds, size, search, replay)
 
 
 def cuda_searches(

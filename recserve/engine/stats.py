@@ -43,9 +43,8 @@ def stats_of(
     background: int = 0,
 ) -> EngineStats:
     """Lanes that share a pool are counted once. graphs: of the text lane."""
-    made = [(r.bucket.name, r) for r in graphs.recorded] if graphs else []
-    found = [(r.name, r) for r in searches.recorded] if searches else []
-    recorded = dict[str, RecordedStep | RecordedSearch]([*made, *found])
+    recorded = list[RecordedStep | RecordedSearch](graphs.recorded if graphs else [])
+    recorded += searches.recorded if searches else []
     pools = {id(lane.cache): lane for lane in lanes}.values()
     return EngineStats(
         queue_depth,
@@ -58,6 +57,6 @@ def stats_of(
         background,
         {} if graphs is None else {str(name): n for name, n in graphs.counts.items()},
         {} if searches is None else {str(name): n for name, n in searches.counts.items()},
-        {name: record.seconds for name, record in recorded.items()},
-        {name: record.bytes for name, record in recorded.items()},
+        {made.bucket.name: made.seconds for made in recorded},
+        {made.bucket.name: made.bytes for made in recorded},
     )
