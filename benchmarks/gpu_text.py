@@ -117,8 +117,8 @@ class DrawnDrafter:
         """Nothing is kept."""
 
 
-# Of drafters whose drafts are not judged by `sample`.
-RULES = {"drawn": "rejection"}
+# Of drafters whose drafts are not judged by `sample`, in turns.
+RULES = {"drawn": ("rejection",), "all rules": ("rejection", "block", "typical", "sample")}
 
 
 def drawn_heads(model: LanguageModel) -> MedusaDrafter:
@@ -144,13 +144,14 @@ def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int, more: bool 
     drafters: dict[str, Drafter] = {"walk": WalkDrafter(vocabulary, 3)}
     if more:
         drafters["medusa"] = drawn_heads(model)
-        drafters["drawn"] = DrawnDrafter(vocabulary, 4, model.tokens.weight.device)
+        drawn = DrawnDrafter(vocabulary, 4, model.tokens.weight.device)
+        drafters |= {"drawn": drawn, "all rules": drawn}
     engine = Engine(text=model, drafters=drafters, config=config)
     lane: Any = engine._lanes["text"]
     if recorded and cuda:
         shapes = config.graph_limits.shapes
         again = sum((shape.depth > 0) + shape.for_chains for shape in shapes) if more else 0
-        wanted = 2 * (len(shapes) + again)
+        wanted = 2 * (len(shapes) + again) + sum(shape.depth > 0 for shape in shapes)
         names = [made.bucket.name for made in lane.graphs.recorded]
         if len(names) < wanted:
             raise RuntimeError(f"{len(names)} of {wanted} steps were recorded: {names}")
@@ -171,11 +172,12 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
             model = model.to("cpu" if which == "cpu" else device)
             engines[which] = text_engine(model, which == "recorded", 2**24, more=True)
+        rules = RULES.get(drafter, ("sample",))
         requests = [
             TextRequest(
                 np.random.default_rng(n).integers(0, VOCABULARY, 5 + 30 * n),
                 replace(PARAMETERS[name], seed=n, max_tokens=24),
-                Speculation(drafter, RULES.get(drafter, "sample")),
+                Speculation(drafter, rules[n % len(rules)]),
             )
             for n in range(texts)
         ]
@@ -189,10 +191,11 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
 
     cases = (("none", 1), ("walk", 1), ("walk", 8), ("medusa", 2), ("drawn", 1), ("drawn", 8))
+    cases += (("all rules", 8),)
     for name in PARAMETERS:
         for drafter, texts in cases:
-            brief = smoke and drafter in ("medusa", "drawn")
-            if brief and (name != "every parameter" or texts > 2):
+            brief = smoke and drafter in ("medusa", "drawn", "all rules")
+            if brief and (name != "every parameter" or texts > 2 and drafter == "drawn"):
                 continue
             for against in ("launched",) if brief else ("launched", "cpu"):
                 yield Task(

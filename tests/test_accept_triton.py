@@ -176,7 +176,7 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
             probs = DraftProbs(q, rows)
         scored = ScoredTrees(
             tree, 3, lambda nodes, rows=logits: rows[nodes], torch.arange(3) + 3 * seed,
-            torch.tensor([4, 9, 2**20]), drawings, vocabulary, probs,
+            torch.tensor([4, 9, 2**20]), vocabulary, probs,
         )  # fmt: skip
         expected = verify(rule, scored)
         assert len(called) == seed
@@ -184,17 +184,6 @@ def test_rules_on_a_device_call_the_kernel_and_keep_what_the_host_keeps(
         kept += int(expected.lengths.sum())
     assert len(called) == 8 and 0 < kept < 8 * 3 * 3
     assert all(bool((q.rows < 0).all()) == (set(drawings) == {"chosen"}) for q in called)
-
-
-def test_siblings_without_replacement_are_no_case_for_the_kernel(monkeypatch):
-    """Their distributions depend on one another: torch judges them, on a device too."""
-    monkeypatch.setattr(dispatch, "accept_drawn", None)
-    tree = from_parents(torch.tensor([0, 1, 2]), torch.tensor([-1, 0, 0]))
-    scored = ScoredTrees(
-        tree, 1, lambda nodes: torch.zeros(len(nodes), 4), torch.tensor([3]), torch.tensor([7]),
-        ("distinct",), 4, DraftProbs(torch.full((3, 4), 0.25), torch.arange(3)), everywhere=True,
-    )  # fmt: skip
-    assert verify("multi_step", scored).nodes.shape == (1, 2)
 
 
 VOCABULARY, NODES = 1500, 6

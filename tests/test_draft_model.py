@@ -87,7 +87,6 @@ def test_drawn_drafts_keep_what_they_were_drawn_from(rule):
         for committed, draft in zip(committed_before(written, prompt), written.drafts, strict=True):
             if not len(draft):
                 continue
-            assert draft.drawing == "independent"
             assert (draft.depth == len(draft)) or rule == "multi_step"
             logits = full_logits(small, committed, draft)[draft.parents + 1].float() / 0.8
             kept = logits >= logits.topk(9).values[:, -1:]
@@ -148,16 +147,22 @@ def test_two_siblings_follow_the_law_of_their_drawing():
 
 
 @torch.inference_mode()
-def test_siblings_drawn_without_replacement_share_the_full_distribution():
+def test_siblings_drawn_without_replacement_are_drawn_from_what_is_left():
+    """Of one distribution, from which the tokens of the elder ones are gone."""
     small = tiny_model(2)
     params = SamplingParams(0.5, top_k=1, seed=3, max_tokens=8)
     context = TextContext(0, [1, 2], 2, params, Speculation("test", "multi_step"))
     draft = specinfer([small], VOCABULARY, (4, 2)).propose([context], [Budget(20, 5)])[0]
     check_draft(draft, Budget(20, 5), VOCABULARY)
-    assert draft.drawing == "distinct" and len(draft) == 12 and bool((draft.probs > 0).all())
+    assert len(draft) == 12 and bool((draft.probs.gather(1, draft.tokens[:, None]) > 0).all())
     for parent in set(draft.parents.tolist()):
-        rows = draft.probs[draft.parents == parent]
-        assert bool((rows == rows[0]).all())
+        below = draft.parents == parent
+        tokens, rows = draft.tokens[below].tolist(), draft.probs[below]
+        assert len(set(tokens)) == len(tokens) and bool((rows[0] > 0).all())
+        for number, row in enumerate(rows):
+            left = rows[0].index_fill(0, torch.tensor(tokens[:number], dtype=torch.int64), 0.0)
+            assert not row[tokens[:number]].any()
+            torch.testing.assert_close(row, left / left.sum())
 
 
 @pytest.mark.parametrize("num_slots", [10, 24, 60, 1000])

@@ -158,13 +158,17 @@ def test_what_fits_no_bucket_steps_as_before(model, expected):
     assert counted.replays > before
 
 
-def test_rules_with_a_draft_of_their_own_are_not_replayed(model):
-    counted = Counted()
-    engine = with_graphs(model, counted)
-    prompt = prompts(8)[2]
-    engine.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
-    request = TextRequest(prompt, SamplingParams(max_tokens=9), Speculation("table", "rejection"))
-    assert len(engine.run(request).tokens) == 9 and counted.replays == 0
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
+    """Where no drafter draws there are no rows of probs, and their rules are recorded all the
+    same: the text is that of launched steps.
+    """
+    counted, prompt, texts = Counted(), prompts(8)[2], []
+    request = TextRequest(prompt, SamplingParams(1.0, max_tokens=9), Speculation("table", rule))
+    for engine in (with_graphs(model, counted), engine_for(model)):
+        engine.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
+        texts.append(engine.run(request).tokens.tolist())
+    assert texts[0] == texts[1] and counted.replays > 3
 
 
 def test_preemption_keeps_rows_and_counts(model):

@@ -9,10 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_fixed_step import Counted, with_graphs
 from test_recorded_searches import with_searches
 from test_text_engine import engine_for, prompts
-from text_plain import TableDrafter, drawn_model
+from text_plain import VOCABULARY, drawn_model
 
 from recserve import doctor
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.draft_model import ModelDrafter
 from recserve.engine.fixed_search import SearchShape
 from recserve.engine.fixed_step import StepShape
 from recserve.kernels import dispatch
@@ -24,15 +25,18 @@ SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))
 
 @pytest.fixture(scope="module")
 def engine():
-    """Steps of every fate: replayed; with a prompt; rejection; too many words; too many texts."""
+    """Steps of every fate: replayed; with a prompt; drawn drafts that nobody announced; too many
+    words; too many texts.
+    """
     model = drawn_model(1)
     made = with_graphs(model, Counted(lambda step: step), SHAPES)
     prompt = prompts(8)[2]
-    made.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
+    made.drafters["drawn"] = ModelDrafter(model, VOCABULARY)
     plain = SamplingParams(max_tokens=5)
     words = tuple((n % 40, n % 7) for n in range(100))
     made.run(TextRequest(prompt, plain))
-    made.run(TextRequest(prompt, plain, Speculation("table", "rejection")))
+    drawn = SamplingParams(1.0, max_tokens=5)
+    made.run(TextRequest(prompt, drawn, Speculation("drawn", "rejection")))
     made.run(TextRequest(prompt, SamplingParams(max_tokens=5, bad_words=words)))
     made.run_many([TextRequest(p, plain) for p in prompts(4)])
     return made
@@ -41,7 +45,7 @@ def engine():
 def test_steps_are_counted_by_what_became_of_them(engine):
     counts = dict(engine.stats().graph_steps)
     assert counts["rows"] == 0
-    assert all(counts[name] > 0 for name in ("replayed", "prompt", "rule", "parameters", "size"))
+    assert all(counts[name] > 0 for name in ("replayed", "prompt", "drawn", "parameters", "size"))
     before = counts
     engine.run(TextRequest(prompts(8)[2], SamplingParams(max_tokens=3)))
     counts = engine.stats().graph_steps
@@ -69,11 +73,11 @@ def test_metrics_name_the_buckets(engine):
         for family in text_string_to_metric_families(metrics.page().decode())
         for sample in family.samples
     }
-    buckets = {("4x2",), ("9x2",), ("4x2+",), ("9x2+",)}
+    buckets = {("4x2",), ("9x2",), ("4x2+",), ("9x2+",), ("4x2+ mixed",), ("9x2+ mixed",)}
     assert set(found["recserve_graph_record_seconds"]) == buckets
     assert set(found["recserve_graph_record_bytes"]) == buckets
     assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
-    results = ("replayed", "prompt", "rule", "parameters", "size", "rows")
+    results = ("replayed", "prompt", "drawn", "parameters", "size", "rows")
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
 
 
@@ -106,13 +110,14 @@ def test_the_log_names_what_was_recorded(caplog):
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [
         "recorded step 4x2",
         "recorded step 4x2+",
+        "recorded step 4x2+ mixed",
     ]
 
 
 def test_the_doctor_names_them_too(engine):
     finding = doctor.describe_graphs(engine.stats())
     assert finding.state == "ok"
-    for name in ("4 steps in", "4x2 ", "9x2 ", "4x2+ ", "9x2+ ", " MiB"):
+    for name in ("6 steps in", "4x2 ", "9x2 ", "4x2+ ", "9x2+ ", "9x2+ mixed ", " MiB"):
         assert name in finding.detail
     bare = engine_for(drawn_model(1)).stats()
     assert doctor.describe_graphs(bare).state == "warn"

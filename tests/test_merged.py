@@ -57,7 +57,7 @@ def test_equal_prefixes_are_one_node_that_remembers_both():
     check_draft(whole, Budget(20, 5), 10)
     who = dict(zip(paths(whole), whole.proposers.tolist(), strict=True))
     assert who == {(5,): 3, (5, 6): 1, (5, 7): 3, (5, 7, 9): 2, (8,): 1, (4,): 2}
-    assert whole.depth == 3 and whole.drawing == "chosen"
+    assert whole.depth == 3 and whole.probs is None
 
 
 def test_every_source_hears_of_its_own_nodes():
@@ -110,24 +110,24 @@ def test_rules_for_chains_get_the_first_source_that_has_something():
 def test_drawn_drafts_stand_side_by_side():
     """The same token drawn by both is two tries, each with its own distribution."""
     drawn = [
-        draft([5, 6], [-1, 0], drawing="independent", probs=torch.full((2, 10), 0.1)),
-        draft([5, 7], [-1, 0], drawing="independent", probs=torch.full((2, 10), 0.2)),
+        draft([5, 6], [-1, 0], probs=torch.full((2, 10), 0.1)),
+        draft([5, 7], [-1, 0], probs=torch.full((2, 10), 0.2)),
     ]
     sources = [Fixed(d) for d in drawn]
     merged = MergedDrafter(sources)
     whole = merged.propose([context("multi_step")], [Budget(9, 5)])[0]
     check_draft(whole, Budget(9, 5), 10)
     assert whole.tokens.tolist() == [5, 6, 5, 7] and whole.parents.tolist() == [-1, 0, -1, 2]
-    assert whole.drawing == "independent" and whole.proposers.tolist() == [1, 1, 2, 2]
+    assert whole.probs is not None and whole.proposers.tolist() == [1, 1, 2, 2]
     assert torch.equal(whole.probs, torch.cat([d.probs for d in drawn]))
     merged.commit([outcome(whole, (2, 3))])
     assert [s.heard[0].accepted for s in sources] == [(), (0, 1)]
 
 
 def test_drawn_and_chosen_together_are_chosen():
-    drawn = draft([5], [-1], drawing="independent", probs=torch.full((1, 10), 0.1))
+    drawn = draft([5], [-1], probs=torch.full((1, 10), 0.1))
     whole = MergedDrafter([Fixed(drawn), Fixed(SECOND)]).propose([context()], [Budget(9, 5)])[0]
-    assert whole.drawing == "chosen" and whole.probs is None and len(whole) == 4
+    assert whole.probs is None and len(whole) == 4
 
 
 def test_auxiliary_nodes_are_never_shared():

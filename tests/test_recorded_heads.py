@@ -109,6 +109,7 @@ def test_the_buckets_say_whose_heads_they_hold(engines):
         *(size + "+" for size in sizes),
         *(size + " medusa" for size in sizes[1:]),
         *(size + "+ medusa" for size in sizes[1:]),
+        *(size + "+ mixed" for size in sizes[1:]),
     ]
     assert all(made.seconds > 0 for made in graphs.recorded)
 

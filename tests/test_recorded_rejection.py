@@ -1,7 +1,8 @@
-"""Steps that are judged by rejection inside the record: the same texts as launched one by one.
+"""Steps that other rules than `sample` judge inside the record: the texts of launched steps.
 
 Steps are recorded and replayed on the CPU (recorder.py), over a poisoned pool; the engine that
-launches its steps judges by another loop, `verify.rejection.reject`.
+launches its steps judges texts of each rule by themselves, and drawn drafts by another loop,
+`verify.rejection.reject`.
 """
 
 import pytest
@@ -24,7 +25,7 @@ from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 
-SHAPES = (StepShape(2, 1, 0), StepShape(8, 1, 6), StepShape(60, 8, 12))
+SHAPES = (StepShape(2, 1, 0), StepShape(8, 1, 6), StepShape(100, 8, 12))
 DRAWN = [name for name, fields in PARAMETERS.items() if fields["temperature"]]
 
 
@@ -95,34 +96,62 @@ def test_chosen_drafts_beside_drawn_ones(engines):
     assert replays > 3
 
 
-@pytest.mark.parametrize("drafter", ["trees", "models"])
-def test_children_drawn_independently_are_replayed(drafter, engines):
-    """multi_step: several children of a node, so that paths are moved and residuals repeat."""
+@pytest.mark.parametrize("drafter", ["trees", "models", "distinct"])
+def test_several_drawn_children_are_replayed(drafter, engines):
+    """multi_step: independent siblings, those of two models, and without replacement; so that paths
+    are moved and residuals repeat.
+    """
     requests = requests_of("warm", Speculation(drafter, "multi_step"))[:4]
     answers, replays = assert_same_texts(engines, requests)
     assert replays > 0 and sum(answer.counts.num_accepted_tokens for answer in answers) > 0
 
 
-def test_other_rules_are_launched(engines):
-    """Siblings without replacement, a rule of its own, two rules at once."""
-    graphs = engines[1]._lanes["text"].graphs
-    for speculations in (
-        [Speculation("distinct", "multi_step")],
-        [Speculation("close", "block")],
-        [Speculation("close", "rejection"), Speculation("close", "sample")],
-    ):
-        before = dict(graphs.counts)
-        asked = requests_of("hot", *speculations)[:2]
-        assert_same_texts(engines, asked)
-        assert graphs.counts["rule"] > before["rule"]
-        assert graphs.counts["replayed"] - before["replayed"] < 12
+MIXTURES = {
+    "block": [Speculation("far", "block")],
+    "typical": [Speculation("ngram", "typical"), Speculation("trees", "typical")],
+    "two rules": [Speculation("far", "rejection"), Speculation("close", "sample")],
+    "all rules": [
+        Speculation("far", "block"),
+        Speculation("ngram", "typical"),
+        Speculation("distinct", "multi_step"),
+        Speculation("ngram", "sample"),
+        Speculation("close", "rejection"),
+        Speculation("ngram", "block"),
+        Speculation("trees", "typical"),
+        Speculation("models", "multi_step"),
+    ],
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_text_is_judged_by_its_own_rule(name, mixture, engines):
+    """Of eight in a step, chains and trees, drawn and chosen, one of them greedy."""
+    counts = engines[1]._lanes["text"].graphs.counts
+    before = counts["prompt"]
+    answers, replays = assert_same_texts(engines, requests_of(name, *MIXTURES[mixture]))
+    steps = max(answer.timing.forwards for answer in answers)
+    assert replays >= steps - (counts["prompt"] - before) > 3
+    assert sum(answer.counts.num_accepted_tokens for answer in answers) > 0
+
+
+def test_drawn_drafts_without_a_place_for_probs_are_launched(engines):
+    """Of a drafter that was not there when steps were recorded."""
+    model = shared_model()
+    engine = with_graphs(model, Counted(lambda step: step), SHAPES)
+    engine.drafters |= drafters_of(model)
+    requests = requests_of("hot", Speculation("far", "block"))
+    wanted = [answer.tokens.tolist() for answer in engines[0].run_many(requests)]
+    assert [answer.tokens.tolist() for answer in engine.run_many(requests)] == wanted
+    assert engine._lanes["text"].graphs.counts["drawn"] > 3
 
 
 def test_what_is_recorded_follows_from_the_drafters(engines):
     names = [made.bucket.name for made in engines[1]._lanes["text"].graphs.recorded]
-    sizes = ["2x1", "8x1", "60x8"]
+    sizes = ["2x1", "8x1", "100x8"]
     plain = [*sizes, *(size + "+" for size in sizes)]
-    assert names == [*plain, *(f"{s} rejection" for s in [*sizes[1:], "8x1+", "60x8+"])]
+    mixed = ["8x1+ mixed", "100x8+ mixed"]
+    assert names == [*plain, *(f"{s} rejection" for s in [*sizes[1:], "8x1+", "100x8+"]), *mixed]
     model = shared_model()
     for drafters, drawn in (
         ({"ngram": NgramDrafter()}, False),
@@ -134,7 +163,9 @@ def test_what_is_recorded_follows_from_the_drafters(engines):
 
 
 def test_buckets_that_chains_cannot_fill_are_left_out():
-    """Of those that are served; after all records of `sample`, and in one place for probs."""
+    """Of those that are judged by rejection; after all records of `sample`, before those of texts
+    with rules of their own, and in one place for probs.
+    """
     model, wanted = shared_model(), []
     lane = engine_for(model)._lanes["text"]
     limits = GraphLimits(ALL, seconds=float("inf"), bytes=18)
@@ -163,7 +194,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     assert {made.step.draft_values.data_ptr() for made in drawn} == {
         graphs._draft_values.data_ptr()
     }
-    assert graphs._draft_values.shape == (231, VOCABULARY)
+    assert graphs._draft_values.shape == (511, VOCABULARY)
 
 
 class DeviceDrafts:
@@ -179,7 +210,7 @@ class DeviceDrafts:
     def propose(self, contexts, budgets):
         return [
             TextDraft(
-                self.tokens[:n], self.parents[:n], n, "independent", self.values[:n]
+                self.tokens[:n], self.parents[:n], n, self.values[:n]
             ) if (n := min(budget.num_nodes, budget.depth, 3)) else empty_draft("cuda")
             for budget in budgets
         ]  # fmt: skip

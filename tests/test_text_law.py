@@ -20,6 +20,12 @@ KEPT = (1, 4, 9, 20)
 ONLY = {token: -1e9 for token in range(VOCABULARY) if token not in KEPT}
 
 
+def without(q, tokens):
+    """What is left of a distribution when some tokens are gone."""
+    left = q.index_fill(0, torch.tensor(tokens, dtype=torch.int64), 0.0)
+    return left / left.sum()
+
+
 class DrawingDrafter:
     """Draws from a q that knows nothing of the target, one banned token among its own.
 
@@ -49,19 +55,20 @@ class DrawingDrafter:
         if self.drawing == "chain":
             rows = [self.q(d) for d in range(min(2, budget.depth))]
             tokens = [int((q.log() + noise(d)).argmax()) for d, q in enumerate(rows)]
-            parents, kind, depth = range(-1, len(rows) - 1), "independent", len(rows)
+            parents, depth = range(-1, len(rows) - 1), len(rows)
         else:
             rows = [self.q(0)] * (3 if budget.depth else 0)
-            parents, kind, depth = [-1] * len(rows), self.drawing, min(1, len(rows))
-            if kind == "distinct":
+            parents, depth = [-1] * len(rows), min(1, len(rows))
+            if self.drawing == "distinct":
                 tokens = (self.q(0).log() + noise(0)).topk(3).indices.tolist()[: len(rows)]
+                rows = [without(q, tokens[:i]) for i, q in enumerate(rows)]
             else:
                 tokens = [int((q.log() + noise(i)).argmax()) for i, q in enumerate(rows)]
         probs = torch.stack(rows) if rows else torch.zeros(0, VOCABULARY)
         if not self.honest:
             probs = probs.roll(3, 1)
         index = torch.tensor(list(parents), dtype=torch.int64)
-        return TextDraft(torch.tensor(tokens, dtype=torch.int64), index, depth, kind, probs)
+        return TextDraft(torch.tensor(tokens, dtype=torch.int64), index, depth, probs)
 
     def commit(self, outcomes):
         pass

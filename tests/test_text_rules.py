@@ -200,7 +200,7 @@ def pack(tables, parents, cases, drawing):
         probs.append(tables.p(()))
         for node in range(len(parents)):
             target.append(tables.p(context_of(parents, tokens, node)))
-            probs.append(tables.q(context_of(parents, tokens, parents[node])))
+            probs.append(drafted(tables, parents, tokens, node, drawing))
     logits = torch.stack(target).log()
     return ScoredTrees(
         tree,
@@ -208,7 +208,6 @@ def pack(tables, parents, cases, drawing):
         lambda nodes: logits[nodes],
         torch.arange(b),
         torch.full((b,), 5),
-        (drawing,) * b,
         tables.vocabulary,
         None if drawing == "chosen" else DraftProbs(torch.stack(probs), torch.arange(b * n)),
     )
@@ -385,7 +384,6 @@ def scored_of(tokens, parents, logits, kinds=None, greedy=False):
         lambda nodes: logits[nodes],
         torch.tensor([3]),
         torch.tensor([7]),
-        ("chosen",),
         logits.shape[1],
         greedy=greedy,
     )
@@ -442,7 +440,7 @@ def test_the_walk_on_the_host_is_the_walk_on_the_device(kinds):
         tree = TreePacker("cpu")([0, 1, 2], drafts)
         depth = max(draft.depth for draft in drafts)
         chosen = torch.randint(0, 3, (tree.num_nodes,), generator=g)
-        scored = ScoredTrees(tree, depth, chosen, *[torch.zeros(3)] * 2, ("chosen",) * 3, 3)
+        scored = ScoredTrees(tree, depth, chosen, *[torch.zeros(3)] * 2, 3)
         walks = follow_chosen(scored, chosen), follow(scored, lambda nodes, _, c=chosen: c[nodes])
         for name in ("nodes", "lengths", "bonus"):
             assert torch.equal(getattr(walks[0], name), getattr(walks[1], name))
@@ -486,7 +484,7 @@ def test_rules_refuse_what_they_cannot_judge():
     with pytest.raises(ValueError, match="'best'; choose one of"):
         check_rule("best", SamplingParams())
     with pytest.raises(ValueError, match="probs"):
-        TextDraft(torch.tensor([1]), torch.tensor([-1]), 1, "independent")
+        TextDraft(torch.tensor([1]), torch.tensor([-1]), 1, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("rule", ["sample", "rejection", "block", "multi_step", "wrong"])
@@ -553,7 +551,6 @@ def test_whole_steps_have_the_target_s_law(rule):
             lambda nodes, logits=logits: logits[nodes],
             own,
             n,
-            ("independent",) * b,
             vocabulary,
             DraftProbs(all_probs, torch.arange(b * 3)),
         )

@@ -143,7 +143,6 @@ def test_shapes_that_depend_on_no_value_change_no_bit(batch):
             target,
             target.table.seeds,
             torch.tensor([len(c.tokens) for c in contexts]),
-            ("chosen",) * batch,
             VOCABULARY,
         )
         everywhere = replace(lazy, target=fixed, everywhere=True)
@@ -164,9 +163,7 @@ def test_temperature_alone_needs_no_target(temperature):
     ]
     target = target_of(contexts, drafts, tree, logits)
     lengths = torch.tensor([len(c.tokens) for c in contexts])
-    one = ScoredTrees(
-        tree, target.depth, target, target.table.seeds, lengths, ("chosen",) * 8, VOCABULARY
-    )
+    one = ScoredTrees(tree, target.depth, target, target.table.seeds, lengths, VOCABULARY)
     one = replace(one, greedy=temperature == 0)
     other = replace(one, logits=logits, temperatures=target.table.temperature)
     wanted = verify("sample", one)

@@ -50,7 +50,7 @@ def check_draft(draft: TextDraft, budget: Budget, vocabulary: int) -> None:
     tree = from_parents(draft.tokens, draft.parents)  # raises unless preorder
     assert draft.depth == (int(tree.depths.max()) + 1 if n else 0)
     assert not n or 0 <= int(draft.tokens.min()) <= int(draft.tokens.max()) < vocabulary
-    if draft.drawing != "independent":
+    if draft.probs is None:
         seen = set()
         kinds = [0] * n if draft.kinds is None else draft.kinds.tolist()
         for token, parent, kind in zip(
@@ -131,7 +131,6 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
             Target(logits, tree, draft.depth, table, past_of(table, [context], [None])),
             table.seeds,
             torch.tensor([len(context.tokens)]),
-            (draft.drawing,),
             logits.shape[1],
             probs,
             table.greedy,

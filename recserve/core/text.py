@@ -17,7 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from torch import Tensor
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.tree import CANDIDATE, TokenTree
-
-Drawing = Literal["chosen", "independent", "distinct"]
 
 
 class UnfitDraft(ValueError):
@@ -82,11 +80,9 @@ class TextDraft:
     tokens [n] int64, parents [n] int64 in depth-first preorder: index of the parent in this draft,
     -1 for a child of the last committed token. depth: the most nodes on a path, a host number so
     that packing needs no synchronisation.
-    drawing: `chosen`: a function of what is committed (top-k, lookup), siblings should differ;
-    `independent`: every node drawn from its row of probs, siblings each by themselves; `distinct`:
-    siblings drawn one after another without replacement, in node order.
-    probs [n, V] float: the distribution each node's token was drawn from, given its parent; for
-    `distinct` the same full row for all siblings. None for `chosen`.
+    probs [n, V] float: the distribution each node's token was drawn from, given its parent and the
+    siblings before it (without replacement: none of theirs). None for drafts that were chosen, a
+    function of what is committed (top-k, lookup), whose siblings should differ.
     kinds [n]: kernels.tree.CANDIDATE or AUXILIARY; None: all CANDIDATE. proposers [n] int64: bit i
     is set where the drafter's i-th source proposed the node; None: it has one source. num_nodes: n.
     Raises ValueError where the columns do not fit each other.
@@ -95,7 +91,6 @@ class TextDraft:
     tokens: Tensor
     parents: Tensor
     depth: int
-    drawing: Drawing = "chosen"
     probs: Tensor | None = None
     kinds: Tensor | None = None
     proposers: Tensor | None = None
@@ -104,22 +99,15 @@ class TextDraft:
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
         object.__setattr__(self, "num_nodes", n)  # asked for often, and slow to read of a tensor
-        bare = self.probs is self.kinds is self.proposers is None and self.drawing == "chosen"
+        bare = self.probs is self.kinds is self.proposers is None
         if not bare or self.parents.shape[0] != n:
             self._check_columns(n)
 
     def _check_columns(self, n: int) -> None:
-        columns = (self.parents, self.probs, self.kinds, self.proposers)
-        for number, column in enumerate(columns):
+        for name in ("parents", "probs", "kinds", "proposers"):
+            column = getattr(self, name)
             if column is not None and column.shape[0] != n:
-                name = ("parents", "probs", "kinds", "proposers")[number]
                 raise ValueError(f"draft has {n} tokens but {column.shape[0]} {name}")
-        if (self.probs is None) != (self.drawing == "chosen"):
-            given = "none" if self.probs is None else "some"
-            raise ValueError(
-                f"drawing is {self.drawing!r} and there are {given} probs; drawn drafts carry the "
-                "distribution of each node, chosen ones have none"
-            )
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -135,7 +123,7 @@ def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
     """A draft without forks. tokens [n]; probs [n, V] where they were drawn."""
     n = tokens.shape[0]
     parents = torch.arange(-1, n - 1, device=tokens.device)
-    return TextDraft(tokens, parents, n, "chosen" if probs is None else "independent", probs)
+    return TextDraft(tokens, parents, n, probs)
 
 
 @lru_cache
@@ -226,8 +214,7 @@ class ScoredTrees:
     token at temperature 0.
     probs: q, the distribution each drawn node's token came from. None where all are chosen.
     seeds [B], lengths [B] int64: noise is keyed by the seed; a node of depth d predicts position
-    `lengths + d`. drawings: how the nodes of each tree came about. greedy: every sequence has
-    temperature 0.
+    `lengths + d`. greedy: every sequence has temperature 0.
     logits [T, V]: raw, where the target is softmax(logits / temperature) and nothing else, with
     temperatures [B]; None where other parameters count. everywhere: draw at all nodes, so that no
     shape depends on what is drawn and the host is not asked; else only where the path comes by.
@@ -238,7 +225,6 @@ class ScoredTrees:
     target: Callable[[Tensor], Tensor]
     seeds: Tensor
     lengths: Tensor
-    drawings: tuple[Drawing, ...]
     vocab_size: int
     probs: DraftProbs | None = None
     greedy: bool = False

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from recserve.core import sampling
 from recserve.core.sampling_table import SamplingTable, sampling_table
-from recserve.core.text import Budget, Drawing, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 from recserve.draft.cached_model import CachedModel, Chains, Reading
 from recserve.draft.limits import allowed, only_chains, wants_drawn
 from recserve.draft.noisy import best_with_noise
@@ -25,6 +26,9 @@ from recserve.draft.rank_tree import RankTree, expansion_tree
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.models.language_model import LanguageModel
 
+# How children are found: as the target would draw them, or drawn; siblings each by itself, or one
+# after another without replacement.
+_Way = Literal["chosen", "independent", "distinct"]
 CHAIN = 5
 FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
 
@@ -63,7 +67,7 @@ class ModelDrafter:
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Trees of the model's own guesses; empty where budget, room or positions run out."""
         drafts = [empty_draft(self._cache.device) for _ in contexts]
-        groups: dict[Drawing, list[int]] = {}
+        groups: dict[_Way, list[int]] = {}
         shapes = []
         busy = {context.id for context in contexts}
         positions = self._cache.model.config.decoder.max_positions
@@ -78,12 +82,12 @@ class ModelDrafter:
                 and length + shape.depth <= positions
                 and self._cache.place(context.id, length, inner, busy)
             ):
-                drawing: Drawing = "chosen"
+                way: _Way = "chosen"
                 if wants_drawn(context):
-                    drawing = "distinct" if self.distinct and tree is self.tree else "independent"
-                groups.setdefault(drawing, []).append(i)
-        for drawing, rows in groups.items():
-            made = self._draft([contexts[i] for i in rows], [shapes[i] for i in rows], drawing)
+                    way = "distinct" if self.distinct and tree is self.tree else "independent"
+                groups.setdefault(way, []).append(i)
+        for way, rows in groups.items():
+            made = self._draft([contexts[i] for i in rows], [shapes[i] for i in rows], way)
             for i, draft in zip(rows, made, strict=True):
                 drafts[i] = draft
         return drafts
@@ -99,10 +103,10 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def _draft(
-        self, contexts: Seq[TextContext], shapes: Seq[RankTree], drawing: Drawing
+        self, contexts: Seq[TextContext], shapes: Seq[RankTree], way: _Way
     ) -> list[TextDraft]:
         """Level by level: choose children of the frontier, read those that have children too."""
-        cache, draw = self._cache, _Draw(contexts, drawing, self.source, self._cache.device)
+        cache, draw = self._cache, _Draw(contexts, way, self.source, self._cache.device)
         names = [context.id for context in contexts]
         readings = [cache.readings[name] for name in names]
         frontier = _Frontier(
@@ -133,10 +137,7 @@ class ModelDrafter:
         if probs:
             rows = torch.split(torch.cat(probs)[order], sizes)
         own, above = torch.split(torch.cat(tokens)[order], sizes), torch.split(parents, sizes)
-        return [
-            TextDraft(own[i], above[i], shape.depth, drawing, rows[i])
-            for i, shape in enumerate(shapes)
-        ]
+        return [TextDraft(own[i], above[i], shape.depth, rows[i]) for i, shape in enumerate(shapes)]
 
     def _read_level(
         self, tokens: Tensor, level: _Joined, frontier: _Frontier, readings: Seq[Reading]
@@ -199,11 +200,11 @@ class _Draw:
     """How children are found from the draft model's logits."""
 
     def __init__(
-        self, contexts: Seq[TextContext], drawing: Drawing, source: int, device: torch.device
+        self, contexts: Seq[TextContext], way: _Way, source: int, device: torch.device
     ) -> None:
         self.table: SamplingTable = sampling_table([c.params for c in contexts], device)
         self.lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
-        self.drawing, self.salt = drawing, source << 16
+        self.way, self.salt = way, source << 16
 
     def __call__(
         self, logits: Tensor, frontier: _Frontier, level: _Joined, depth: int
@@ -219,22 +220,22 @@ class _Draw:
         parents, ranks, children = columns[0], columns[1], columns[2]
         temperature = table.temperature[owners]
         rows = sampling.temper(logits.float(), temperature)
-        if table.truncates and self.drawing != "distinct":
+        if table.truncates and self.way != "distinct":
             rows = sampling.truncate(
                 rows, table.top_k[owners], table.top_p[owners], table.min_p[owners]
             )
         vocabulary, width = rows.shape[1], max(level.ranks) + 1
-        if self.drawing == "chosen":
+        if self.way == "chosen":
             if table.greedy:
                 return rows.topk(width).indices[parents, ranks], None
             scale = (temperature > 0).to(rows.dtype)
             positions = self.lengths[owners] + depth
             best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
             return best[parents, ranks], None
-        if self.drawing == "distinct":
+        if self.way == "distinct":
             rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
             best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices
-            return best[parents, ranks], rows.softmax(1)[parents]
+            return best[parents, ranks], _without_elders(rows[parents], best[parents], ranks)
         rows = sampling.keep_only_best(rows, temperature == 0)[parents]
         drawn = (rows + self._noise(owners[parents], children, vocabulary)).argmax(1)
         return drawn, rows.softmax(1)
@@ -243,3 +244,13 @@ class _Draw:
         """[n, V] fresh in every step, for every node and model."""
         keys = step_keys(self.lengths[owners], self.salt + 1 + nodes)
         return gumbel(self.table.seeds[owners], keys, vocabulary, DRAFT)
+
+
+def _without_elders(logits: Tensor, best: Tensor, ranks: Tensor) -> Tensor:
+    """[C, V] what a child was drawn from when the siblings before it were gone.
+
+    logits [C, V]. best [C, W]: tokens of a child and its siblings, in order; ranks [C]: its place.
+    """
+    before = torch.arange(best.shape[1], device=best.device) < ranks[:, None]
+    gone = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, before)
+    return logits.masked_fill(gone, float("-inf")).softmax(1)

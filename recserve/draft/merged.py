@@ -1,7 +1,7 @@
 """Several drafters in one tree: equal prefixes are one node, which remembers who proposed it.
 
-Chosen drafts are merged token by token. Drafts that were drawn independently stand side by side: a
-token that two of them drew is two tries under rules that compare with what it was drawn from.
+Chosen drafts are merged token by token. Drafts that were drawn stand side by side: a token that
+two of them drew is two tries under rules that compare with what it was drawn from.
 Source: SpecInfer (arXiv 2305.09781, section 3.2).
 """
 
@@ -115,11 +115,11 @@ def _side_by_side(drafts: Seq[TextDraft]) -> list[list[int]]:
 
 
 def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
-    """The only draft that is not empty, or independent ones side by side; None for others."""
+    """The only draft that is not empty, or drawn ones side by side; None for others."""
     some = [(i, draft) for i, draft in enumerate(drafts) if len(draft)]
     if not some:
         return drafts[0]
-    if len(some) > 1 and any(draft.drawing != "independent" for _, draft in some):
+    if len(some) > 1 and any(draft.probs is None for _, draft in some):
         return None
     columns = [torch.full_like(draft.tokens, 1 << i) for i, draft in some]
     if len(some) == 1:
@@ -134,7 +134,6 @@ def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
         torch.cat([draft.tokens for _, draft in some]),
         torch.cat(parents),
         max(draft.depth for _, draft in some),
-        "independent",
         torch.cat(probs),
         proposers=torch.cat(columns),
     )

@@ -45,7 +45,7 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import REJECTION, SAMPLE, verify
+from recserve.verify.rules import MIXED, SAMPLE, numbers_of, verify, verify_each
 
 FILLER = SamplingParams(temperature=0.0)
 
@@ -83,8 +83,8 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class _Columns(Generic[Array]):
-    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers [B], drawn
-    [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
+    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers, rules [B],
+    drawn [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
     """
 
     trees: Array
@@ -92,6 +92,7 @@ class _Columns(Generic[Array]):
     rows: Array
     lengths: Array
     numbers: Array
+    rules: Array
     drawn: Array
     tails: Array
 
@@ -99,8 +100,8 @@ class _Columns(Generic[Array]):
 class FixedStep:
     """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
     else how much of the others there is place for. heads: that rank tokens for the next drafts.
-    draft_values [R, V] float32: judge by rejection, with the rows of probs that are put here; there
-    is place for those of `shape.drafted` nodes. None: judge by `sample`.
+    rule: that judges all texts; MIXED: each has its own. draft_values [R, V] float32: rows of probs
+    are put here, there is place for those of `shape.drafted` nodes; None: no draft has any.
     """
 
     def __init__(
@@ -111,14 +112,15 @@ class FixedStep:
         shape: StepShape,
         room: Room | None,
         heads: RankedHeads | None = None,
+        rule: str = SAMPLE,
         draft_values: Tensor | None = None,
     ) -> None:
         self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
-        self.heads, self.draft_values = heads, draft_values
+        self.heads, self.rule, self.draft_values = heads, rule, draft_values
         device = rows.slots.device
         texts = shape.sequences + 1
         tail = 0 if room is None else room.word_length - 1
-        size = (5 + (draft_values is not None)) * shape.nodes + 1 + texts * (4 + tail)
+        size = (5 + (draft_values is not None)) * shape.nodes + 1 + texts * (5 + tail)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._columns = self._split(self._block)
@@ -137,6 +139,8 @@ class FixedStep:
         if self._loaded is not group.sequences:
             columns.rows[count:], columns.lengths[count:] = NOBODY, 1
             _overwrite(self._table, self._sampling([c.params for c in contexts], "cpu"))
+            if self.rule == MIXED:
+                columns.rules[:count] = numbers_of(group.rules)
             self._loaded = group.sequences
         columns.rows[:count] = [row.number for row in rows]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
@@ -179,14 +183,16 @@ class FixedStep:
             Target(logits, tree, self.shape.depth, table, past, fixed=True),
             table.seeds,
             columns.lengths,
-            (),
             logits.shape[1],
             probs,
             logits=logits if past is None else None,
             temperatures=table.temperature,
             everywhere=True,
         )
-        accepted = verify(SAMPLE if probs is None else REJECTION, scored)
+        if self.rule == MIXED:
+            accepted = verify_each(columns.rules, scored)
+        else:
+            accepted = verify(self.rule, scored)
         if self.shape.depth:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)
@@ -222,12 +228,13 @@ class FixedStep:
 
     def _split(self, block: Array) -> _Columns[Array]:
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
-        drawn = 0 if self.draft_values is None else nodes
-        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, drawn]
+        some = 0 if self.draft_values is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        trees, tails = parts[0].reshape(5, nodes), parts[6].reshape(texts, -1)
-        return _Columns(trees, parts[1], parts[2], parts[3], parts[4], parts[5], tails)
+        trees, tails = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
+        offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
+        return _Columns(trees, offsets, rows, lengths, numbers, rules, drawn, tails)
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""

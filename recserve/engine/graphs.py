@@ -1,9 +1,9 @@
 """Text steps recorded at start, one for each bucket of nodes and texts, and replayed.
 
 On CUDA the record is a CUDA graph: a step is one upload, one launch and one download, whatever was
-drafted. What fits no bucket steps as before. Where a drafter draws, steps that are judged by
-rejection are recorded too, after all others; `multi_step` is the same walk, but for siblings that
-were drawn without replacement.
+drafted. What fits no bucket steps as before. Most texts are judged by `sample`. Where a drafter
+draws, steps that are judged by rejection are recorded too (`multi_step` is the same walk), and last
+those in which each text has a rule of its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from recserve.engine.text_rows import TextRow, TextRows
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import FOR_ALL, REJECTION, SAMPLE
+from recserve.verify.rules import FOR_ALL, MIXED, REJECTION, SAMPLE
 
 log = logging.getLogger(__name__)
 
 Step = Callable[[], StepOutputs]
 Kind = tuple[bool, str | None, str]
-# What became of a step: replayed, or launched because prompt tokens stood in its forward, because
-# of the rule that judges it, its parameters, its nodes and texts, or as no row was left for a text.
-Result = Literal["replayed", "prompt", "rule", "parameters", "size", "rows"]
+# What became of a step: replayed, or launched because prompt tokens stood in its forward, as there
+# is no place for what its drafts were drawn from, because of its parameters, of its nodes and
+# texts, or as no row was left for a text.
+Result = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
 RESULTS: tuple[Result, ...] = get_args(Result)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
@@ -61,7 +62,7 @@ class Bucket:
     """What one record is for.
 
     everything: texts of any sampling parameters; else those of a temperature at most. drafter:
-    whose heads end the step, None: nobody's. rule: that judges it, SAMPLE or REJECTION.
+    whose heads end the step, None: nobody's. rule: that judges it, SAMPLE, REJECTION or MIXED.
     """
 
     shape: StepShape
@@ -137,8 +138,8 @@ class StepGraphs:
         self._names = {id((drafters or {})[name]): name for name in self._heads}
         self._told: tuple[SamplingTable | None, bool | None] = (None, None)
         self._recorded: dict[Kind, list[RecordedStep]] = {}
-        drawn = any(map(draws, (drafters or {}).values()))
-        self._rejection = [shape for shape in limits.shapes if drawn and shape.for_chains]
+        self._draws = any(map(draws, (drafters or {}).values()))
+        self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
         began, left = time.monotonic(), list[str]()
         for bucket in self._wanted(limits.shapes):
@@ -167,9 +168,11 @@ class StepGraphs:
         rejected = [
             Bucket(shape, everything, rule=REJECTION)
             for everything in (False, True)
-            for shape in self._rejection
+            for shape in shapes
+            if self._draws and shape.for_chains
         ]
-        return sampled + rejected
+        mixed = [Bucket(shape, True, rule=MIXED) for shape in shapes if shape.depth]
+        return sampled + rejected + mixed
 
     def _record(
         self,
@@ -182,8 +185,9 @@ class StepGraphs:
         began, before = time.monotonic(), taken()
         room = self.room if bucket.everything else None
         heads = None if bucket.drafter is None else self._heads[bucket.drafter]
-        values = None if bucket.rule == SAMPLE else self._place_for_probs(bucket.shape)
-        step = FixedStep(runner, model, self.rows, bucket.shape, room, heads, values)
+        drawn = self._draws and bucket.rule != SAMPLE
+        values = self._place_for_probs(bucket.shape) if drawn else None
+        step = FixedStep(runner, model, self.rows, bucket.shape, room, heads, bucket.rule, values)
         replay = record(step)
         seconds, size = time.monotonic() - began, taken() - before
         made = RecordedStep(bucket, seconds, size, step, replay)
@@ -197,9 +201,8 @@ class StepGraphs:
     def _place_for_probs(self, shape: StepShape) -> Tensor:
         """[shape.drafted, V] float32, the beginning of what all steps share: one runs at a time."""
         if self._draft_values is None:
-            most = max(each.drafted for each in self._rejection)
-            vocab_size = self.rows.seen.shape[1]
-            self._draft_values = torch.empty(most, vocab_size, device=self.rows.seen.device)
+            size = self._most_drafted, self.rows.seen.shape[1]
+            self._draft_values = torch.empty(size, device=self.rows.seen.device)
         return self._draft_values[: shape.drafted]
 
     @property
@@ -208,36 +211,30 @@ class StepGraphs:
         return [made for some in self._recorded.values() for made in some]
 
     def step(self, groups: Seq[TextGroup], with_prompts: bool) -> Replayed | None:
-        """Forward, judgement and move of one group in the smallest bucket that holds it; None if
-        there is none, more groups than one, or tokens of prompts in the same forward.
+        """Forward, judgement and move of the group in the smallest bucket that holds it; None if
+        there is none, or tokens of prompts in the same forward.
+
+        groups: one, as TextGroups forms them for records; none where prompts are all there is.
         """
-        result, replayed = ("prompt", None) if with_prompts else self._replay(groups)
+        result, replayed = ("prompt", None) if with_prompts else self._replay(*groups)
         self.counts[result] += 1
         return replayed
 
-    def _replay(self, groups: Seq[TextGroup]) -> tuple[Result, Replayed | None]:
-        rule = self._rule_of(groups[0]) if len(groups) == 1 else None
-        if rule is None:
-            return "rule", None
-        everything = self._needs_everything(groups[0])
+    def _replay(self, group: TextGroup) -> tuple[Result, Replayed | None]:
+        drawn = group.rule != SAMPLE and any(draft.probs is not None for draft in group.drafts)
+        if drawn and self._draft_values is None:
+            return "drawn", None
+        everything = self._needs_everything(group)
         if everything is None:
             return "parameters", None
-        best = self._smallest(groups[0], everything, rule)
+        best = self._smallest(group, everything)
         if best is None:
             return "size", None
-        rows = best.step.load(groups[0])
+        rows = best.step.load(group)
         if rows is None:
             return "rows", None
         self.latest = best.replay
         return "replayed", Replayed(best.replay(), rows)
-
-    def _rule_of(self, group: TextGroup) -> str | None:
-        """The rule of the records that judge a group as its own rule would; None without any."""
-        if group.rule == SAMPLE:
-            return SAMPLE
-        if group.rule not in FOR_ALL or self._draft_values is None:
-            return None
-        return None if any(draft.drawing == "distinct" for draft in group.drafts) else REJECTION
 
     def _needs_everything(self, group: TextGroup) -> bool | None:
         """Whether the temperature is not the only parameter; None where there is no room for the
@@ -251,22 +248,31 @@ class StepGraphs:
             self._told = group.table, needs
         return needs
 
-    def _smallest(self, group: TextGroup, everything: bool, rule: str) -> RecordedStep | None:
-        """The smallest bucket that holds a group; with heads where they are those of all texts that
-        are drafted for, if that was recorded.
-        """
+    def _smallest(self, group: TextGroup, everything: bool) -> RecordedStep | None:
+        """The smallest bucket that holds a group, of the first kind that has one."""
         texts, depth = len(group.sizes), group.depth
         nodes = texts + sum(group.sizes)
-        drafter = None
-        if self._names and depth and rule == SAMPLE:
-            drafted = zip(group.sequences, group.sizes, strict=True)
-            drafters = {id(text.drafter) for text, size in drafted if size}
-            drafter = self._names.get(drafters.pop()) if len(drafters) == 1 else None
-        for name in (drafter, None) if drafter else (None,):
-            for recorded in self._recorded.get((everything, name, rule), ()):
+        for kind in self._kinds(group, everything):
+            for recorded in self._recorded.get(kind, ()):
                 if recorded.bucket.shape.holds(texts, nodes, depth):
                     return recorded
         return None
+
+    def _kinds(self, group: TextGroup, everything: bool) -> list[Kind]:
+        """That judge a group as its texts ask, those that do least beside it first; with heads
+        where they are those of all texts that are drafted for.
+        """
+        if group.rule != SAMPLE:
+            mixed: list[Kind] = [(True, None, MIXED)]
+            return [(everything, None, REJECTION), *mixed] if group.rule in FOR_ALL else mixed
+        kinds: list[Kind] = [(everything, None, SAMPLE)]
+        if self._names and group.depth:
+            drafted = zip(group.sequences, group.sizes, strict=True)
+            drafters = {id(text.drafter) for text, size in drafted if size}
+            name = self._names.get(drafters.pop()) if len(drafters) == 1 else None
+            if name is not None:
+                kinds.insert(0, (everything, name, SAMPLE))
+        return kinds
 
     def forget(self, text: TextSequence) -> None:
         """The text ended, or was set aside."""

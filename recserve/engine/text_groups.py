@@ -1,4 +1,4 @@
-"""Texts that step together, by the rule that judges them."""
+"""Texts that step together, by what judges them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recserve.core.sampling_table import SamplingTable, sampling_table
 from recserve.core.text import TextContext, TextDraft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup
-from recserve.verify.rules import FOR_ALL, GREEDY, SAMPLE
+from recserve.verify.rules import FOR_ALL, GREEDY, MIXED, SAMPLE
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,15 @@ class _Part:
     """What a group is beside its drafts, kept while the same texts step together."""
 
     rule: str
+    rules: tuple[str, ...]
     sequences: list[TextSequence]
     contexts: list[TextContext]
     table: SamplingTable
 
 
 class TextGroups:
-    """together: greedy texts are judged beside those that are drawn, by their rule if they have one
-    for all; it costs them noise, and saves a second judgement.
+    """together: all texts are one group, each judged by its own rule; greedy ones by that of the
+    others, if those have one for all, which costs them noise and saves a second judgement.
     """
 
     def __init__(self, device: torch.device, together: bool) -> None:
@@ -46,25 +47,28 @@ class TextGroups:
             sizes = tuple([draft.num_nodes for draft in own])
             depth = max([draft.depth for draft in own])
             group = TextGroup(
-                part.rule, part.sequences, own, part.table, part.contexts, sizes, depth
+                part.rule, part.rules, part.sequences, own, part.table, part.contexts, sizes, depth
             )
             groups.append(group)
         return groups
 
     def _parted(self, sequences: Seq[TextSequence]) -> list[_Part]:
-        greedy = self._rule_of_greedy(sequences)
-        rules: dict[str, list[TextSequence]] = {}
-        for sequence in sequences:
-            request = sequence.request
-            rule = greedy if request.params.greedy else request.speculation.verifier
-            rules.setdefault(rule, []).append(sequence)
+        greedy, asked = self._rule_of_greedy(sequences), [s.request for s in sequences]
+        rules = [greedy if r.params.greedy else r.speculation.verifier for r in asked]
+        groups: dict[str, list[TextSequence]] = {}
+        if self.together and len(set(rules)) > 1:
+            groups[MIXED] = list(sequences)
+        else:
+            for sequence, rule in zip(sequences, rules, strict=True):
+                groups.setdefault(rule, []).append(sequence)
         before = {part.rule: part for part in self._parts}
         parts = []
-        for rule, own in rules.items():
+        for rule, own in groups.items():
             part = before.get(rule)
             if part is None or part.sequences != own:
                 table = sampling_table([s.request.params for s in own], self.device)
-                part = _Part(rule, own, [s.context for s in own], table)
+                each = tuple(rules) if rule == MIXED else (rule,) * len(own)
+                part = _Part(rule, each, own, [s.context for s in own], table)
             parts.append(part)
         return parts
 

@@ -25,7 +25,7 @@ from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.verify.path import path_of
-from recserve.verify.rules import verify
+from recserve.verify.rules import MIXED, numbers_of, verify, verify_each
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,14 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class TextGroup:
-    """Texts judged by one rule, with their drafts, in the same order.
+    """Texts judged together, with their drafts, in the same order.
 
-    sequences and contexts, which are theirs, stay the same lists while the same texts step. sizes:
-    nodes of each draft. depth: most levels below a node 0.
+    rule: of all, or MIXED; rules: of each. sequences and contexts, which are theirs, stay the same
+    lists while the same texts step. sizes: nodes of each draft. depth: most levels below a node 0.
     """
 
     rule: str
+    rules: tuple[str, ...]
     sequences: list[TextSequence]
     drafts: list[TextDraft]
     table: SamplingTable
@@ -157,7 +158,6 @@ class TextGroup:
             Target(logits, tree, depth, table, past, everywhere),
             table.seeds,
             lengths,
-            tuple(draft.drawing for draft in self.drafts),
             logits.shape[1],
             draft_probs(self.drafts, logits.device),
             table.greedy,
@@ -165,6 +165,8 @@ class TextGroup:
             table.temperature,
             everywhere,
         )
+        if self.rule == MIXED:
+            return verify_each(on_device(numbers_of(self.rules), logits.device), scored)
         return verify(self.rule, scored)
 
 

@@ -32,27 +32,30 @@ class BlockRule:
 
 
 def accept_block(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
-    """coins [T]: uniform in [0, 1), one per node; noise [B, V]: Gumbel, for the token after."""
+    """coins [T]: uniform in [0, 1), one per node; noise [B, V]: Gumbel, for the token after.
+
+    Nothing is asked of the device.
+    """
     tree = scored.tree
     first, last = tree.offsets[:-1], tree.offsets[1:] - 1
-    kept, lengths = first.clone(), torch.zeros_like(first)
+    kept, lengths = first, torch.zeros_like(first)
     target = scored.target(first).softmax(-1)
     share = torch.ones_like(target[:, 0])
     after = _residual(scored, first, target, share)
     for depth in range(1, scored.depth + 1):
-        rows = (first + depth <= last).nonzero()[:, 0]
-        node = first[rows] + depth
+        # What is worked out behind a chain's end is not kept.
+        inside, node = first + depth <= last, torch.minimum(first + depth, last)
         token = tree.tokens[node][:, None]
-        ratio = target[rows].gather(1, token) / draft_probs(scored, node).gather(1, token)
-        share[rows] = (share[rows] * ratio[:, 0]).clamp(max=1)
-        target[rows] = scored.target(node).softmax(-1)
-        rest = _residual(scored, node, target[rows], share[rows])
-        mass, missing = rest.sum(1), 1 - share[rows]
+        ratio = target.gather(1, token) / draft_probs(scored, node).gather(1, token)
+        share = torch.where(inside, (share * ratio[:, 0]).clamp(max=1), share)
+        target = scored.target(node).softmax(-1)
+        rest = _residual(scored, node, target, share)
+        mass, missing = rest.sum(1), 1 - share
         level = torch.where(mass + missing > 0, mass / (mass + missing), 1.0)
-        level = torch.where(node == last[rows], share[rows], level)
-        held = coins[node] < level
-        rows = rows[held]
-        kept[rows], lengths[rows], after[rows] = node[held], depth, rest[held]
+        level = torch.where(node == last, share, level)
+        held = inside & (coins[node] < level)
+        kept, lengths = torch.where(held, node, kept), torch.where(held, depth, lengths)
+        after = torch.where(held[:, None], rest, after)
     # At a chain's end, and where P p equals q, the target itself is what is left.
     whole = (kept == last) | (after.sum(1) <= 0)
     left = torch.where(whole[:, None], scored.target(kept).softmax(-1), after)

@@ -1,9 +1,9 @@
 """Multi-step speculative sampling: several drawn children per node, tried one after another.
 
-Exact where the children were drawn from the distribution they are compared with: independently of
-each other, or without replacement (then the distribution of a child is q without its elder
-siblings). Children that were chosen, such as the top k, are drawn from no distribution; comparing
-them with q anyway keeps likely tokens too often.
+Exact where every child was drawn from the distribution it is compared with: independently of its
+siblings, or without replacement (then that distribution is q without the elder ones). Children
+that were chosen, such as the top k, are drawn from no distribution; comparing them with q anyway
+keeps likely tokens too often.
 Sources: SpecInfer (arXiv 2305.09781, algorithm 2); without replacement: Jeon et al. 2024 (arXiv
 2402.14160), Sequoia (arXiv 2402.12374, algorithm 2).
 """
@@ -21,7 +21,7 @@ class MultiStepRule:
 
     def check(self, draft: TextDraft) -> None:
         """Raises ValueError for a draft that was chosen."""
-        if len(draft) and draft.drawing == "chosen":
+        if len(draft) and draft.probs is None:
             raise UnfitDraft(
                 "the rule 'multi_step' needs a draft that was drawn, with its distributions; this "
                 "one was chosen (top-k, lookup), on which the rule is biased; ask for 'sample'"

@@ -99,10 +99,10 @@ def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:
 
 def path_to(tree: TokenTree, ends: Tensor, lengths: Tensor, depth: int) -> Tensor:
     """[B, depth + 1] the nodes from node 0 to `ends` [B], of depths `lengths` [B], then -1."""
-    nodes = torch.full((ends.shape[0], depth + 1), -1, dtype=torch.int64, device=ends.device)
+    spare = depth + 1  # column of those that are above node 0 already
+    nodes = torch.full((ends.shape[0], depth + 2), -1, dtype=torch.int64, device=ends.device)
     at, column = ends, lengths
     for _ in range(depth + 1):
-        rows = (at >= 0).nonzero()[:, 0]
-        nodes[rows, column[rows]] = at[rows]
+        nodes.scatter_(1, torch.where(at >= 0, column, spare)[:, None], at[:, None])
         at, column = torch.where(at >= 0, tree.parents[at.clamp(min=0)], -1), column - 1
-    return nodes
+    return nodes[:, :spare]

@@ -33,10 +33,8 @@ class RejectionRule:
 
 
 def judge_drawn(scored: ScoredTrees) -> Accepted:
-    """Children in order, on a device by its kernel. Siblings without replacement are no case for
-    it: what each was drawn from depends on the elder ones.
-    """
-    if not scored.everywhere or "distinct" in scored.drawings:
+    """Children in order, on a device by its kernel."""
+    if not scored.everywhere:
         return reject(scored, coins(scored), residual_noise(scored))
     tree = scored.tree
     p = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device)).softmax(-1).float()
@@ -61,8 +59,6 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
     nodes[:, 0] = here
     lengths = torch.zeros_like(here)
     target = scored.target(here).softmax(-1)
-    gone = torch.zeros_like(target, dtype=torch.bool)
-    distinct = torch.tensor([d == "distinct" for d in scored.drawings], device=owners.device)
     while True:
         children = first_children(tree, here, index > tried[owners])
         rows = (children >= 0).nonzero()[:, 0]
@@ -71,25 +67,18 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
         child = children[rows]
         tried[rows] = child
         token = tree.tokens[child][:, None]
-        drafted = draft_probs(scored, child)
-        left = drafted.masked_fill(gone[rows] & distinct[rows, None], 0.0)
-        drafted = torch.where(
-            distinct[rows, None], left / left.sum(1, keepdim=True).clamp(min=1e-30), drafted
-        )
-        p = target[rows]
+        p, drafted = target[rows], draft_probs(scored, child)
         kept = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
         rest = (p - drafted).clamp_(min=0)
         mass = rest.sum(1, keepdim=True)
         # Where p equals q nothing is left; a refusal there is rounding, and p itself is right.
         target[rows] = torch.where(mass > 0, rest / mass, p)
-        gone[rows] = gone[rows].scatter(1, token, True)
         rows, child = rows[kept], child[kept]
         if rows.shape[0]:
             here[rows] = child
             lengths[rows] += 1
             nodes[rows, lengths[rows]] = child
             target[rows] = scored.target(child).softmax(-1)
-            gone[rows] = False
     return Accepted(nodes, lengths, (target.log() + noise).argmax(-1))
 
 

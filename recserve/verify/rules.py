@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from recserve.core.text import Accepted, ScoredTrees, Verifier
 from recserve.core.text_request import SamplingParams
 from recserve.verify.block import BlockRule
@@ -13,16 +19,20 @@ from recserve.verify.typical import TypicalRule
 
 GREEDY, SAMPLE = "greedy", "sample"
 REJECTION, MULTI_STEP = "rejection", "multi_step"
+BLOCK, TYPICAL = "block", "typical"
+MIXED = "mixed"  # no rule: each text is judged by its own
 RULES: dict[str, Verifier] = {
-    "block": BlockRule(),
+    BLOCK: BlockRule(),
     GREEDY: GreedyRule(),
     MULTI_STEP: MultiStepRule(),
     REJECTION: RejectionRule(),
     SAMPLE: SampleRule(),
-    "typical": TypicalRule(),
+    TYPICAL: TypicalRule(),
 }
 # They judge drafts of every kind, and keep the likeliest tokens of texts at temperature 0.
 FOR_ALL = frozenset({MULTI_STEP, REJECTION, SAMPLE})
+# What judges each of several texts, by number; `multi_step` judges as `rejection` does.
+EACH = (SAMPLE, REJECTION, BLOCK, TYPICAL)
 
 
 def check_rule(name: str, params: SamplingParams) -> None:
@@ -38,3 +48,25 @@ def check_rule(name: str, params: SamplingParams) -> None:
 def verify(name: str, scored: ScoredTrees) -> Accepted:
     """Judge trees by a rule; at temperature 0 all of them are the greedy rule."""
     return RULES[GREEDY if scored.greedy else name].verify(scored)
+
+
+def numbers_of(rules: Seq[str]) -> list[int]:
+    """For `verify_each`."""
+    return [EACH.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
+
+
+def verify_each(numbers: Tensor, scored: ScoredTrees) -> Accepted:
+    """Judge every tree by a rule of its own.
+
+    numbers [B] int64: `numbers_of` their rules. All rules are worked out for all trees, so that no
+    shape depends on who asks for which; what a rule makes of a tree that is not for it is not kept.
+    """
+    trees = torch.arange(numbers.shape[0], device=numbers.device)
+    rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
+    known = replace(scored, target=lambda nodes: rows[nodes])
+    found = [RULES[name].verify(known) for name in EACH]
+    return Accepted(
+        torch.stack([each.nodes for each in found])[numbers, trees],
+        torch.stack([each.lengths for each in found])[numbers, trees],
+        torch.stack([each.bonus for each in found])[numbers, trees],
+    )
