@@ -63,7 +63,7 @@ def test_checks_and_measures_everything_it_can_reach(tmp_path):
     assert all(check["ok"] for check in content["checks"])
     assert all(row["ours_us"] > 0 for row in content["attention"] + content["kernels"])
     assert all(row["warm_ms"] > 0 for row in content["engine"])
-    assert sum("recorded steps" in check["name"] for check in content["checks"]) == 20
+    assert sum("recorded steps" in check["name"] for check in content["checks"]) == 21
     assert sum("recorded search" in check["name"] for check in content["checks"]) == 14
     assert sum("goal shape" in row["engine"] for row in content["engine"]) == 5
     assert {row["recorded"] for row in content["text"]} == {False, True}
