@@ -114,7 +114,7 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
 ):
     """Beam widths and candidates of others, roots that grow by an event, and a drafter."""
     model, trie = make(CATALOGUES[catalogue], form, normalization)
-    heads = Heads(self_draft=make_head(model, "drawn"))
+    heads = Heads(prefixes=make_head(model, "drawn"))
     model.pack()
     weight = 1.0 if form == "items" else 0.0
     roots = [draw_root(model, events, seed) for seed, events in enumerate([23, 1, 40, 7])]
@@ -172,7 +172,7 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 def test_strategies_that_are_not_covered_are_not_offered():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     copied = copy.deepcopy(model)
-    heads = Heads(self_draft=make_head(model, "drawn"), nezha=make_head(model, "drawn"))
+    heads = Heads(prefixes=make_head(model, "drawn"), nezha=make_head(model, "drawn"))
     assert Engine(copied, config=replace(SIZES, invariant=False), heads=heads).strategies == (
         "beam",
         "nezha",

@@ -61,6 +61,13 @@ def train(
         Literal["speculative", "nezha"],
         typer.Option(help="The strategy that a drafter is trained for."),
     ] = "speculative",
+    head: Annotated[
+        Literal["recurrent", "levels"],
+        typer.Option(
+            help="Of a drafter: a network of its own, or the recommender's level heads, which are "
+            "not trained but measured."
+        ),
+    ] = "recurrent",
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
     ] = None,
@@ -97,6 +104,7 @@ def train(
         resume=resume,
         input=input,
         name=name,
+        head=head,
     )
     trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
         "recommender": train_recommender,

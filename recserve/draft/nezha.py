@@ -16,6 +16,7 @@ from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD, child_log_probs
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead
 
 
 def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:
@@ -37,7 +38,7 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
 
 
 def likely_prefixes(
-    beams: Beams, head: SelfDraftHead, widths: list[int], places: Tensor, skip_single: bool
+    beams: Beams, head: PrefixHead, widths: list[int], places: Tensor, skip_single: bool
 ) -> Tensor:
     """Keys (as in Scored) of the given beams and of the prefixes below them that the head's own
     search passes, but for those below the floor that it ends with. With a prefix come all above it.
@@ -46,12 +47,12 @@ def likely_prefixes(
     that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
     whose score is the floor, as in core/bounds.py.
     """
-    beams = replace(beams, places=places)
+    beams, contexts = replace(beams, places=places), head.contexts(beams.tails)
     if (native := searches(beams, head.search)) is not None:
-        return _likely_natively(beams, native, widths, places, skip_single)
+        return _likely_natively(beams, native, contexts, widths, places, skip_single)
     found, states = [beams], _states_of_paths(beams, head)
     while not (last := found[-1]).finished:
-        deeper = _expand(last, states, last.tails, head, widths)
+        deeper = _expand(last, states, contexts[:, last.level], head, widths)
         if deeper.level < beams.trie.num_levels:
             states = _step(last, deeper, states, head)
         found.append(deeper)
@@ -65,11 +66,15 @@ def likely_prefixes(
 
 
 def _likely_natively(
-    beams: Beams, native: NativeSearch, widths: list[int], places: Tensor, skip_single: bool
+    beams: Beams,
+    native: NativeSearch,
+    contexts: Tensor,
+    widths: list[int],
+    places: Tensor,
+    skip_single: bool,
 ) -> Tensor:
     """The same in C. beams: with the places."""
     levels = beams.trie.num_levels
-    contexts = beams.tails[:, None].expand(-1, levels, -1)
     found = descend(beams, native, levels, widths, contexts=contexts)
     floor = value_at(found.at(levels).log_probs, places)
     held = found.held(missing=False) if skip_single else found.levels.log_probs[beams.level : -1]
@@ -101,7 +106,7 @@ def item_log_probs(
     return total
 
 
-def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
+def _states_of_paths(beams: Beams, head: PrefixHead) -> Tensor:
     """[B * W, E] the head's state after the codes of each beam."""
     width = beams.nodes.shape[1]
     state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
@@ -110,7 +115,7 @@ def _states_of_paths(beams: Beams, head: SelfDraftHead) -> Tensor:
     return state
 
 
-def _step(before: Beams, beams: Beams, states: Tensor, head: SelfDraftHead) -> Tensor:
+def _step(before: Beams, beams: Beams, states: Tensor, head: PrefixHead) -> Tensor:
     """States one level deeper, of all beams: how many are needed is not known without waiting."""
     assert beams.parents is not None
     above = before.nodes.shape[1]
@@ -127,7 +132,7 @@ def _codes(trie: AnyTrie, nodes: Tensor, level: int) -> Tensor:
 
 
 def _expand(
-    beams: Beams, states: Tensor, contexts: Tensor, head: SelfDraftHead, widths: list[int]
+    beams: Beams, states: Tensor, contexts: Tensor, head: PrefixHead, widths: list[int]
 ) -> Beams:
     """The most likely children by the head's own log-probabilities. contexts [B, E]."""
     context = contexts.repeat_interleave(beams.nodes.shape[1], 0)

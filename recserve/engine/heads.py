@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead
 
 
 @dataclass(frozen=True)
 class Heads:
     """None: not trained, and the strategies that need it are not offered.
 
-    self_draft: drafts for `speculative`. nezha: decodes for `nezha`. retriever: retrieves for
+    prefixes: drafts for `speculative`. nezha: decodes for `nezha`. retriever: retrieves for
     `dense` and `specgr`.
     """
 
-    self_draft: SelfDraftHead | None = None
+    prefixes: PrefixHead | None = None
     nezha: SelfDraftHead | None = None
     retriever: DenseRetriever | None = None

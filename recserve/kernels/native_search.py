@@ -58,7 +58,7 @@ class RivalScores:
 class States:
     """Final hidden states. tails [B, E]: of the last root tokens. keys [n] int64 ascending, hidden
     [n, E]: of scored prefixes, keys `request number * nodes of the trie + trie node`. contexts
-    [B, L, E]: what a recurrent head reads at each level beside its own state.
+    [B, L, E]: what a draft head reads at each level beside its own state, if it has one.
     """
 
     tails: Tensor
@@ -125,10 +125,10 @@ class _Search(ctypes.Structure):
 
 
 class NativeSearch:
-    """Beam search by the logits of one model's states, or by a recurrent head."""
+    """Beam search by the logits of one model's states, or by a draft head."""
 
     def __init__(self, heads: Sequence[Panels], cells: Sequence[Cell] = ()) -> None:
-        """heads [L]: the codes of each level. cells [L - 1]: of a recurrent head."""
+        """heads [L]: the codes of each level. cells [L - 1]: of a head with a state of its own."""
         self._read = tuple(heads), tuple(cells)  # by address: kept as long as this is
         self._heads = (Product * len(heads))(*(panels.product for panels in heads))
         self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
@@ -182,7 +182,8 @@ class NativeSearch:
             s.hidden, s.keys, s.num_keys = hidden.data_ptr(), keys.data_ptr(), keys.shape[0]
         if contexts is not None:
             assert contexts.stride(2) == 1, "a context is no row"
-            s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
+            if len(self._cells):
+                s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
             s.contexts = contexts.data_ptr()
             s.next_request, s.next_level, _ = contexts.stride()
         reached = compiled().trie_search(ctypes.addressof(s))

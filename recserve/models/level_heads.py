@@ -44,17 +44,19 @@ class LevelTables:
     present: Tensor
     temperature: float
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """What is compared with the codes of each level. hidden: [n, E] -> [n, L, E]."""
+        levels, _, size = self.codebooks.shape
+        read = F.silu(F.linear(hidden, self.weight, self.bias))
+        states = hidden[:, None] + read.view(-1, levels, size)
+        return F.normalize(states, dim=-1) / self.temperature if self.temperature else states
+
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Log-probability of every code token among the codes of its level.
 
         hidden: [n, E] -> [n, V] float32; column 0, the token that begins a sequence, is 0.
         """
-        levels, _, size = self.codebooks.shape
-        read = F.silu(F.linear(hidden, self.weight, self.bias))
-        states = hidden[:, None] + read.view(-1, levels, size)
-        if self.temperature:
-            states = F.normalize(states, dim=-1) / self.temperature
-        logits = torch.bmm(states.transpose(0, 1), self.codebooks.mT).float()
+        logits = torch.bmm(self.states(hidden).transpose(0, 1), self.codebooks.mT).float()
         log_p = logits.masked_fill_(self.absent[:, None], ABSENT).log_softmax(-1)
         return F.pad(log_p.transpose(0, 1).flatten(1).index_select(1, self.present), (1, 0))
 

@@ -16,7 +16,8 @@ from recserve.features.item_graph import ItemLinks
 from recserve.features.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.models.dense_retriever import item_vectors, load_retriever
-from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft
+from recserve.models.drafters.nezha import load_self_draft
+from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.service.snapshot import Snapshot
@@ -24,6 +25,7 @@ from recserve.service.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 RETRIEVER = "retriever"
+SPECULATIVE, NEZHA = "drafters/speculative", "drafters/nezha"
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -99,18 +101,17 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
             log.warning("%s belongs to another recommender: train it again; left out", section)
         return same
 
-    def self_draft(name: str) -> SelfDraftHead | None:
-        section = f"drafters/{name}"
-        if not fits(section):
-            return None
-        head = load_self_draft(bundle.directory(section), recommender)
-        head.pack()
-        return head
-
-    retriever = None
+    prefixes: PrefixHead | None = None
+    if fits(SPECULATIVE):
+        prefixes = load_prefix_head(bundle.directory(SPECULATIVE), recommender)
+        prefixes.pack()
+    nezha = retriever = None
+    if fits(NEZHA):
+        nezha = load_self_draft(bundle.directory(NEZHA), recommender)
+        nezha.pack()
     if fits(RETRIEVER):
         retriever = load_retriever(bundle.directory(RETRIEVER), recommender)
-    return Heads(self_draft("speculative"), self_draft("nezha"), retriever)
+    return Heads(prefixes, nezha, retriever)
 
 
 def item_index(recommender: Recommender | None, heads: Heads) -> VectorIndex | None:

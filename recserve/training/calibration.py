@@ -11,7 +11,7 @@ from recserve.engine.heads import Heads
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.kernels.trie import Trie
 from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft, save_self_draft
+from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender
 from recserve.training.cases import Cases
 from recserve.training.frozen import FrozenRecommender
@@ -24,7 +24,7 @@ ENOUGH = 0.98  # share of proved answers after which a wider draft is not tried
 
 
 def calibrate(
-    head: SelfDraftHead,
+    head: PrefixHead,
     target: Recommender,
     trie: Trie,
     codes: NDArray[np.generic],
@@ -59,10 +59,10 @@ def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
     if not bundle.has(section):
         raise BundleError(f"{bundle.root}: no draft head; run `recserve train drafter` first")
     directory = bundle.directory(section)
-    head = load_self_draft(directory, frozen.model)
+    head = load_prefix_head(directory, frozen.model)
     with torch.no_grad():
         head.calibration = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
-    save_self_draft(head, directory)
+    save_prefix_head(head, directory)
     bundle.commit(section, bundle.manifest.sections[section])
     return head.calibration
 

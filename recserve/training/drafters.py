@@ -9,6 +9,7 @@ item. Sources: AtSpeed, ICLR 2025, section 3; NEZHA, arXiv 2511.18793, for the l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,10 +20,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from recserve.bundle import Bundle, BundleError
-from recserve.core.request import Slate
 from recserve.engine.heads import Heads
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
+from recserve.kernels.trie import Trie
+from recserve.models.drafters.level_draft import LevelDraftHead
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head
+from recserve.models.recommender import Recommender
 from recserve.training.calibration import calibrate
+from recserve.training.cases import Cases
 from recserve.training.data import HistoryTrees
 from recserve.training.frozen import FrozenRecommender
 from recserve.training.loop import StepLoss, fit
@@ -31,7 +36,7 @@ from recserve.training.objectives import node_paths
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule
 from recserve.training.self_draft import head_loss, read
-from recserve.training.slates import SlateOptions, Slates, rows_of
+from recserve.training.slates import SlateOptions, Slates
 
 
 @dataclass(frozen=True)
@@ -111,18 +116,16 @@ class DrafterTrainee:
         """nezha: quality of its own slates. speculative: share of answers proved in one round, and
         rounds on average.
         """
-        heads = Heads(nezha=self.model) if self.name == "nezha" else Heads(self.model)
-        slates = Slates(self.target, self.trie, self.codes, heads)
-        options = SlateOptions(self.recipe.validation_width, strategy=self.name)
-        answers: list[Slate] = []
-        ranks = []
-        for which in self.cases.batches(256):
-            answers += (found := slates.answers(self.cases, which, 10, options))
-            ranks.append(ranks_of(rows_of(found, 10), self.cases.held[which]))
-        if self.name == "nezha":
-            return slate_metrics(np.concatenate(ranks), (10,))
-        rounds = np.array([answer.rounds for answer in answers])
-        return {"one_round": float((rounds <= 1).mean()), "rounds": float(rounds.mean())}
+        width = self.recipe.validation_width
+        if self.name == "speculative":
+            return draft_metrics(self.model, self.target, self.trie, self.codes, self.cases, width)
+        slates = Slates(self.target, self.trie, self.codes, Heads(nezha=self.model))
+        options = SlateOptions(width, strategy="nezha")
+        ranks = [
+            ranks_of(slates(self.cases, which, 10, options), self.cases.held[which])
+            for which in self.cases.batches(256)
+        ]
+        return slate_metrics(np.concatenate(ranks), (10,))
 
 
 def train_drafter(
@@ -141,6 +144,8 @@ def train_drafter(
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     if not frozen.model.config.autoregressive:
         raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
+    if options.head == "levels":
+        return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
     directory = bundle.directory(section)
     report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
@@ -148,7 +153,46 @@ def train_drafter(
         trainee.model.calibration = calibrate(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
         )
-    save_self_draft(trainee.model, directory)
+    save_prefix_head(trainee.model, directory)
+    _record(bundle, section, report)
+    return report
+
+
+def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecipe) -> TrainReport:
+    """The recommender's level heads as drafter of `speculative`: only measured."""
+    model, began = frozen.model, time.monotonic()
+    if not model.config.level_heads:
+        raise BundleError(f"{bundle.root}: the recommender was trained without level heads")
+    cases = frozen.cases.sample(recipe.validation_users)
+    head, width = LevelDraftHead(model), recipe.validation_width
+    with torch.no_grad():
+        metrics = draft_metrics(head, model, frozen.trie, frozen.codes, cases, width)
+        head.calibration = calibrate(head, model, frozen.trie, frozen.codes, cases)
+    section = "drafters/speculative"
+    directory = bundle.directory(section)
+    save_prefix_head(head, directory)
+    seconds = time.monotonic() - began
+    report = TrainReport(0, 0, "one_round", metrics, "epochs", seconds, directory)
+    _record(bundle, section, report)
+    return report
+
+
+def _record(bundle: Bundle, section: str, report: TrainReport) -> None:
     values = {"validation": report.metrics, "seconds": round(report.seconds, 1)}
     bundle.commit(section, values | {"recommender": bundle.digest("recommender")})
-    return report
+
+
+def draft_metrics(
+    head: PrefixHead,
+    target: Recommender,
+    trie: Trie,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    width: int,
+) -> dict[str, float]:
+    """Share of answers of `speculative` that are proved in one round, and rounds on average."""
+    slates = Slates(target, trie, codes, Heads(head))
+    options = SlateOptions(width, strategy="speculative")
+    found = [slates.answers(cases, which, 10, options) for which in cases.batches(256)]
+    rounds = np.array([answer.rounds for answers in found for answer in answers])
+    return {"one_round": float((rounds <= 1).mean()), "rounds": float(rounds.mean())}

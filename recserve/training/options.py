@@ -17,8 +17,8 @@ class TrainOptions:
     within it, and the learning rate falls in time for that.
     device: `auto` is CUDA where there is one. precision: `auto` is bfloat16 products where the
     processor has them. resume: go on from the last checkpoint of the bundle, if it has one. input:
-    input form of a recommender. name: of a drafter. Raises ValueError naming the field, its bound
-    and what came.
+    input form of a recommender. name, head: of a drafter. Raises ValueError naming the field, its
+    bound and what came.
     """
 
     epochs: int | None = None
@@ -30,6 +30,7 @@ class TrainOptions:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float | None = None
     name: Literal["speculative", "nezha"] = "speculative"
+    head: Literal["recurrent", "levels"] = "recurrent"
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -42,6 +43,7 @@ class TrainOptions:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
         choices = {
             "device": ("auto", "cpu", "cuda"),
+            "head": ("recurrent", "levels"),
             "input": ("codes", "items"),
             "name": ("speculative", "nezha"),
             "precision": ("auto", "float32", "bfloat16"),
@@ -49,6 +51,9 @@ class TrainOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
+
+        if self.head == "levels" and self.name == "nezha":
+            raise ValueError("head is 'levels' and name 'nezha'; nezha decodes by a recurrent head")
 
     def torch_device(self) -> torch.device:
         """The device to train on. Raises ValueError if CUDA is asked for and absent."""

@@ -56,7 +56,7 @@ class Slates:
         """codes: [I, L]. The engine is built here and reads the weights as they are now."""
         self.model, self.trie, self.codes, self.index = model, trie, codes, index
         model.pack_search()
-        for head in (heads.self_draft, heads.nezha) if heads else ():
+        for head in (heads.prefixes, heads.nezha) if heads else ():
             if head is not None:
                 head.pack()
         self.engine = Engine(model, heads=heads)

@@ -37,8 +37,8 @@ def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, Strategy
     if not model.config.autoregressive:
         return strategies
     strategies["beam"] = BeamStrategy(model)
-    if heads.self_draft is not None:
-        strategies["speculative"] = SpeculativeStrategy(model, heads.self_draft)
+    if heads.prefixes is not None:
+        strategies["speculative"] = SpeculativeStrategy(model, heads.prefixes)
     if heads.nezha is not None:
         strategies["nezha"] = NezhaStrategy(model, heads.nezha)
     if heads.retriever is not None:

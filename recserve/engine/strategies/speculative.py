@@ -27,7 +27,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie_children import DEAD
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.calibration import DraftPlan
-from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender
 from recserve.verify import beam as beam_verify
 from recserve.verify import rerank
@@ -44,7 +44,7 @@ class _Asked:
 
 
 class SpeculativeStrategy(BeamStrategy):
-    """Full beam search, its prefixes drafted ahead by the self-draft head.
+    """Full beam search, its prefixes drafted ahead by a draft head.
 
     One forward scores the drafted tree; the verifier is that of `beam`, so the answer is the same
     and only the number of rounds differs. The draft leaves out what lies below the score that the
@@ -58,7 +58,7 @@ class SpeculativeStrategy(BeamStrategy):
     def __init__(
         self,
         model: Recommender,
-        head: SelfDraftHead,
+        head: PrefixHead,
         only: DraftPlan | None = None,
         keeps: bool = True,
     ) -> None:

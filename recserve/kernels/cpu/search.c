@@ -4,8 +4,8 @@
  *
  * Of every request the best children over all beams are kept, ties to the lower node, but for those
  * that cannot enter its answer any more (core/bounds.py). The logits come from states that a model
- * computed for some prefixes, or from a recurrent head that is stepped on the way (NEZHA, arXiv
- * 2511.18793, section 4). Beams with one child need none. What is left to do is little: a product
+ * computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
+ * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with one child need none. What is left to do is little: a product
  * with one level's codes for the beams that fork, m C E operations, and a few reads for each child.
  */
 #include "heap.h"
@@ -59,7 +59,8 @@ typedef struct {
     const char *tails, *hidden;
     const int64_t *keys;
     int64_t num_keys;
-    /* or a recurrent head: [levels - 1] of each; contexts by request and level, so far apart */
+    /* or contexts by request and level, so far apart, to which a recurrent head, [levels - 1] of
+     * each, adds its own states; without cells there are none */
     const Product *cells;
     const char *const *inputs;
     const char *contexts;
@@ -295,7 +296,7 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
         if (below.count + below.more < 2) continue;
         const char *state = (s->cells ? work->states : s->tails) + slot * each;
         scored[beam->parent] = KNOWN;
-        if (!s->cells && level) {
+        if (!s->contexts && level) {
             slot = find(s->keys, s->num_keys, b * s->trie->all_nodes + beam->node);
             if (slot < 0) {
                 scored[beam->parent] = MISSING;
@@ -307,16 +308,16 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
             state = s->hidden + slot * each;
         }
         char *row = work->rows + count * each;
+        const char *context = s->contexts;
+        if (context) context += (each / s->size) * (b * s->next_request + level * s->next_level);
         if (s->cells) {
-            const char *context = s->contexts + (each / s->size) * (b * s->next_request +
-                                                                    level * s->next_level);
             for (int64_t j = 0; j < s->size; j += LANES)
                 store_some(s->type, row, j,
                            load_some(s->type, state, j, s->size - j) +
                                load_some(s->type, context, j, s->size - j),
                            s->size - j);
         } else {
-            memcpy(row, state, each);
+            memcpy(row, context ? context : state, each);
         }
         work->slots[i] = count++;
     }

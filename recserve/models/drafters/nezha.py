@@ -93,6 +93,10 @@ class SelfDraftHead(nn.Module):
         ]
         self.search = NativeSearch([Panels.of(self._codes(level), None) for level in levels], cells)
 
+    def contexts(self, tails: Tensor) -> Tensor:
+        """[B, L, E] the root, at each level: read without placeholders. tails [B, E]."""
+        return tails[:, None].expand(-1, len(self.config.codebook_sizes), -1)
+
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
         """State after a code. level: of that code; state [n, E], codes [n] -> [n, E]."""
         inputs = F.embedding(codes, self._level_inputs(level))
