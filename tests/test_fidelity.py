@@ -12,7 +12,7 @@ from recserve.bundle import Bundle
 from recserve.cli.app import app
 from recserve.core.request import Slate
 from recserve.training.cases import Cases
-from recserve.training.fidelity import _figures, _illegal, compare_strategies
+from recserve.training.fidelity import _figures, compare_strategies, illegal_share
 
 CASES = Cases(np.arange(10), np.array([0, 4]), np.array([3, 8]), np.array([7, 1]), np.arange(2))
 
@@ -24,7 +24,7 @@ def slate(*rows: int) -> Slate:
 def test_shares_are_counted_as_they_are_named():
     reference = [slate(7, 5, 6), slate(3, 1, 9)]
     drafted = [slate(5, 7, 8), slate(3, 1, 9)]
-    found = _figures("x", CASES, drafted, reference, (3,), [3.0, 1.0, 2.0], [1.0])
+    found = _figures("x", CASES, drafted, reference, (3,), 0.0, [3.0, 1.0, 2.0], [1.0])
     assert found.overlap == pytest.approx((2 / 3 + 1) / 2)
     assert found.identical == 0.5
     assert found.cold_ms == 2.0
@@ -32,9 +32,9 @@ def test_shares_are_counted_as_they_are_named():
 
 
 def test_seen_repeated_and_missing_items_are_illegal():
-    assert _illegal(CASES, np.array([[5, 6, 7], [0, 1, 2]])) == 0
-    assert _illegal(CASES, np.array([[5, 5, 7], [0, 4, 10]])) == pytest.approx(3 / 6)
-    assert _illegal(CASES, np.array([[5, -1, -1], [0, -1, -1]])) == 0
+    assert illegal_share(CASES, np.array([[5, 6, 7], [0, 1, 2]]), 10) == 0
+    assert illegal_share(CASES, np.array([[5, 5, 7], [0, 4, 10]]), 10) == pytest.approx(3 / 6)
+    assert illegal_share(CASES, np.array([[5, -1, -1], [0, -1, -1]]), 10) == 0
 
 
 def test_every_strategy_of_the_bundle_is_compared(tmp_path):

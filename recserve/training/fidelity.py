@@ -156,7 +156,8 @@ def compare_strategies(
         slates = _slates(answers, cases, max(k), options, name)
         reference = reference or slates
         cold, warm = _times(answers, timed, max(k), options)
-        found.append(_figures(name, cases, slates, reference, k, cold, warm))
+        illegal = illegal_share(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
+        found.append(_figures(name, cases, slates, reference, k, illegal, cold, warm))
     seconds = time.monotonic() - began
     return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
 
@@ -195,6 +196,7 @@ def _figures(
     slates: list[Slate],
     reference: list[Slate],
     k: Sequence[int],
+    illegal: float,
     cold: list[float],
     warm: list[float],
 ) -> StrategyFigures:
@@ -208,7 +210,7 @@ def _figures(
         float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
         float((rows == best).all(1).mean()),
         float(np.mean([slate.exact for slate in slates])),
-        _illegal(cases, rows),
+        illegal,
         float(np.mean([slate.rounds for slate in slates])),
         float(np.mean([timing.forwards for timing in timings])),
         float(np.mean([timing.nodes for timing in timings])),
@@ -218,13 +220,15 @@ def _figures(
     )
 
 
-def _illegal(cases: Cases, rows: Ints) -> float:
-    """Share of returned items that are in the history, repeated, or no row of the catalogue."""
+def illegal_share(cases: Cases, rows: Ints, num_items: int) -> float:
+    """Share of returned items that are in the history, repeated, or no row of the catalogue.
+
+    rows [n, k]: of each case, -1 where fewer were found. num_items: rows of the catalogue.
+    """
     returned = illegal = 0
-    last = int(cases.rows.max())
     for case, slate in enumerate(rows):
         items = slate[slate >= 0]
-        bad = np.isin(items, cases.history(case)) | (items > last)
+        bad = np.isin(items, cases.history(case)) | (items >= num_items)
         illegal += int(bad.sum()) + len(items) - len(np.unique(items))
         returned += len(items)
     return illegal / max(returned, 1)
