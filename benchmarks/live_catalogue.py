@@ -1,11 +1,13 @@
 """A catalogue that changes under load: what a change set costs, and what reads notice of it.
 
-    python benchmarks/live_catalogue.py [--items 1000000] [--rate 1000] [--seconds 20]
+    python benchmarks/live_catalogue.py [--items 1000000] [--rate 1000] [--seconds 20] [--retriever]
 
 A bundle with drawn vectors, real quantiser, trie and recommender, opened as a service with its
 journal on disk. One thread changes items at the given rate in sets of a hundred (half new, a fifth
 moved, the rest reworded or hidden) while another asks for slates; before it and during it the
-reads are timed. Every answer is checked: it failed, it was short, or it is counted good.
+reads are timed. Every answer is checked: it failed, it was short, or it is counted good. With
+--retriever the recommender has a dense head, and slates are those of `dense` over the vectors of a
+drawn retriever, two outcomes by three time offsets.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from recserve.features.quantizer import ResidualQuantizer
 from recserve.features.semantic_ids import build_index
 from recserve.messages import ItemsBody, RecommendBody
 from recserve.models.config import DecoderConfig
+from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.service import Service
 
@@ -52,7 +55,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Changes:
-    """Milliseconds per change set; overlay and versions at the end.
+    """Milliseconds per change set; overlay, vectors behind the index and versions at the end.
 
     cpu_ms: what the writing thread itself computed of it, the median. folds: bases that were built
     meanwhile.
@@ -67,11 +70,12 @@ class Changes:
     slowest_ms: float
     late_ms: float
     overlay_rows: int
+    later_vectors: int
     folds: int
     versions: int
 
 
-def make_bundle(folder: Path, num_items: int) -> Path:
+def make_bundle(folder: Path, num_items: int, retriever: bool) -> Path:
     """A bundle whose items have ids, prices and drawn vectors."""
     draw = np.random.default_rng(0)
     centres = draw.standard_normal((2_000, WIDTH), dtype=np.float32)
@@ -94,21 +98,42 @@ def make_bundle(folder: Path, num_items: int) -> Path:
     torch.manual_seed(0)
     decoder = DecoderConfig(64, 2, 2, 2, 32, 128)
     config = RecommenderConfig(
-        decoder, index.codebook_sizes, num_items=num_items, vector_dim=WIDTH, id_embedding=True
+        decoder,
+        index.codebook_sizes,
+        num_items=num_items,
+        vector_dim=WIDTH,
+        id_embedding=True,
+        dense_head=retriever,
     )
-    save_recommender(Recommender(config), bundle.directory("recommender"))
+    recommender = Recommender(config)
+    save_recommender(recommender, bundle.directory("recommender"))
     bundle.commit("recommender", {})
+    if retriever:
+        save_retriever(_drawn_retriever(recommender), bundle.directory("retriever"))
+        bundle.commit("retriever", {})
     return folder
+
+
+def _drawn_retriever(recommender: Recommender) -> DenseRetriever:
+    """Weights that nobody trained, with vectors that differ by outcome and offset."""
+    offsets = ("events", (1, 2, 4), (0.5, 0.25, 0.25))
+    size = recommender.config.decoder.hidden_size
+    retriever = DenseRetriever(RetrieverConfig(size, 128, ("click", "buy"), (0.7, 0.3), *offsets))
+    retriever.start_from(recommender)
+    torch.nn.init.normal_(retriever.project.weight, std=0.3)
+    return retriever
 
 
 def read_while(service: Service, go_on: Callable[[], bool], seed: int, num_items: int) -> Reads:
     """Slates of ten for drawn histories, one after another."""
     draw, times, failed = np.random.default_rng(seed), [], 0
+    strategy = "auto" if service.runtime.snapshot.index is None else "dense"
     while go_on():
         history = [f"item{row:08d}" for row in draw.integers(0, num_items, 20)]
         began = time.perf_counter()
         try:
-            answer = service.recommend(RecommendBody(history=history, k=10, beam_width=20))
+            body = RecommendBody(history=history, k=10, beam_width=20, strategy=strategy)
+            answer = service.recommend(body)
             failed += len(answer.items) != 10 or "illegal_items" in answer.degraded
         except Exception as error:
             print(f"failed: {error!r}")
@@ -142,11 +167,12 @@ def change(
         number, changed = number + 1, changed + size
     snapshot = service.runtime.snapshot
     rows = snapshot.num_items - snapshot.base_trie.num_rows
+    later = 0 if snapshot.index is None else snapshot.index.num_later
     spent = time.perf_counter() - began
     figures = (float(np.median(computed)), *_figures(times))
     folds = len(bases) - 1
     return Changes(
-        number, changed, changed / spent, *figures, late, rows, folds, snapshot.items.number
+        number, changed, changed / spent, *figures, late, rows, later, folds, snapshot.items.number
     )
 
 
@@ -171,9 +197,10 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=1000, help="changed items per second")
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--retriever", action="store_true", help="slates of `dense`")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bundle = make_bundle(Path(folder) / "bundle", options.items)
+        bundle = make_bundle(Path(folder) / "bundle", options.items, options.retriever)
         store = f"lmdb:{folder}/store"
         with Service.open(bundle, store, "cpu", journal=Path(folder) / "items") as service:
             service.put_items(ItemsBody(items=[{"item_id": "first", "embedding": [0.1] * WIDTH}]))
@@ -198,6 +225,7 @@ def main() -> None:
         said = {
             "items": options.items,
             "asked_changes_per_second": options.rate,
+            "strategy": "dense" if options.retriever else "auto",
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "reads_before": asdict(before),

@@ -1,5 +1,7 @@
 """`dense` against plain loops: budgets, merging, search, deduplication, filters, company."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -174,6 +176,29 @@ def test_company_does_not_change_a_slate(world):
         alone = Engine(world.model, config=SMALL, heads=world_heads(world)).run(request)
         assert alone.rows.tolist() == slate.rows.tolist()
         np.testing.assert_allclose(alone.scores, slate.scores, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_items", "gone", "allowed", "excluded", "depth"),
+    [
+        (1_000_000, 0, None, 0, 30),
+        (1_000_000, 100_000, None, 0, 34),  # 30 / 0.9: as many more as are gone among those found
+        (900_000, 100_000, None, 0, 30),  # what is gone is not in the index
+        (1_000_000, 990_000, None, 0, 3000),
+        (1_000_000, 100_000, 500_000, 0, 67),
+        (900_000, 100_000, 500_000, 200, 260),
+        (20, 999_980, None, 5, 20),
+        (0, 1_000_000, None, 0, 1),
+    ],
+)
+def test_the_first_depth_grows_by_the_share_that_is_gone(num_items, gone, allowed, excluded, depth):
+    """Ten places of a million rows, of which the index has some."""
+    trie = SimpleNamespace(num_rows=1_000_000, gone=torch.arange(gone) if gone else None)
+    bitmap = None if allowed is None else np.arange(1_000_000) < allowed
+    request = SimpleNamespace(
+        k=10, trie=trie, allowed=bitmap, excluded=np.arange(excluded) if excluded else None
+    )
+    assert dense.first_depth(request, num_items) == depth
 
 
 def world_heads(world):

@@ -11,9 +11,10 @@ from test_engine import root_of
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
 from recserve.core.request import LikelihoodRequest, RecommendRequest
+from recserve.draft import item_graph as draft_graph
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.item_graph import ItemGraph, search
 from recserve.kernels.trie import build_trie
 from recserve.messages import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
 from recserve.models.attention import DenseAttention
@@ -132,6 +133,31 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     for exhaustive, walked in zip(slates[::2], slates[1::2], strict=True):
         np.testing.assert_array_equal(exhaustive.rows, walked.rows)
         np.testing.assert_array_equal(exhaustive.scores, walked.scores)
+
+
+@pytest.mark.parametrize(("unknown", "walks"), [(0, True), (5, True), (6, False), (40, False)])
+def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
+    """Of 80 items five are a sixteenth; where more are newer, slates are those without a graph."""
+    model, trie, graph = make("items-cosine")
+    known = 80 - unknown
+    near = torch.where(graph.neighbours[:known] < known, graph.neighbours[:known], -1)
+    walked = []
+
+    def counted(*arguments):
+        walked.append(arguments)
+        return search(*arguments)
+
+    monkeypatch.setattr(draft_graph, "search", counted)
+    engine = Engine(model, config=SMALL)
+    slates = engine.run_many(
+        [
+            RecommendRequest(root_of(model, [1, 2]), trie, 10, 10, "parallel", graph=used)
+            for used in (None, ItemGraph(near, graph.entries))
+        ]
+    )
+    assert bool(walked) == walks
+    if not walks:
+        np.testing.assert_array_equal(slates[0].rows, slates[1].rows)
 
 
 def test_a_catalogue_of_one_item():

@@ -8,9 +8,9 @@ import numpy as np
 
 
 class VectorIndex(Protocol):
-    """Unit vectors of the I items of one catalogue version, by row.
+    """Unit vectors of I item rows of one catalogue version: of all that may be answered at least.
 
-    Implementation: features/vector_index.py.
+    Implementations: features/vector_index.py, features/grown_index.py.
     """
 
     @property

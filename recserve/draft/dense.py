@@ -9,6 +9,7 @@ Source: PinRec, arXiv 2504.10507, budgets per outcome and embedding compression.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -130,13 +131,13 @@ def retrieve(
     those that lack some, at last through the whole catalogue.
     """
     found: dict[int, Retrieved] = {}
-    depths = np.array([_first_depth(request, index.num_items) for request in requests])
+    depths = np.array([first_depth(request, index.num_items) for request in requests])
     waiting = np.arange(len(requests))
     while waiting.size:
         part = queries.of(waiting)
         rows, cosines = index.search(part.vectors, int(depths[waiting].max()))
         usable = (rows >= 0) & (np.arange(rows.shape[1]) < depths[part.owners][:, None])
-        usable &= _allowed(rows, part.owners, requests, index.num_items)
+        usable &= _allowed(rows, part.owners, requests)
         slates = _slates(part, rows, cosines, usable, requests)
         found |= slates
         enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
@@ -145,32 +146,36 @@ def retrieve(
     return [found[b] for b in range(len(requests))]
 
 
-def _first_depth(request: RecommendRequest, num_items: int) -> int:
-    """Items to find per vector, so that likely enough of them are allowed."""
-    wanted = float(OVERFETCH * request.k)
+def first_depth(request: RecommendRequest, num_items: int) -> int:
+    """Items to find per vector in an index of so many, so that likely enough of them are allowed.
+
+    As large a share is taken to be gone or filtered away near a vector as in the whole index.
+    """
+    trie = request.trie
+    num_gone = 0 if trie.gone is None else trie.gone.shape[0]
+    wanted = OVERFETCH * request.k * num_items / max(trie.num_rows - num_gone, 1)
     if request.allowed is not None:
-        wanted *= num_items / max(int(np.count_nonzero(request.allowed)), 1)
+        wanted *= trie.num_rows / max(int(np.count_nonzero(request.allowed)), 1)
     excluded = 0 if request.excluded is None else request.excluded.size
-    excluded += 0 if request.trie.gone is None else request.trie.gone.shape[0]
-    return min(num_items, int(wanted) + excluded)
+    return max(1, min(num_items, math.ceil(wanted) + excluded))
 
 
-def _allowed(
-    rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendRequest], num_items: int
-) -> np.ndarray:
-    """[n, F] bool: not excluded, hidden or filtered away. rows [n, F], owners [n]."""
+def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
+    """[n, F] bool: not excluded, gone or filtered away. rows [n, F], owners [n]."""
+    trie = requests[0].trie
     excluded = [
-        b * num_items + r.excluded.astype(np.int64)
+        b * trie.num_rows + r.excluded.astype(np.int64)
         for b, r in enumerate(requests)
         if r.excluded is not None
     ]
     allowed = np.ones(rows.shape, dtype=bool)
     if excluded:
-        keys = owners[:, None] * num_items + rows
+        keys = owners[:, None] * trie.num_rows + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    trie = requests[0].trie
     if isinstance(trie, TrieOverlay) and trie.gone_on_host is not None:
-        allowed &= ~np.isin(rows, trie.gone_on_host.numpy())
+        gone = trie.gone_on_host.numpy()
+        at = np.minimum(np.searchsorted(gone, rows), gone.size - 1)
+        allowed &= gone[at] != rows
     for b in np.unique(owners).tolist():
         bitmap = requests[b].allowed
         if bitmap is not None:

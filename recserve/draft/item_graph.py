@@ -2,8 +2,8 @@
 graph of similar items.
 
 The graph is walked from entries spread over the catalogue and from the user's latest items, where
-the request allows most of the catalogue. Otherwise all items are scored, and so they are where the
-walk found fewer than k.
+the request allows most of the catalogue and the graph knows nearly all of it: a walk scores what is
+newer. Otherwise all items are scored, and so they are where the walk found fewer than k.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from recserve.kernels.item_scores import NOTHING, best_of_all
 
 STEPS = 3
 LATEST = 8
+MOST_UNKNOWN = 1 / 16  # of the rows, newer than the graph, of which each walk scores every one
 
 
 def best_items(
@@ -94,8 +95,9 @@ def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[
     parts: dict[tuple[int, int], list[int]] = {}
     for b, request in enumerate(requests):
         open_ = request.allowed is None or 2 * np.count_nonzero(request.allowed) >= items
-        if request.graph is not None and open_:
-            parts.setdefault((id(request.graph), _width(request)), []).append(b)
+        graph = request.graph
+        if graph is not None and open_ and items - graph.num_items <= MOST_UNKNOWN * items:
+            parts.setdefault((id(graph), _width(request)), []).append(b)
     return list(parts.values())
 
 

@@ -171,7 +171,7 @@ class _Edit:
         rows, places = _merged(old.record_rows, old.record_places, self.records, np.int64)
         owning = old.owning
         if self.lost:
-            owning = owning[~np.isin(owning, self.lost)]
+            owning = np.delete(owning, np.searchsorted(owning, self.lost))
         return replace(
             old,
             number=number,
@@ -201,8 +201,8 @@ class _Edit:
                 successors[successors == row] = new
         gone, successors = _merged(old.gone, successors, self.gone, np.int64)
         if self.back:
-            kept = ~np.isin(gone, self.back)
-            gone, successors = gone[kept], successors[kept]
+            back = np.searchsorted(gone, self.back)
+            gone, successors = np.delete(gone, back), np.delete(successors, back)
         return gone, successors
 
 

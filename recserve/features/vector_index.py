@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import faiss
@@ -17,36 +18,65 @@ GPU_MOST = 2048  # nearest items that faiss finds on a GPU
 
 
 class FaissIndex:
-    """The unit vectors of a catalogue's items, searched by faiss; on a GPU where faiss has one.
+    """Unit vectors of item rows, searched by faiss; on a GPU where faiss has one.
 
     Flat (exact) below 50,000 items. Above that an inverted file of about 4 sqrt(I) lists, of which
     a search reads one in 16, or all where it asks for more than an eighth of the catalogue, so that
     a strict filter never runs out of items.
     """
 
-    def __init__(self, vectors: np.ndarray, flat_below: int = FLAT_BELOW) -> None:
-        """vectors: [I, E] float32 of length 1. Raises ValueError where there is none."""
+    def __init__(
+        self, vectors: np.ndarray, flat_below: int = FLAT_BELOW, rows: np.ndarray | None = None
+    ) -> None:
+        """vectors: [I, E] float32 of length 1. rows [I] int64: whose they are, None: 0 to I - 1.
+
+        Raises ValueError where there is none.
+        """
         if vectors.ndim != 2 or not vectors.shape[0]:
             raise ValueError(f"vectors are {vectors.shape}; expected [items >= 1, dimensions]")
         vectors = np.ascontiguousarray(vectors, np.float32)
         self.num_items: int = vectors.shape[0]
-        dimensions = vectors.shape[1]
+        self.dimensions: int = vectors.shape[1]
+        self.flat_below = flat_below
         self.num_lists = 0
-        self._index: faiss.Index = faiss.IndexFlatIP(dimensions)
+        flat: faiss.Index = faiss.IndexFlatIP(self.dimensions)
         if self.num_items >= flat_below:
             self.num_lists = max(1, round(4 * math.sqrt(self.num_items)))
-            self._index = faiss.IndexIVFFlat(
-                self._index, dimensions, self.num_lists, faiss.METRIC_INNER_PRODUCT
+            self._index: faiss.Index = faiss.IndexIVFFlat(
+                flat, self.dimensions, self.num_lists, faiss.METRIC_INNER_PRODUCT
             )
             sample = np.random.default_rng(0).permutation(self.num_items)
             self._index.train(vectors[np.sort(sample[: TRAINED_PER_LIST * self.num_lists])])
-        self._index.add(vectors)
-        self._gpu: faiss.Index | None = None
-        if faiss.get_num_gpus():
-            self._gpu = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, self._index)
+        else:
+            self._index = faiss.IndexIDMap(flat)
+        self._index.add_with_ids(vectors, np.arange(self.num_items) if rows is None else rows)
+        self._num_trained, self._num_added = self.num_items, 0
+        self._gpu = _on_gpu(self._index)
+
+    def is_outgrown(self, num_gone: int, num_new: int) -> bool:
+        """Whether so many rows less and more ask for lists of their own, made by a new index.
+
+        A flat one has become too large, or most of what lists hold came after they were made.
+        """
+        too_large = self.num_items - num_gone + num_new >= self.flat_below
+        return too_large and (not self.num_lists or self._num_added + num_new > self._num_trained)
+
+    def edited(self, gone: np.ndarray, rows: np.ndarray, vectors: np.ndarray) -> FaissIndex:
+        """A copy without the rows gone [g] and with others [n], vectors [n, E]; this one stays.
+
+        Lists keep their centres, so at 1,000,000 items it takes a quarter of a second.
+        """
+        new = copy.copy(self)
+        new._index = faiss.clone_index(self._index)
+        with one_thread():
+            new._index.remove_ids(faiss.IDSelectorBatch(np.ascontiguousarray(gone, np.int64)))
+            new._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), rows)
+        new.num_items, new._num_added = new._index.ntotal, self._num_added + len(rows)
+        new._gpu = _on_gpu(new._index)
+        return new
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As core/retrieval.py says."""
+        """As core/retrieval.py says; row -1 where k is more than there are."""
         everywhere = k * ALL_ABOVE > self.num_items
         index = self._index
         if self._gpu is not None and k <= GPU_MOST and not everywhere:
@@ -61,34 +91,8 @@ class FaissIndex:
         return rows, scores
 
 
-class GrownIndex:
-    """An index of a catalogue's first items and the vectors of those that came later.
-
-    The later ones are compared with every query, which is cheap while they are few.
-    """
-
-    def __init__(self, base: FaissIndex, later: np.ndarray) -> None:
-        """later: [m, E] float32 of length 1, rows `base.num_items` and on."""
-        self.base, self.later = base, np.ascontiguousarray(later, np.float32)
-
-    @property
-    def num_items(self) -> int:
-        """Those of the base and the later ones."""
-        return self.base.num_items + len(self.later)
-
-    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As core/retrieval.py says."""
-        queries = np.ascontiguousarray(queries, np.float32)
-        rows, scores = self.base.search(queries, min(k, self.base.num_items))
-        later = self.base.num_items + np.arange(len(self.later))
-        rows = np.concatenate([rows, np.tile(later, (len(rows), 1))], axis=1)
-        scores = np.concatenate([scores, queries @ self.later.T], axis=1)
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
-
-
-def grown(index: FaissIndex | GrownIndex, vectors: np.ndarray) -> GrownIndex:
-    """The index with further items [n, E] behind its own."""
-    if isinstance(index, GrownIndex):
-        return GrownIndex(index.base, np.concatenate([index.later, vectors]))
-    return GrownIndex(index, vectors)
+def _on_gpu(index: faiss.Index) -> faiss.Index | None:
+    """A copy there, if faiss has a GPU."""
+    if not faiss.get_num_gpus():
+        return None
+    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)

@@ -99,11 +99,15 @@ class DenseRetriever(nn.Module):
 
 @torch.no_grad()
 def item_vectors(
-    retriever: DenseRetriever, recommender: Recommender, first: int = 0, chunk: int = 16_384
+    retriever: DenseRetriever,
+    recommender: Recommender,
+    rows: Tensor | None = None,
+    chunk: int = 16_384,
 ) -> Tensor:
-    """[I - first, E] float32 on the host: unit vectors of the items bound to the recommender."""
-    device = recommender.item_tokens.device
-    rows = torch.arange(first, recommender.num_bound_items, device=device)
+    """[n, E] float32 on the host: unit vectors of item rows [n], None: of all that are bound."""
+    if rows is None:
+        rows = torch.arange(recommender.num_bound_items)
+    rows = rows.to(recommender.item_tokens.device)
     parts = [retriever.items(recommender.embed_items(part)) for part in torch.split(rows, chunk)]
     return torch.cat(parts).float().cpu()
 

@@ -7,17 +7,17 @@ import threading
 from collections import Counter, OrderedDict
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from recserve.bundle import Bundle
-from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog_version import CatalogVersion
+from recserve.features.grown_index import GrownIndex
 from recserve.features.id_assignment import IdAssigner
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.features.live_catalog import changed, difference, restored, with_short_log
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.new_vectors import NewVectors
-from recserve.features.vector_index import FaissIndex, GrownIndex, grown
 from recserve.kernels.trie import Trie
 from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.models.dense_retriever import item_vectors
@@ -77,8 +77,9 @@ class LiveItems:
             self._keep(self.runtime.snapshot)
         if entries:
             items, self.runtime.snapshot = self.runtime.snapshot.items, first
-            self._publish(items, first.base_trie)
+            self._publish(items, first.base_trie, first.index)
             log.info("replayed %d change sets of items", len(entries))
+            self._fold_if_large()
 
     def get(self, item_id: str) -> ItemAnswer:
         """One item. Raises UnknownItem."""
@@ -140,11 +141,12 @@ class LiveItems:
                 raise UnknownVersion(
                     f"no catalog_version {name[:80]!r} is kept; there are {listed}"
                 )
-            current = self.runtime.snapshot.items
+            snapshot = self.runtime.snapshot
+            current = snapshot.items
             items = restored(there.items, current, current.number + 1)
             self._condense_journal(items)
             self._lineage += 1
-            self._publish(items, there.base_trie)
+            self._publish(items, there.base_trie, snapshot.index)
             self._record_on_a_thread()
             return RollbackAnswer(catalog_version=items.name, restored=name)
 
@@ -174,7 +176,7 @@ class LiveItems:
             self.journal.append(entry)
         current = self.runtime.snapshot
         items = changed(current.items, entry.number, entry.changes, entry.hidden)
-        self._publish(items, current.base_trie)
+        self._publish(items, current.base_trie, current.index)
         self._fold_if_large()
 
     def _condense_journal(self, items: CatalogVersion) -> None:
@@ -184,12 +186,14 @@ class LiveItems:
             put = JournalEntry(items.number, said.changes)
             self.journal.replace([put, JournalEntry(items.number, hidden=said.hidden)])
 
-    def _publish(self, items: CatalogVersion, base_trie: Trie) -> None:
-        """Models first, then the version that needs them."""
+    def _publish(self, items: CatalogVersion, base_trie: Trie, index: GrownIndex | None) -> None:
+        """Models first, then the version that needs them. index: of this version or before it."""
         self._follow(items)
         ranking = None if self.ranking is None else self.ranking.at(items)
         snapshot = self.runtime.snapshot.at(items, ranking, base_trie)
-        snapshot = replace(snapshot, index=self._index(items.num_rows))
+        if index is not None:
+            index = index.at(items.num_rows, items.gone, self._item_vectors)
+            snapshot = replace(snapshot, index=index)
         self._keep(snapshot)
         self.runtime.snapshot = snapshot
 
@@ -208,16 +212,11 @@ class LiveItems:
             elif self.models.ranker is not None:
                 self.models.ranker.append_items(vectors, learned)
 
-    def _index(self, num_rows: int) -> VectorIndex | None:
-        """The retriever's vectors of all rows."""
-        index, retriever = self.runtime.snapshot.index, self.models.heads.retriever
-        if index is None or retriever is None or self.models.recommender is None:
-            return index
-        if num_rows == index.num_items:
-            return index
-        assert isinstance(index, FaissIndex | GrownIndex)
-        later = item_vectors(retriever, self.models.recommender, index.num_items)
-        return grown(index, later.numpy())
+    def _item_vectors(self, rows: np.ndarray) -> np.ndarray:
+        """[n, E] what the retriever's index holds of item rows [n]."""
+        retriever, recommender = self.models.heads.retriever, self.models.recommender
+        assert retriever is not None and recommender is not None
+        return item_vectors(retriever, recommender, torch.from_numpy(rows)).numpy()
 
     def _record_on_a_thread(self) -> None:
         """Searches over the base that is served now, where they are recorded."""
@@ -226,7 +225,8 @@ class LiveItems:
             threading.Thread(target=engine.record, args=(base,), daemon=True).start()
 
     def _keep(self, snapshot: Snapshot) -> None:
-        self._kept[snapshot.items.name] = snapshot
+        """Without the index: the newest one has every row that an earlier version had."""
+        self._kept[snapshot.items.name] = replace(snapshot, index=None)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
 
@@ -242,7 +242,7 @@ class LiveItems:
         return self._tools
 
     def _fold_if_large(self) -> None:
-        """Build a new base of a large overlay on a thread; changes go on meanwhile."""
+        """Build new bases of a large overlay on a thread; changes go on meanwhile."""
         snapshot = self.runtime.snapshot
         size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
         busy = self._folding is not None and self._folding.is_alive()
@@ -255,8 +255,10 @@ class LiveItems:
         self._folding.start()
 
     def _fold(self, snapshot: Snapshot, lineage: int) -> None:
-        """Replace the base by one of the given version, if versions still descend from it."""
-        trie = snapshot.compacted_trie()
+        """Bases of the given version for trie and index, if versions still descend from it."""
+        trie, index = snapshot.compacted_trie(), snapshot.index
+        if index is not None:
+            index = index.folded(snapshot.items.gone, self._item_vectors)
         self.runtime.engine.record(trie)
         with self._lock:
             if self._lineage != lineage:
@@ -265,7 +267,7 @@ class LiveItems:
             items = self.runtime.snapshot.items
             if items.num_records > len(items.record_rows):
                 items = with_short_log(items)
-            self._publish(items, trie)
+            self._publish(items, trie, index)
             held = len(items.record_rows) + items.gone.size
             if self.journal is not None and self.journal.num_changes > 2 * held:
                 self._condense_journal(items)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from recserve.bundle import ITEM_GRAPH, Bundle
-from recserve.core.retrieval import VectorIndex
 from recserve.engine.heads import Heads
+from recserve.features.grown_index import GrownIndex
 from recserve.features.item_graph import ItemLinks
 from recserve.features.vector_index import FaissIndex
 from recserve.kernels.item_graph import ItemGraph
@@ -114,11 +114,11 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
     return Heads(prefixes, nezha, retriever)
 
 
-def item_index(recommender: Recommender | None, heads: Heads) -> VectorIndex | None:
+def item_index(recommender: Recommender | None, heads: Heads) -> GrownIndex | None:
     """The retriever's item vectors, ready to be searched; None where there is no retriever."""
     if recommender is None or heads.retriever is None:
         return None
-    return FaissIndex(item_vectors(heads.retriever, recommender).numpy())
+    return GrownIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:

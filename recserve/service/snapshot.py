@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.core.retrieval import VectorIndex
 from recserve.features.catalog import Catalog, item_keys
 from recserve.features.catalog_version import CatalogVersion, first_version
 from recserve.features.filters import ItemFilters
+from recserve.features.grown_index import GrownIndex
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.row_map import RowMap
 from recserve.kernels.item_graph import ItemGraph
@@ -39,7 +39,7 @@ class Snapshot:
     groups: ItemGroups
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
-    index: VectorIndex | None = None
+    index: GrownIndex | None = None
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:
