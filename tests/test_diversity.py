@@ -95,11 +95,11 @@ class World:
         """
         draw, items = np.random.default_rng(seed), len(self.codes)
         by_prefix = Cap(PrefixGroups(self.trie, seed % 3), int(draw.integers(1, 3)))
-        by_list = draw_cap(draw, items, 2, 25, int(draw.integers(1, 3)))
+        by_list = draw_cap(draw, items, 2, 16, 1)
         k = int(draw.integers(1, 14))
         asked = {
             "k": k,
-            "beam_width": k + int(draw.integers(0, 5)),
+            "beam_width": k + int(draw.integers(0, 3)),
             "excluded": draw.integers(0, items, 20) if seed % 2 else None,
             "allowed": draw.random(items) < 0.6 if seed % 4 > 1 else None,
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
@@ -120,13 +120,14 @@ class World:
         """
         chosen, scores, searches = [], {}, 0
         while True:
-            open_ = np.zeros(len(self.codes), dtype=bool)
-            open_[plain_open(chosen, request.caps, self.legal(request))] = True
+            left = plain_open(chosen, request.caps, self.legal(request))
+            open_ = np.isin(np.arange(len(self.codes)), left)
             free = replace(request, k=request.width, caps=(), excluded=None, allowed=open_)
             found, searches = self.engine.run(free), searches + 1
             scores |= zip(found.rows.tolist(), found.scores.tolist(), strict=True)
             chosen = plain_first_k([*chosen, *found.rows.tolist()], request.caps, request.k)
-            if len(chosen) == request.k or found.rows.size < request.width:
+            ended = not plain_open(chosen, request.caps, self.legal(request))
+            if ended or len(chosen) == request.k or found.rows.size < request.width:
                 chosen.sort(key=lambda row: (-scores[row], row))
                 return chosen, [scores[row] for row in chosen], searches
 

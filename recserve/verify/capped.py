@@ -39,7 +39,10 @@ def answer(
     rows, scores = rows[places].astype(np.int64), scores[places]
     if request.caps and rows.size < request.k and not complete:
         open_ = still_open(rows, request.caps, request.allowed, request.trie.num_rows)
-        return Again(replace(request, allowed=open_), rows, scores)
+        if request.excluded is not None:
+            open_[request.excluded] = False
+        if open_.any():
+            return Again(replace(request, allowed=open_, excluded=None), rows, scores)
     if ranked and before is not None:
         order = np.lexsort((rows, -scores))
         rows, scores = rows[order], scores[order]
