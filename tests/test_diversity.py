@@ -81,12 +81,14 @@ def test_first_k_equals_a_greedy_loop(seed):
 
 
 class World:
-    """The ordinary catalogue with both heads."""
+    """The ordinary catalogue with both heads. packed: as a server on a CPU has them, in C."""
 
-    def __init__(self, form="items", normalization="children"):
+    def __init__(self, form="items", normalization="children", packed=False):
         self.codes = CATALOGUES["ordinary"]
         self.model, self.trie = make(self.codes, form, normalization)
         heads = Heads(make_head(self.model, "from-target"), nezha_head(self.model))
+        for network in (self.model, heads.self_draft, heads.nezha) if packed else ():
+            network.pack()
         self.engine = Engine(self.model, config=CONFIG, heads=heads)
 
     def drawn(self, seed, **fields):
@@ -132,7 +134,14 @@ class World:
                 return chosen, [scores[row] for row in chosen], searches
 
 
-@pytest.fixture(scope="module", params=[("items", "children"), ("codes", "vocabulary")])
+WORLDS = {
+    "children": ("items", "children"),
+    "vocabulary": ("codes", "vocabulary"),
+    "packed": ("items", "children", True),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
 def world(request):
     return World(*request.param)
 
