@@ -11,6 +11,7 @@ import torch
 from drawn import drawn_language_model
 
 from recserve.core.diversity import Cap
+from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import (
     LikelihoodRequest,
     RankRequest,
@@ -140,8 +141,7 @@ class Recommending:
             requests[0] = replace(requests[0], excluded=np.array([1, 4, 4, 20, 31]))
             requests[1] = replace(requests[1], allowed=allowed, excluded=np.array([2]))
         if how == "diversity":
-            offsets = np.arange(len(ITEMS) + 1)
-            caps = (Cap(offsets, np.arange(len(ITEMS)) % 4, 2),)
+            caps = (Cap(PrefixGroups(trie, 0), 2),)
             requests = [replace(r, caps=caps) for r in requests]
         if how == "weighed":
             requests = [replace(r, dense_weight=0.5) for r in requests]

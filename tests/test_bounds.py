@@ -11,6 +11,7 @@ from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER, bound_places
 from recserve.core.diversity import Cap
 from recserve.core.expansion import best_children
+from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
@@ -152,7 +153,7 @@ def test_where_nothing_may_be_left_out():
     """As many items as beams, or caps, which let items of lower scores in."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     request = RecommendRequest(draw_root(model, 3, 0), trie, 4, 9)
-    cap = Cap(np.arange(trie.num_items + 1), np.zeros(trie.num_items, dtype=np.int64), 1)
+    cap = Cap(PrefixGroups(trie, 0), 1)
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
     assert bound_places(free, trie.device) is None
     places = bound_places([request, *free], trie.device)

@@ -21,6 +21,7 @@ from recserve.models.dense_retriever import (
     load_retriever,
     save_retriever,
 )
+from tests.listed_groups import ListedGroups
 from tests.test_diversity import plain_first_k
 from tests.test_engine import draw_root, make
 
@@ -146,7 +147,8 @@ def test_slates_equal_a_plain_loop(form, overfetch, monkeypatch):
         excluded = draw.integers(0, len(ORDINARY), seed * 3) if seed % 2 else None
         outcome = draw.random(2) + 0.01 if seed % 4 else None
         offsets = np.cumsum([0, *draw.integers(0, 3, len(ORDINARY))])
-        caps = (Cap(offsets, draw.integers(0, 12, offsets[-1]), 2),) if seed % 5 < 2 else ()
+        listed = ListedGroups(offsets, draw.integers(0, 12, offsets[-1]))
+        caps = (Cap(listed, 2),) if seed % 5 < 2 else ()
         fields = {"excluded": excluded, "allowed": allowed, "outcome": outcome, "caps": caps}
         requests.append(world.request(seed, int(draw.integers(1, 30)), **fields))
     for request, slate in zip(requests, world.engine.run_many(requests), strict=True):

@@ -1,42 +1,63 @@
-"""Caps on categories and prefixes: a plain greedy loop gives the same slates, in every strategy."""
+"""Caps on categories and prefixes: a plain greedy loop gives the same slates, in every strategy,
+and searches go on until k items keep to the caps or none is left.
+"""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from live_server import live
-from tiny_bundle import shared_bundle
+import torch
 
-from recserve.core.diversity import Cap, first_k
+from recserve.core.diversity import Cap, first_k, still_open
+from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.messages import Diversity, Exclude, InvalidRequest, RecommendBody
-from recserve.service import Service
+from tests.listed_groups import ListedGroups
 from tests.test_engine import CATALOGUES, draw_root, make
+from tests.test_nezha import make_head as nezha_head
 from tests.test_speculative import make_head
+
+CONFIG = EngineConfig(kv_bytes=16 * 2**20)
+
+
+def groups_of(row, caps):
+    """Every group of an item, with its cap's number and limit."""
+    return {
+        ((c, group), cap.limit)
+        for c, cap in enumerate(caps)
+        for group in cap.groups.of(np.array([row]))[1].tolist()
+    }
 
 
 def plain_first_k(rows, caps, k):
     """Item rows, one after the other, each if all of its groups have a place left."""
     counts, kept = Counter(), []
     for row in rows:
-        mine = {
-            ((c, group), cap.limit)
-            for c, cap in enumerate(caps)
-            for group in cap.groups[cap.offsets[row] : cap.offsets[row + 1]].tolist()
-        }
+        mine = groups_of(row, caps)
         if len(kept) < k and all(counts[key] < limit for key, limit in mine):
             counts.update(key for key, _ in mine)
             kept.append(row)
     return kept
 
 
+def plain_open(rows, caps, items):
+    """Of the items those that could stand beside the chosen ones."""
+    counts = Counter(key for row in rows for key, _ in groups_of(row, caps))
+    return [
+        row
+        for row in items
+        if row not in rows and all(counts[key] < limit for key, limit in groups_of(row, caps))
+    ]
+
+
 def draw_cap(draw, items, most, groups, limit):
-    """Each item in 0 to `most` groups, now and then twice in the same one."""
+    """Each item in 0 to `most` groups."""
     lists = [draw.integers(0, groups, draw.integers(0, most + 1)) for _ in range(items)]
     offsets = np.cumsum([0, *map(len, lists)])
-    return Cap(offsets, np.concatenate([np.zeros(0, np.int64), *lists]).astype(np.int64), limit)
+    flat = np.concatenate([np.zeros(0, np.int64), *lists]).astype(np.int64)
+    return Cap(ListedGroups(offsets, flat), limit)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -52,95 +73,175 @@ def test_first_k_equals_a_greedy_loop(seed):
         places = first_k(rows, caps, k)
         assert rows[places].tolist() == plain_first_k(rows.tolist(), caps, k)
     assert first_k(rows, (), 7).tolist() == list(range(min(7, rows.size)))
+    chosen = rows[first_k(rows, caps, 5)]
+    allowed = draw.random(items) < 0.7
+    left = still_open(chosen, caps, allowed, items)
+    expected = plain_open(chosen.tolist(), caps, np.flatnonzero(allowed).tolist())
+    assert np.flatnonzero(left).tolist() == expected
+
+
+class World:
+    """The ordinary catalogue with both heads. packed: as a server on a CPU has them, in C."""
+
+    def __init__(self, form="items", normalization="children", packed=False):
+        self.codes = CATALOGUES["ordinary"]
+        self.model, self.trie = make(self.codes, form, normalization)
+        heads = Heads(make_head(self.model, "from-target"), nezha_head(self.model))
+        for network in (self.model, heads.self_draft, heads.nezha) if packed else ():
+            network.pack()
+        self.engine = Engine(self.model, config=CONFIG, heads=heads)
+
+    def drawn(self, seed, **fields):
+        """A request with caps by prefix, by list or both, half of them with filter or exclusions:
+        few beams, so that what they hold is seldom enough.
+        """
+        draw, items = np.random.default_rng(seed), len(self.codes)
+        by_prefix = Cap(PrefixGroups(self.trie, seed % 3), int(draw.integers(1, 3)))
+        by_list = draw_cap(draw, items, 2, 16, 1)
+        k = int(draw.integers(1, 14))
+        asked = {
+            "k": k,
+            "beam_width": k + int(draw.integers(0, 3)),
+            "excluded": draw.integers(0, items, 20) if seed % 2 else None,
+            "allowed": draw.random(items) < 0.6 if seed % 4 > 1 else None,
+            "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
+        }
+        root = draw_root(self.model, seed % 7, seed)
+        return RecommendRequest(root, self.trie, **asked | fields)
+
+    def legal(self, request):
+        """Rows that the request may be answered with, caps aside."""
+        allowed = np.ones(len(self.codes), bool) if request.allowed is None else request.allowed
+        allowed = allowed.copy()
+        allowed[[] if request.excluded is None else request.excluded] = False
+        return np.flatnonzero(allowed).tolist()
+
+    def plain(self, request):
+        """Slate rows and scores by uncapped searches, each open to what may still be chosen, and
+        how many it took.
+        """
+        chosen, scores, searches = [], {}, 0
+        while True:
+            left = plain_open(chosen, request.caps, self.legal(request))
+            open_ = np.isin(np.arange(len(self.codes)), left)
+            free = replace(request, k=request.width, caps=(), excluded=None, allowed=open_)
+            found, searches = self.engine.run(free), searches + 1
+            scores |= zip(found.rows.tolist(), found.scores.tolist(), strict=True)
+            chosen = plain_first_k([*chosen, *found.rows.tolist()], request.caps, request.k)
+            ended = not plain_open(chosen, request.caps, self.legal(request))
+            if ended or len(chosen) == request.k or found.rows.size < request.width:
+                chosen.sort(key=lambda row: (-scores[row], row))
+                return chosen, [scores[row] for row in chosen], searches
+
+
+WORLDS = {
+    "children": ("items", "children"),
+    "vocabulary": ("codes", "vocabulary"),
+    "packed": ("items", "children", True),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
+def world(request):
+    return World(*request.param)
+
+
+@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+def test_searches_go_on_among_what_the_caps_leave_open(world, strategy):
+    """As uncapped searches would, one after another; k items wherever k keep to the caps."""
+    most, short = 0, 0
+    for seed in range(36):
+        request = world.drawn(seed, strategy=strategy)
+        rows, scores, searches = world.plain(request)
+        slate = world.engine.run(request)
+        assert slate.rows.tolist() == rows
+        np.testing.assert_allclose(slate.scores, scores, rtol=1e-5, atol=1e-5)
+        assert slate.exact == (strategy == "beam")
+        assert plain_first_k(rows, request.caps, len(rows)) == rows
+        assert set(rows) <= set(world.legal(request))
+        if len(rows) < request.k:
+            assert plain_open(rows, request.caps, world.legal(request)) == []
+            short += 1
+        if strategy == "nezha":
+            assert slate.rounds == searches
+        most = max(most, searches)
+    assert most > 2 and short, "nothing was searched again, or nothing ran out"
+
+
+def test_drafted_searches_are_those_of_beam(world):
+    for seed in range(36):
+        request = world.drawn(seed)
+        beam = world.engine.run(request)
+        other = world.engine.run(replace(request, strategy="speculative"))
+        assert other.exact and other.rows.tolist() == beam.rows.tolist()
+        np.testing.assert_allclose(other.scores, beam.scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["beam", "speculative", "nezha"])
+def test_company_does_not_matter(world, strategy):
+    """Capped and free requests together and alone: the same answers, rounds and work."""
+    requests = [world.drawn(seed, strategy=strategy) for seed in range(12)]
+    requests += [replace(r, caps=()) for r in requests[::3]]
+    alone = [world.engine.run(request) for request in requests]
+    together = world.engine.run_many(requests)
+    for request, one, other in zip(requests, alone, together, strict=True):
+        assert other.rows.tolist() == one.rows.tolist()
+        np.testing.assert_allclose(other.scores, one.scores, rtol=1e-5, atol=1e-5)
+        if not request.caps and strategy == "beam":
+            assert other.rounds <= world.trie.num_levels
+    lane = world.engine._lanes["recommender"]
+    assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
+
+
+def test_one_search_where_the_first_is_enough(world, monkeypatch):
+    """Caps that bind nothing, and requests without any, take no round more."""
+    monkeypatch.setattr("recserve.verify.capped.still_open", None)
+    for seed in range(6):
+        free = world.drawn(seed, caps=())
+        loose = replace(free, caps=(Cap(PrefixGroups(world.trie, 0), 1000),))
+        one, other = world.engine.run(free), world.engine.run(loose)
+        assert one.rows.tolist() == other.rows.tolist()
+        assert one.rounds <= other.rounds <= world.trie.num_levels
 
 
 @pytest.mark.parametrize("strategy", ["beam", "speculative"])
-@pytest.mark.parametrize("dense_weight", [0.0, 1.5])
-def test_finished_beams_are_capped(strategy, dense_weight):
-    """The capped slate is the greedy choice from all that the beams found, best first."""
-    codes = CATALOGUES["ordinary"]
+def test_dense_weight_and_caps(strategy):
+    world = World()
+    for seed in range(18):
+        request = world.drawn(seed, strategy=strategy, dense_weight=1.5)
+        slate = world.engine.run(request)
+        rows = slate.rows.tolist()
+        assert slate.exact and (np.diff(slate.scores) <= 0).all()
+        assert plain_first_k(rows, request.caps, len(rows)) == rows
+        if len(rows) < request.k:
+            assert plain_open(rows, request.caps, world.legal(request)) == []
+        beam = world.engine.run(replace(request, strategy="beam"))
+        assert rows == beam.rows.tolist()
+
+
+def test_thirty_prefixes_of_their_own():
+    """One item of each first code: ten of the model's, whatever the beams hold at first."""
+    codes = torch.tensor([[i % 30, i // 30 % 10, i // 300] for i in range(1500)])
     model, trie = make(codes, "items", "children")
-    config = EngineConfig(kv_bytes=16 * 2**20)
-    engine = Engine(model, config=config, heads=Heads(make_head(model, "from-target")))
-    draw = np.random.default_rng(0)
-    for seed in range(6):
-        caps = (draw_cap(draw, len(codes), 2, 6, 2), draw_cap(draw, len(codes), 1, 9, 1))
-        root = draw_root(model, 5, seed)
-        fields = {"strategy": strategy, "dense_weight": dense_weight}
-        everything = engine.run(RecommendRequest(root, trie, 40, 40, **fields))
-        whole = everything.rows.tolist()
-        for k in (3, 10):
-            slate = engine.run(RecommendRequest(root, trie, k, 40, caps=caps, **fields))
-            kept = plain_first_k(whole, caps, k)
-            assert slate.exact and slate.rows[: len(kept)].tolist() == kept
-            if not dense_weight:  # with it the head's items stand behind the first 40
-                assert slate.rows.tolist() == kept
+    engine = Engine(model, config=CONFIG)
+    cap, again = Cap(PrefixGroups(trie, 0), 1), 0
+    for seed in range(8):
+        request = RecommendRequest(draw_root(model, 6, seed), trie, 10, 10, caps=(cap,))
+        slate = engine.run(request)
+        again += slate.rounds > trie.num_levels
+        assert len(set(codes[slate.rows, 0].tolist())) == slate.rows.size == 10
+        everything = engine.run(replace(request, k=30, beam_width=30))
+        assert everything.rows.size == 30  # there are no more
+    assert again
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store")
-    with Service.open(shared_bundle(), f"lmdb:{store}", "cpu") as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store")
-    with live(Service.open(shared_bundle(), f"lmdb:{store}", "cpu")) as running:
-        yield running
-
-
-def test_groups_are_categories_and_prefixes(service):
-    snapshot = service.runtime.snapshot
-    categories, codes = snapshot.catalog.items.categories, snapshot.catalog.index.codes
-    for level in range(codes.shape[1]):
-        (cap,) = snapshot.groups.caps(Diversity(prefix=(level, 3)))
-        prefixes = [tuple(code[: level + 1]) for code in codes.tolist()]
-        pairs = set(zip(prefixes, cap.groups.tolist(), strict=True))
-        assert len(pairs) == len(set(prefixes)) == len(set(cap.groups.tolist()))
-    (cap,) = snapshot.groups.caps(Diversity(category=2))
-    groups = [cap.groups[a:b].tolist() for a, b in zip(cap.offsets, cap.offsets[1:], strict=False)]
-    names = dict(zip(sum(groups, []), sum(categories, []), strict=True))
-    assert [[names[g] for g in found] for found in groups] == [list(c) for c in categories]
-    assert len(set(names.values())) == len(names)
-    with pytest.raises(InvalidRequest, match=f"levels are 0..{codes.shape[1] - 1}, got 9"):
-        snapshot.groups.caps(Diversity(prefix=(9, 1)))
-    assert snapshot.groups.caps(None) == snapshot.groups.caps(Diversity()) == ()
-
-
-@pytest.mark.parametrize("history", ["known", "none"])
-def test_slates_keep_to_the_caps_filled_places_too(service, history):
-    catalog = service.runtime.snapshot.catalog
-    ids = catalog.items.ids
-    rows = {item: row for row, item in enumerate(ids)}
-    body = {"history": ids[:4] if history == "known" else ["gone"], "exclude": Exclude(seen=False)}
-    answer = service.recommend(
-        RecommendBody(**body, k=30, diversity=Diversity(category=1, prefix=(0, 4)))
-    )
-    found = [rows[item.item_id] for item in answer.items]
-    assert len(set(found)) == 30 and "fewer_than_k" not in answer.degraded
-    paths = Counter(path for row in found for path in catalog.items.categories[row])
-    first = Counter(catalog.index.codes[row][0] for row in found)
-    assert max(paths.values()) == 1 and max(first.values()) <= 4
-    sources = [item.source for item in answer.items]
-    assert sources == sorted(sources)  # model before popular
-    total = len({path for found in catalog.items.categories for path in found})
-    every = service.recommend(RecommendBody(**body, k=500, diversity=Diversity(category=1)))
-    assert len(every.items) <= total and "fewer_than_k" in every.degraded
-
-
-@pytest.mark.parametrize(
-    ("diversity", "param"),
-    [
-        ({"category": 0}, "diversity.category"),
-        ({"prefix": [1]}, "diversity.prefix"),
-        ({"prefix": [-1, 2]}, "diversity.prefix[0]"),
-        ({"prefix": [40, 2]}, "diversity.prefix"),
-        ({"brand": 2}, "diversity.brand"),
-    ],
-)
-def test_what_is_refused(client, diversity, param):
-    answer = client.post("/v1/recommend", json={"history": ["x"], "diversity": diversity})
-    assert answer.status_code == 422
-    assert answer.json()["error"]["param"] == param, answer.text
+def test_a_deadline_ends_the_searches(world, monkeypatch):
+    monkeypatch.setattr("recserve.engine.lane.expired", lambda request: True)
+    requests = [world.drawn(seed) for seed in range(12)]
+    futures = [world.engine.submit(request) for request in requests]
+    while world.engine.step():
+        pass
+    late = [type(future.exception()).__name__ for future in futures if future.exception()]
+    assert late and set(late) == {"DeadlineExceeded"} and len(late) < len(futures)
+    lane = world.engine._lanes["recommender"]
+    assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages

@@ -307,3 +307,21 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
         assert rows_in(again) == (0, 0)
         assert "new0-3" in dense_slate(again, 504)
         check_dense(again)
+
+
+@pytest.mark.parametrize("strategy", ["parallel", "specgr", "dense"])
+def test_the_model_fills_a_capped_slate(service, strategy):
+    """k of its own items wherever so many keep to the cap, at most one of each group."""
+    ids = service.runtime.snapshot.catalog.items.ids
+    codes = service.runtime.snapshot.catalog.index.codes
+    for level, k in ((0, 8), (0, 40), (1, 30)):
+        body = RecommendBody(
+            history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclude(seen=False),
+            diversity=Diversity(prefix=(level, 1)),
+        )  # fmt: skip
+        items = [i for i in service.recommend(body).items if i.source == "model"]
+        prefixes = {tuple(service.item(i.item_id).semantic_id[: level + 1]) for i in items}
+        there = len({tuple(code[: level + 1]) for code in codes.tolist()})
+        assert len(items) == len(prefixes) == min(k, there)
+        if strategy != "specgr":
+            assert (np.diff([item.score for item in items]) <= 0).all()

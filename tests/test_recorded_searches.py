@@ -79,7 +79,9 @@ def assert_no_leak(engine):
 @pytest.mark.parametrize("how", ["plain", "filters", "diversity", "weighed", "live"])
 @pytest.mark.parametrize("strategy", ["beam", "nezha"])
 def test_replays_find_what_is_launched(strategy, how, worlds):
-    """Together, alone, and again with the root in the prefix cache."""
+    """Together, alone, and again with the root in the prefix cache. What caps leave too short is
+    searched again, by a replay too.
+    """
     form, launching, made = worlds
     if how == "weighed" and form == "codes":
         pytest.skip("this form has no dense head")
@@ -88,8 +90,9 @@ def test_replays_find_what_is_launched(strategy, how, worlds):
     before = dict(graphs.counts), counted.replays
     for requests in (asked, asked[:1], asked[1:], asked):
         assert_same(launching.engine.run_many(requests), world.engine.run_many(requests))
-    assert graphs.counts["replayed"] - before[0]["replayed"] == 4
-    assert counted.replays - before[1] == 4
+    replayed = graphs.counts["replayed"] - before[0]["replayed"]
+    assert replayed >= 4 if how == "diversity" else replayed == 4
+    assert counted.replays - before[1] == replayed
     assert graphs.counts["size"] == before[0]["size"]
     assert_no_leak(world.engine)
 

@@ -12,6 +12,7 @@ from recserve.draft import guided
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.verify import threshold
+from tests.listed_groups import ListedGroups
 from tests.test_dense import ORDINARY, World
 from tests.test_diversity import plain_first_k
 from tests.test_engine import draw_root
@@ -33,10 +34,11 @@ def ask(world, seed, k=10, width=12, strategy="specgr", **fields):
 def drawn_fields(seed):
     draw = np.random.default_rng(seed)
     offsets = np.cumsum([0, *draw.integers(0, 3, ITEMS)])
+    listed = ListedGroups(offsets, draw.integers(0, 9, offsets[-1]))
     return {
         "allowed": draw.random(ITEMS) < 0.4 if seed % 3 else None,
         "excluded": draw.integers(0, ITEMS, seed * 2) if seed % 2 else None,
-        "caps": (Cap(offsets, draw.integers(0, 9, offsets[-1]), 2),) if seed % 4 == 3 else (),
+        "caps": (Cap(listed, 2),) if seed % 4 == 3 else (),
     }
 
 

@@ -1,5 +1,9 @@
 """Diversity: at most so many items of each group, taken greedily from the best down.
 
+What a search finds may hold too few items that keep to the caps. An item of a full group never gets
+a place any more, so the search goes on among the others (`still_open`), until k are chosen or there
+is none left.
+
 Greedy in rounds instead of one item after the other: an item is in for certain where even all
 undecided items before it would leave it a place in each of its groups, and out for certain where
 the items that are in already fill one. The first undecided item is always one of the two.
@@ -9,20 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 
+class Groups(Protocol):
+    """Groups of items, by number; nothing is worked out but for the items that are asked about."""
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Place in `rows` and group, [m] each, of every pair of item and group, once, in any order.
+
+        rows: [n] item rows. An item of no group is not limited.
+        """
+        ...
+
+    def items(self, groups: np.ndarray) -> np.ndarray:
+        """Rows of all items of any of the groups [g], in any order, repeats allowed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cap:
-    """At most `limit` items of each group.
+    """At most `limit` items of each group."""
 
-    offsets [I + 1], groups [m]: item row i is of the groups `groups[offsets[i] : offsets[i + 1]]`;
-    an item of no group is not limited.
-    """
-
-    offsets: np.ndarray
-    groups: np.ndarray
+    groups: Groups
     limit: int
 
 
@@ -49,22 +64,33 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
     return np.flatnonzero(inside)[:k]
 
 
+def still_open(
+    rows: np.ndarray, caps: Seq[Cap], allowed: np.ndarray | None, num_rows: int
+) -> np.ndarray:
+    """[num_rows] bool: the allowed items that may stand beside the chosen ones, one of them at
+    least.
+
+    rows: [n] item rows that keep to the caps. allowed: [num_rows] bool, None: all.
+    """
+    left = np.ones(num_rows, dtype=bool) if allowed is None else allowed.copy()
+    left[rows] = False
+    for cap in caps:
+        groups, counts = np.unique(cap.groups.of(rows)[1], return_counts=True)
+        left[cap.groups.items(groups[counts >= cap.limit])] = False
+    return left
+
+
 def _memberships(rows: np.ndarray, caps: Seq[Cap]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Place, group and limit of each pair of item and group, [m] each, by group, then place."""
     places, groups, limits, first = [], [], [], 0
     for cap in caps:
-        counts = cap.offsets[rows + 1] - cap.offsets[rows]
-        place = np.repeat(np.arange(rows.size), counts)
-        inner = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        group = cap.groups[cap.offsets[rows][place] + inner].astype(np.int64)
+        place, group = cap.groups.of(rows)
         places.append(place)
         groups.append(group + first)
         limits.append(np.full(place.size, cap.limit))
-        first += int(cap.groups.max(initial=-1)) + 1
+        first += int(group.max(initial=-1)) + 1
     place, group, limit = map(np.concatenate, (places, groups, limits))
     order = np.lexsort((place, group))
-    same = (np.diff(group[order]) == 0) & (np.diff(place[order]) == 0)
-    order = order[np.concatenate([[True], ~same])[: order.size]]  # an item counts once in a group
     return place[order], group[order], limit[order]
 
 

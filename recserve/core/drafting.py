@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from recserve.core.request import Result
+from recserve.core.request import Again, Result
 from recserve.core.sequence import Sequence
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
@@ -58,6 +58,6 @@ class Strategy(Protocol):
         """Next state. slots [T]: pool slot of every node; hidden [Tq, E] of the computed nodes."""
         ...
 
-    def finish(self, state: Any) -> list[Result]:
-        """Answers in the order of the sequences."""
+    def finish(self, state: Any) -> Seq[Result | Again]:
+        """Answers in the order of the sequences, or what to search before there is one."""
         ...

@@ -30,7 +30,7 @@ def leaf_filter(
     if allowed is not None:
         if allowed.shape != (trie.num_rows,):
             raise ValueError(f"allowed is {allowed.shape}; the catalogue has {trie.num_rows} items")
-        kept = on_device(allowed, trie.device)[trie.leaf_rows]
+        kept = on_device(allowed, trie.device).index_select(0, trie.leaf_rows)
         if excluded is not None and excluded.size:
             kept = torch.cat([kept, kept[:1]]).index_fill_(0, _ranks(trie, excluded), False)[:-1]
         if hidden is not None:

@@ -41,7 +41,8 @@ class RecommendRequest:
     the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
     index, outcome: for `dense` and `specgr`: the vectors of the trie's items, and the share [O] of
     each outcome of its retriever in the draft (None: the retriever's own mix). caps: most items of
-    each group in the slate, taken greedily from the best down.
+    each group in the slate, taken greedily from the best down; where a search finds too few that
+    keep to them, it is made again without the items of full groups.
     """
 
     root: Root
@@ -148,8 +149,8 @@ class Slate:
     """Answer to a RecommendRequest: at most k rows, best first; fewer where fewer valid items
     exist.
 
-    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width. rounds:
-    tree forwards.
+    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width, with
+    caps to as many of them as were needed (verify/capped.py). rounds: tree forwards of all of them.
     """
 
     rows: np.ndarray
@@ -157,6 +158,19 @@ class Slate:
     exact: bool
     rounds: int
     timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a strategy says instead of a slate that its caps left too short.
+
+    request: the same, but open only to items that may stand beside the chosen ones. rows [n] int64,
+    scores [n] float32: what this search and those before it chose.
+    """
+
+    request: RecommendRequest
+    rows: np.ndarray
+    scores: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from recserve.core.request import Request, Result, Timing
+from recserve.core.request import Again, Request, Result, Timing
 from recserve.core.root_notes import RootNotes
 from recserve.models.inputs import NodeInputs
 
@@ -21,7 +21,8 @@ class Sequence:
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
     nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
     sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
-    rounds: forwards that scored a node of its trees.
+    rounds: forwards that scored a node of its trees. chosen: by earlier searches for it, None: this
+    is the first.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class Sequence:
     ahead: Tensor | None = None
     notes: RootNotes = field(default_factory=RootNotes)
     timing: Timing = field(default_factory=Timing)
+    chosen: Again | None = None
 
     @property
     def computed(self) -> bool:
@@ -51,6 +53,10 @@ class Sequence:
     def root_length(self) -> int:
         """R, all root tokens, computed or not."""
         return self.root_slots.shape[0]
+
+    def search_again(self, again: Again) -> None:
+        """Go on with another request on the same root; the slots of its tree are free again."""
+        self.request, self.chosen, self.tree_used = again.request, again, 0
 
     def take_tree_slots(self, count: int) -> Tensor:
         """[count] slots for nodes about to be computed. Raises RuntimeError past the

@@ -224,7 +224,7 @@ class FixedSearch:
         for sequence in sequences:
             nodes = scorer.num_nodes(request_of(sequence))
             sequence.take_tree_slots(nodes)
-            sequence.rounds = scorer.rounds
+            sequence.rounds += scorer.rounds
             sequence.timing.forwards += scorer.forwards
             sequence.timing.nodes += nodes
 

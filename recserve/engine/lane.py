@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from recserve.core.drafting import Draft, Strategy
-from recserve.core.request import LikelihoodRequest, RecommendRequest, Request, Result, Timing
+from recserve.core.request import (
+    Again,
+    DeadlineExceeded,
+    LikelihoodRequest,
+    RecommendRequest,
+    Request,
+    Result,
+    Timing,
+)
 from recserve.core.sequence import Sequence
-from recserve.engine.delivery import AnyLane
+from recserve.engine.delivery import AnyLane, expired
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.runner import Piece, Runner
@@ -201,7 +209,9 @@ class Lane:
         return []
 
     def _finish(self) -> list[Answer]:
-        """Answers of the cohorts that have nothing left to propose; one that fails fails alone."""
+        """Answers of the cohorts that have nothing left to propose; one that fails fails alone.
+        What is to be searched again starts anew, beside whatever is warm by then.
+        """
         done: list[Answer] = []
         running = []
         for cohort in self.cohorts:
@@ -210,13 +220,28 @@ class Lane:
                     running.append(cohort)
                     continue
                 results = cohort.strategy.finish(cohort.state)
-                done += zip(cohort.sequences, results, strict=True)
+                answers = self._answers(cohort, results)
             except Exception as error:
                 log.exception("an answer failed")
-                done += [(sequence, error) for sequence in cohort.sequences]
-            self.release(cohort.sequences)
+                answers = [(sequence, error) for sequence in cohort.sequences]
+            self.release([sequence for sequence, _ in answers])
+            done += answers
         self.cohorts = running
         return done
+
+    def _answers(self, cohort: Cohort, results: Seq[Result | Again]) -> list[Answer]:
+        """The answers among the results; the other requests wait for their next search."""
+        answers: list[Answer] = []
+        for sequence, result in zip(cohort.sequences, results, strict=True):
+            if not isinstance(result, Again):
+                answers.append((sequence, result))
+            elif expired(sequence.request):
+                late = DeadlineExceeded("the deadline passed between two searches")
+                answers.append((sequence, late))
+            else:
+                sequence.search_again(result)
+                self.warm.append((sequence, cohort.strategy))
+        return answers
 
     def _place(self, cohort: Cohort, draft: Draft) -> Piece:
         """The draft with a slot for every node: old ones keep theirs, new ones get one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ class RecordLog:
         self.records: list[ItemRecord] = []
         self._full: list[ItemFilters] = []
         self._partial: tuple[int, ItemFilters] | None = None
+        self._by_path: dict[str, list[int]] = {}
+        self._followed = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -70,6 +73,18 @@ class RecordLog:
         for number, filters in enumerate(self._filters(count)):
             parts.append(filters.allowed(tree)[: count - number * SEGMENT])
         return np.concatenate(parts)
+
+    def of_category(self, path: str, count: int) -> list[int]:
+        """Places, ascending, of the first records that hold this whole category path; every record
+        is looked at once, whoever asks.
+        """
+        with self._lock:
+            for place in range(self._followed, count):
+                for said in dict.fromkeys(self.records[place].categories):
+                    self._by_path.setdefault(said, []).append(place)
+            self._followed = max(self._followed, count)
+            places = self._by_path.get(path, [])
+            return places[: bisect_left(places, count)]
 
     def _filters(self, count: int) -> list[ItemFilters]:
         """Filters of all full segments, and of the rest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from recserve.core.diversity import Cap, first_k
+from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.features.filters import FilterError
 from recserve.messages import (
@@ -17,6 +17,7 @@ from recserve.messages import (
     RecommendedItem,
 )
 from recserve.service.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
+from recserve.service.diversity import caps_of
 from recserve.service.histories import History
 from recserve.service.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
@@ -27,7 +28,6 @@ from recserve.service.work import Stopwatch, Work
 CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
-DEEPER = 10  # how many more popular items are looked at where the caps left too few
 
 
 class Recommendations:
@@ -77,7 +77,7 @@ class Recommendations:
         seen = _seen(body.exclude, history)
         if body.exclude.seen_within_s is not None and not history.dated.all():
             degraded.append("seen_within_s_ignored")
-        caps = snapshot.groups.caps(body.diversity)
+        caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
         excluded = np.concatenate([given, seen])
         draft = _Slate(body, request_id, snapshot, history, excluded, allowed, caps)
         if not history.rows.size:
@@ -213,15 +213,15 @@ class _Slate:
 
     def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
         """Popular rows for the places that the model left empty, as far as the caps allow them."""
-        taken = np.concatenate([self.excluded, rows])
-        looked_at = count
+        slate, wanted, allowed = rows, rows.size + count, self.allowed
         while True:
-            popular = self.snapshot.most_popular(looked_at, taken, self.allowed)
-            both = np.concatenate([rows, popular])
-            slate = both[first_k(both, self.caps, rows.size + count)]
-            if slate.size == rows.size + count or popular.size < looked_at:
+            asked, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
+            popular = self.snapshot.most_popular(asked, taken, allowed)
+            both = np.concatenate([slate, popular])
+            slate = both[first_k(both, self.caps, wanted)]
+            if slate.size == wanted or popular.size < asked:
                 return np.asarray(slate[rows.size :])
-            looked_at *= DEEPER
+            allowed = still_open(slate, self.caps, allowed, self.snapshot.num_items)
 
     def items(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray

@@ -19,7 +19,7 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
-from recserve.service.diversity import ItemGroups
+from recserve.service.diversity import BundleCategories
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
     items: the version. base_trie: of an earlier version, under `trie`. filters: of the bundle's own
-    items. groups: what diversity is counted by. ranking: tables of the ranker, None where there is
+    items. categories: as diversity counts them. ranking: tables of the ranker, None where there is
     none. graph: of similar items, None: the recommender has none. index: the items' vectors, where
     a retriever was trained.
     """
@@ -36,7 +36,7 @@ class Snapshot:
     base_trie: Trie
     trie: AnyTrie
     filters: ItemFilters
-    groups: ItemGroups
+    categories: BundleCategories
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
     index: GrownIndex | None = None
@@ -48,14 +48,14 @@ class Snapshot:
         trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
-        return Snapshot(first, trie, trie, ItemFilters(catalog.items), ItemGroups(first, trie))
+        categories = BundleCategories(catalog.items.categories)
+        return Snapshot(first, trie, trie, ItemFilters(catalog.items), categories)
 
     def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
         """The lookups of another version, its trie over a base of it or of an earlier one."""
         same = base is self.base_trie and items.num_rows == self.items.num_rows
         if same and items.gone is self.items.gone:  # only words changed
-            groups = self.groups.of_version(items, self.trie)
-            return replace(self, items=items, ranking=ranking, groups=groups)
+            return replace(self, items=items, ranking=ranking)
         rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
         trie = overlay_trie(
             base,
@@ -65,8 +65,7 @@ class Snapshot:
             torch.from_numpy(items.gone),
             self.trie if isinstance(self.trie, TrieOverlay) else None,
         )
-        groups = self.groups.of_version(items, trie)
-        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking, groups=groups)
+        return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
 
     def compacted_trie(self) -> Trie:
         """A trie of this version without an overlay; hidden items keep their leaves."""

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
 from recserve.core.descent import descend, searches
-from recserve.core.diversity import first_k
-from recserve.core.request import Slate
+from recserve.core.request import Again, Slate
 from recserve.draft.candidates import needed_prefixes
 from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.recommender import Recommender
+from recserve.verify.capped import answer
 from recserve.verify.scores import path_scores, root_scores
 
 
@@ -125,9 +125,9 @@ def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
     return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
 
 
-def slates(beams: Beams, exact: bool) -> list[Slate]:
+def slates(beams: Beams, exact: bool) -> list[Slate | Again]:
     """The k best items of each request under its caps, best first; equal scores in the order of
-    item rows.
+    item rows. Fewer beams than a request keeps are all items that it may have.
 
     Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
     target's own.
@@ -143,10 +143,10 @@ def slates(beams: Beams, exact: bool) -> list[Slate]:
     rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
     # Few numbers: the host has sorted them before a device would begin.
     order = np.lexsort((rows_read, -scores_read))
-    answers = []
-    for b, (sequence, request) in enumerate(zip(beams.sequences, beams.requests, strict=True)):
-        places = order[b, : np.count_nonzero(scores_read[b] > DEAD)]
-        places = places[first_k(rows_read[b, places], request.caps, request.k)]
-        found = rows_read[b, places].astype(np.int64), scores_read[b, places]
-        answers.append(Slate(*found, exact, sequence.rounds, sequence.timing))
+    answers, alive_read = [], scores_read > DEAD
+    kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
+    for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):
+        places = order[b, : np.count_nonzero(alive_read[b])]
+        found = rows_read[b, places], scores_read[b, places]
+        answers.append(answer(sequence, *found, complete=bool(kept[b] < width), exact=exact))
     return answers

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.diversity import first_k
-from recserve.core.request import RecommendRequest, Slate
+from recserve.core.request import Again, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
+from recserve.verify.capped import answer, with_chosen
 from recserve.verify.scores import path_scores, root_scores
 
 LIFT = 3.0  # accepted: so many times as likely as an item drawn blindly
@@ -81,7 +82,7 @@ def lacking(judged: Judged, beams: Beams) -> list[int]:
     numbers = []
     for b, sequence in enumerate(beams.sequences):
         request = _request(sequence)
-        rows = judged.rows[judged.accepted & (judged.owners == b)]
+        rows = with_chosen(sequence, judged.rows[judged.accepted & (judged.owners == b)])
         if first_k(rows, request.caps, request.k).size < request.k:
             numbers.append(b)
     return numbers
@@ -95,21 +96,23 @@ def only(beams: Beams, numbers: Seq[int]) -> Beams:
     return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
 
 
-def slates(beams: Beams, judged: Judged) -> list[Slate]:
+def slates(beams: Beams, judged: Judged) -> list[Slate | Again]:
     """The accepted items of each request as they came, then the finished beams, likeliest first; k
-    under its caps.
+    under its caps. What another search finds stands behind them in the same order.
     """
     alive = beams.alive()
     rows = beams.trie.items_of_leaves(torch.where(alive, beams.nodes, beams.trie.any_leaf))
     owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
     found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
     every = judged.at(judged.accepted).and_then(found.likeliest_first())
-    answers = []
+    answers, kept = [], alive.sum(1).tolist()
     for b, sequence in enumerate(beams.sequences):
         mine = every.at(every.owners == b)
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
-        mine = mine.at(first_k(mine.rows, _request(sequence).caps, _request(sequence).k))
-        answers.append(Slate(mine.rows, mine.log_probs, False, sequence.rounds, sequence.timing))
+        complete = kept[b] < _request(sequence).width
+        answers.append(
+            answer(sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False)
+        )
     return answers
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.drafting import Draft
-from recserve.core.request import RecommendRequest, Result
+from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft.prefixes import PrefixDraft
@@ -69,9 +69,9 @@ class BeamStrategy:
         scored = beam_verify.record(state, draft, slots, hidden)
         return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
 
-    def finish(self, state: Beams) -> list[Result]:
+    def finish(self, state: Beams) -> Seq[Result | Again]:
         """Slates."""
-        return list(rerank.slates(state, exact=True))
+        return rerank.slates(state, exact=True)
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
         return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)

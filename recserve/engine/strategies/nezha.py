@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
 from recserve.core.descent import searches
-from recserve.core.request import RecommendRequest, Result
+from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
 from recserve.engine.strategies.at_once import AtOnce
@@ -48,15 +48,16 @@ class NezhaStrategy(AtOnce):
             return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)
         beams = rerank.with_rivals(beams, self.model)
+        found = search(beams, self.head, self._contexts(beams), beams.widths)
         for sequence in sequences:
-            sequence.rounds = 1
-        return search(beams, self.head, self._contexts(beams), beams.widths)
+            sequence.rounds += 1
+        return found
 
-    def finish(self, state: Beams) -> list[Result]:
+    def finish(self, state: Beams) -> Seq[Result | Again]:
         """Slates, scored by the head."""
         if state.rivals is not None and state.rivals.log_probs is None:
             state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
-        return list(rerank.slates(state, exact=False))
+        return rerank.slates(state, exact=False)
 
     def _rival_scores(self, state: Beams, rivals: Rivals) -> Tensor:
         """[n] of each valid rival."""

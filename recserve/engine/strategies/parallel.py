@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from recserve.core.request import Result, Slate
+from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.item_graph import best_items
 from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
 from recserve.kernels.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
+from recserve.verify.capped import answer
 
 
 @dataclass(frozen=True)
 class Found:
-    """Requests with their answers. best [B, k]: rank keys, best first, NOTHING where none is."""
+    """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
+    each request as many as `_wanted` says.
+    """
 
     sequences: tuple[Sequence, ...]
     best: Tensor
@@ -47,20 +50,26 @@ class ParallelStrategy(AtOnce):
         tails = torch.stack([s.tail for s in sequences if s.tail is not None])
         log_probs = self.tables.log_probs(tails)
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
-        best = best_items(requests, log_probs, item_tokens, self.first_item)
+        asked = [replace(request, k=_wanted(request)) for request in requests]
+        best = best_items(asked, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return Found(tuple(sequences), best)
 
-    def finish(self, state: Found) -> list[Result]:
+    def finish(self, state: Found) -> Seq[Result | Again]:
         """Slates."""
         best = state.best.cpu()
         counts = (best != NOTHING).sum(1).tolist()
         rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
-        slates: list[Result] = []
+        answers = []
         for b, sequence in enumerate(state.sequences):
-            n = min(request_of(sequence).k, counts[b])
-            slates.append(
-                Slate(rows[b, :n].copy(), scores[b, :n].copy(), False, 0, sequence.timing)
-            )
-        return slates
+            wanted = _wanted(request_of(sequence))
+            n = min(wanted, counts[b])
+            found = rows[b, :n], scores[b, :n]
+            answers.append(answer(sequence, *found, complete=n < wanted, exact=False))
+        return answers
+
+
+def _wanted(request: RecommendRequest) -> int:
+    """Items to find: k, and where caps may leave some out as many as a beam search would keep."""
+    return request.width if request.caps else request.k

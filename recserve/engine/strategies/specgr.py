@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.drafting import Draft
-from recserve.core.request import RecommendRequest, Result
+from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft import guided
@@ -98,9 +98,9 @@ class SpecGRStrategy:
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
-    def finish(self, state: Inspection) -> list[Result]:
+    def finish(self, state: Inspection) -> Seq[Result | Again]:
         """Slates."""
-        return list(threshold.slates(state.beams, state.judged))
+        return threshold.slates(state.beams, state.judged)
 
     def _settled(self, state: Inspection) -> Inspection:
         """Judge, go a level deeper and draft below, until a forward is needed or nothing is left.

@@ -14,7 +14,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
-from recserve.core.request import RecommendRequest, Result
+from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.root_notes import KeptDraft, is_plain
 from recserve.core.sequence import Sequence
 from recserve.draft.kept import keep, kept, keys_of, trim
@@ -180,7 +180,7 @@ class SpeculativeStrategy(BeamStrategy):
         at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
         return likely_prefixes(state, self.head, widths, at, self.skip_single)
 
-    def finish(self, state: Beams) -> list[Result]:
+    def finish(self, state: Beams) -> Seq[Result | Again]:
         """Slates; what they took is remembered, where all were asked and drafted for alike. On a
         CPU that is the thread's own time: what other processes take says nothing about drafts.
         """
