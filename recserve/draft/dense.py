@@ -149,7 +149,7 @@ def _first_depth(request: RecommendRequest, num_items: int) -> int:
     """Items to find per vector, so that likely enough of them are allowed."""
     wanted = float(OVERFETCH * request.k)
     if request.allowed is not None:
-        wanted *= num_items / max(int(np.count_nonzero(request.allowed)), 1)
+        wanted *= num_items / max(request.allowed.count, 1)
     excluded = 0 if request.excluded is None else request.excluded.size
     excluded += 0 if request.trie.gone is None else request.trie.gone.shape[0]
     return min(num_items, int(wanted) + excluded)
@@ -172,10 +172,10 @@ def _allowed(
     if isinstance(trie, TrieOverlay) and trie.gone_on_host is not None:
         allowed &= ~np.isin(rows, trie.gone_on_host.numpy())
     for b in np.unique(owners).tolist():
-        bitmap = requests[b].allowed
-        if bitmap is not None:
+        own = requests[b].allowed
+        if own is not None:
             mine = owners == b
-            allowed[mine] &= bitmap[rows[mine]]
+            allowed[mine] &= own.at(rows[mine])
     return allowed
 
 

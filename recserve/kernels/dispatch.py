@@ -20,7 +20,7 @@ from recserve.kernels.fp8 import Stored
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie_children import BestChildren, LeafBits
+from recserve.kernels.trie_children import Allowed, BestChildren
 from recserve.kernels.trie_overlay import AnyTrie
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -176,7 +176,7 @@ def best_children(
     keep: int,
     normalizers: Tensor | None = None,
     excluded: Tensor | None = None,
-    allowed: LeafBits | None = None,
+    allowed: Allowed | None = None,
 ) -> BestChildren:
     """`trie_children.best_children`."""
     options = (normalizers, excluded, allowed)
