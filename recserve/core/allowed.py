@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie import Leaves, Trie
-from recserve.kernels.trie_children import LeafBits, leaf_bits
+from recserve.kernels.trie import Trie
+from recserve.kernels.trie_children import LeafBits
 from recserve.kernels.trie_overlay import AnyTrie
 
 NO_ROWS, NOTHING_SAID = np.empty(0, np.int64), np.empty(0, bool)
@@ -35,7 +36,7 @@ class BaseLeaves:
 
     def say(self, ranks: Tensor) -> Tensor:
         """[n] bool: whether leaves of the base are allowed. ranks [n]."""
-        return self.bits.within(Leaves(ranks[None], ranks[None] + 1))[0] > 0
+        return (self.bits.words[0][ranks >> 5] >> (ranks & 31)) & 1 > 0
 
 
 @dataclass(frozen=True)
@@ -134,22 +135,20 @@ class AllowedItems:
         if trie.hidden is not None:
             nodes = torch.cat([nodes, trie.hidden_nodes])
             now = torch.cat([now, now.new_zeros(trie.hidden.shape[0])])
-        ranks = nodes - trie.any_leaf
-        inside = nodes < trie.base.num_nodes
-        was = inside & base.say(ranks.clamp(0, trie.base.num_items - 1))
+        inside = (nodes >= 0) & (nodes < trie.base.num_nodes)
+        was = inside & base.say(torch.where(inside, nodes - trie.any_leaf, 0))
         changed = (nodes >= 0) & (now != was)
-        merged = trie.leaves(nodes.clamp(min=0)).first
-        added, removed = merged[changed & now], merged[changed & ~now]
-        added, removed = torch.unique(added), torch.unique(removed)
+        ranks, is_added = trie.leaves(nodes[changed]).first.long(), now[changed]
+        added, removed = torch.unique(ranks[is_added]), torch.unique(ranks[~is_added])
         return AllowedLeaves(weakref.ref(trie), base, added, removed)
 
     def _base_leaves(self, base: Trie) -> BaseLeaves:
         """Goes through the catalogue, once per base."""
-        allowed = np.zeros(base.num_rows, dtype=bool)
-        mask = self.mask()[: base.num_rows]
-        allowed[: len(mask)] = mask
-        kept = on_device(allowed, base.device).index_select(0, base.leaf_items)
-        return BaseLeaves(weakref.ref(base), leaf_bits(kept[None]), self._rows)
+        bits = self.bits
+        if self._rows.size or 8 * bits.size < base.num_rows:
+            mask = self.mask()
+            bits = packed_rows(np.pad(mask, (0, max(0, base.num_rows - len(mask)))))
+        return BaseLeaves(weakref.ref(base), dispatch.leaf_bits(bits, base.leaf_items), self._rows)
 
     def _changed_rows(self, trie: AnyTrie, base: BaseLeaves) -> np.ndarray:
         """[n] rows that are not gone and whose leaves may be allowed otherwise than the base says,
