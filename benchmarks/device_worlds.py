@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from drawn import drawn_language_model
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import (
@@ -137,7 +138,7 @@ class Recommending:
             for root in roots
         ]  # fmt: skip
         if how == "filters":
-            allowed = np.arange(len(ITEMS)) % 3 > 0
+            allowed = AllowedItems.of(np.arange(len(ITEMS)) % 3 > 0)
             requests[0] = replace(requests[0], excluded=np.array([1, 4, 4, 20, 31]))
             requests[1] = replace(requests[1], allowed=allowed, excluded=np.array([2]))
         if how == "diversity":

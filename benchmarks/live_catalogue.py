@@ -1,13 +1,16 @@
 """A catalogue that changes under load: what a change set costs, and what reads notice of it.
 
-    python benchmarks/live_catalogue.py [--items 1000000] [--rate 1000] [--seconds 20] [--retriever]
+    python benchmarks/live_catalogue.py [--items 1000000] [--rate 1000] [--seconds 20]
+    python benchmarks/live_catalogue.py --filtered
+    python benchmarks/live_catalogue.py --retriever
 
 A bundle with drawn vectors, real quantiser, trie and recommender, opened as a service with its
 journal on disk. One thread changes items at the given rate in sets of a hundred (half new, a fifth
 moved, the rest reworded or hidden) while another asks for slates; before it and during it the
-reads are timed. Every answer is checked: it failed, it was short, or it is counted good. With
---retriever the recommender has a dense head, and slates are those of `dense` over the vectors of a
-drawn retriever, two outcomes by three time offsets.
+reads are timed, with --filtered those of items in one of four ranges of prices. Every answer is
+checked: it failed, it was short, or it is counted good. With --retriever the recommender has a
+dense head, and slates are those of `dense` over the vectors of a drawn retriever, two outcomes by
+three time offsets.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from recserve.service import Service
 
 WIDTH, SET = 32, 100
 FITTED_ON = 100_000
+FILTERS = [{"range": ["price", low / 4, low / 4 + 0.25]} for low in range(4)]
 
 
 @dataclass(frozen=True)
@@ -124,15 +128,18 @@ def _drawn_retriever(recommender: Recommender) -> DenseRetriever:
     return retriever
 
 
-def read_while(service: Service, go_on: Callable[[], bool], seed: int, num_items: int) -> Reads:
+def read_while(
+    service: Service, go_on: Callable[[], bool], seed: int, num_items: int, filtered: bool
+) -> Reads:
     """Slates of ten for drawn histories, one after another."""
     draw, times, failed = np.random.default_rng(seed), [], 0
     strategy = "auto" if service.runtime.snapshot.index is None else "dense"
     while go_on():
         history = [f"item{row:08d}" for row in draw.integers(0, num_items, 20)]
+        wanted = FILTERS[len(times) % len(FILTERS)] if filtered else None
+        body = RecommendBody(history=history, k=10, beam_width=20, strategy=strategy, filter=wanted)
         began = time.perf_counter()
         try:
-            body = RecommendBody(history=history, k=10, beam_width=20, strategy=strategy)
             answer = service.recommend(body)
             failed += len(answer.items) != 10 or "illegal_items" in answer.degraded
         except Exception as error:
@@ -198,7 +205,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000, help="changed items per second")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--retriever", action="store_true", help="slates of `dense`")
+    parser.add_argument("--filtered", action="store_true", help="ask with a filter")
     options = parser.parse_args()
+    asked = options.items, options.filtered
     with tempfile.TemporaryDirectory() as folder:
         bundle = make_bundle(Path(folder) / "bundle", options.items, options.retriever)
         store = f"lmdb:{folder}/store"
@@ -207,12 +216,12 @@ def main() -> None:
             gc.collect()
             gc.freeze()
             ends = time.perf_counter() + options.seconds
-            before = read_while(service, lambda: time.perf_counter() < ends, 2, options.items)
+            before = read_while(service, lambda: time.perf_counter() < ends, 2, *asked)
             done = threading.Event()
             found: list[Reads] = []
             reader = threading.Thread(
                 target=lambda: found.append(
-                    read_while(service, lambda: not done.is_set(), 3, options.items)
+                    read_while(service, lambda: not done.is_set(), 3, *asked)
                 )
             )
             reader.start()
@@ -221,9 +230,10 @@ def main() -> None:
             reader.join()
             single = change(service, 100, 1, options.items, 1)
             ends = time.perf_counter() + options.seconds / 2
-            after = read_while(service, lambda: time.perf_counter() < ends, 4, options.items)
+            after = read_while(service, lambda: time.perf_counter() < ends, 4, *asked)
         said = {
             "items": options.items,
+            "filtered": options.filtered,
             "asked_changes_per_second": options.rate,
             "strategy": "dense" if options.retriever else "auto",
             "threads": torch.get_num_threads(),

@@ -188,6 +188,7 @@ def _trie(device: str, smoke: bool) -> Iterator[Case]:
     logits = torch.randn(requests * beams, codes, generator=g).to(device)
     allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
     bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
+    bits = trie_children.Allowed(bits)
     later = torch.randint(0, codes, (max(items // 100, 20), 4), generator=g).unique(dim=0)
     rows = torch.arange(len(later)) + trie.num_rows
     live = overlay_trie(trie, later.to(device), rows.to(device), trie.num_rows + len(later))

@@ -125,7 +125,7 @@ def trie(dtype, kind, normalized, overlay=0):
         "BLOCK": 256, "FILTER": kind.value, "STEPS": 11, "NORMALIZED": normalized,
         "OVERLAY_STEPS": overlay,
     }  # fmt: skip
-    numbers = ["beams", "num_codes", "width", "filter_size", "base_nodes", "num_grown"]
+    numbers = ["beams", "num_codes", "width", "num_ranks", "num_words", "base_nodes", "num_grown"]
     return trie_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
         "normalizers": "*fp32",

@@ -13,6 +13,7 @@ from recserve.core.diversity import Cap
 from recserve.core.expansion import best_children
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
+from recserve.core.request_filters import RequestFilters
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels.scored import nothing_scored
@@ -53,7 +54,8 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
     """The first k of the same by best_children with a bound, and how many forks were opened."""
     top = torch.zeros(1, 1, dtype=torch.int64)
     tails = torch.zeros(1, 1)
-    beams = Beams((), (None,), trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0],
+    filters = RequestFilters(trie, (None,))
+    beams = Beams((), filters, trie, 0, top, torch.zeros(1, 1), top[..., None][..., :0],
                   tails, nothing_scored(tails), places=torch.tensor([[k - 1]]))  # fmt: skip
     opened = 0
     for _ in range(trie.num_levels):

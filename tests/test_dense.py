@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import RecommendRequest
 from recserve.draft import dense
@@ -95,7 +96,7 @@ def plain_slate(world, request):
     owned = {v: [] for v in range(len(vectors)) if budgets[v]}
     excluded = set() if request.excluded is None else set(request.excluded.tolist())
     for row, item in enumerate(world.vectors):
-        if row in excluded or (request.allowed is not None and not request.allowed[row]):
+        if row in excluded or (request.allowed is not None and not request.allowed.mask()[row]):
             continue
         cosines = {v: float(vectors[v] @ item) for v in owned}
         best = max(cosines, key=lambda v: (cosines[v], -v))
@@ -143,7 +144,7 @@ def test_slates_equal_a_plain_loop(form, overfetch, monkeypatch):
     draw = np.random.default_rng(2)
     requests = [world.request(0, 1), world.request(1, 40), world.request(2, 1000)]
     for seed in range(3, 12):
-        allowed = draw.random(len(ORDINARY)) < 0.3 if seed % 3 else None
+        allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.3) if seed % 3 else None
         excluded = draw.integers(0, len(ORDINARY), seed * 3) if seed % 2 else None
         outcome = draw.random(2) + 0.01 if seed % 4 else None
         offsets = np.cumsum([0, *draw.integers(0, 3, len(ORDINARY))])
@@ -160,7 +161,7 @@ def test_slates_equal_a_plain_loop(form, overfetch, monkeypatch):
             assert slate.rows.tolist() == rows
             np.testing.assert_allclose(slate.scores, scores, atol=1e-4)
         if request.allowed is not None:
-            assert request.allowed[slate.rows].all()
+            assert request.allowed.at(slate.rows).all()
         if request.excluded is not None:
             assert not set(slate.rows.tolist()) & set(request.excluded.tolist())
 
@@ -169,7 +170,7 @@ def test_company_does_not_change_a_slate(world):
     draw = np.random.default_rng(5)
     requests = []
     for seed in range(12):
-        allowed = draw.random(len(ORDINARY)) < 0.1 if seed % 4 == 1 else None
+        allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.1) if seed % 4 == 1 else None
         requests.append(world.request(seed, 1 + 3 * seed, allowed=allowed))
     others = [RecommendRequest(draw_root(world.model, 5, 90 + i), world.trie, 5, 8) for i in (0, 1)]
     together = world.engine.run_many([*requests, *others])
@@ -196,7 +197,7 @@ def test_company_does_not_change_a_slate(world):
 def test_the_first_depth_grows_by_the_share_that_is_gone(num_items, gone, allowed, excluded, depth):
     """Ten places of a million rows, of which the index has some."""
     trie = SimpleNamespace(num_rows=1_000_000, gone=torch.arange(gone) if gone else None)
-    bitmap = None if allowed is None else np.arange(1_000_000) < allowed
+    bitmap = None if allowed is None else AllowedItems.of(np.arange(1_000_000) < allowed)
     request = SimpleNamespace(
         k=10, trie=trie, allowed=bitmap, excluded=np.arange(excluded) if excluded else None
     )
@@ -210,9 +211,11 @@ def world_heads(world):
 def test_every_valid_item_comes_where_k_is_larger(world):
     allowed = np.zeros(len(ORDINARY), dtype=bool)
     allowed[[3, 40, 77]] = True
-    slate = world.engine.run(world.request(4, 50, allowed=allowed, excluded=np.array([40, 40])))
+    fields = {"allowed": AllowedItems.of(allowed), "excluded": np.array([40, 40])}
+    slate = world.engine.run(world.request(4, 50, **fields))
     assert sorted(slate.rows.tolist()) == [3, 77]
-    nothing = world.engine.run(world.request(4, 5, allowed=np.zeros(len(ORDINARY), dtype=bool)))
+    nobody = AllowedItems.of(np.zeros(len(ORDINARY), dtype=bool))
+    nothing = world.engine.run(world.request(4, 5, allowed=nobody))
     assert nothing.rows.size == 0
 
 

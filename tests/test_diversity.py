@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
@@ -75,7 +76,7 @@ def test_first_k_equals_a_greedy_loop(seed):
     assert first_k(rows, (), 7).tolist() == list(range(min(7, rows.size)))
     chosen = rows[first_k(rows, caps, 5)]
     allowed = draw.random(items) < 0.7
-    left = still_open(chosen, caps, allowed, items)
+    left = still_open(chosen, caps, AllowedItems.of(allowed), items)
     expected = plain_open(chosen.tolist(), caps, np.flatnonzero(allowed).tolist())
     assert np.flatnonzero(left).tolist() == expected
 
@@ -87,7 +88,7 @@ class World:
         self.codes = CATALOGUES["ordinary"]
         self.model, self.trie = make(self.codes, form, normalization)
         heads = Heads(make_head(self.model, "from-target"), nezha_head(self.model))
-        for network in (self.model, heads.self_draft, heads.nezha) if packed else ():
+        for network in (self.model, heads.prefixes, heads.nezha) if packed else ():
             network.pack()
         self.engine = Engine(self.model, config=CONFIG, heads=heads)
 
@@ -103,7 +104,7 @@ class World:
             "k": k,
             "beam_width": k + int(draw.integers(0, 3)),
             "excluded": draw.integers(0, items, 20) if seed % 2 else None,
-            "allowed": draw.random(items) < 0.6 if seed % 4 > 1 else None,
+            "allowed": AllowedItems.of(draw.random(items) < 0.6) if seed % 4 > 1 else None,
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
         root = draw_root(self.model, seed % 7, seed)
@@ -111,8 +112,8 @@ class World:
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
-        allowed = np.ones(len(self.codes), bool) if request.allowed is None else request.allowed
-        allowed = allowed.copy()
+        every = np.ones(len(self.codes), bool)
+        allowed = every if request.allowed is None else request.allowed.mask()
         allowed[[] if request.excluded is None else request.excluded] = False
         return np.flatnonzero(allowed).tolist()
 
@@ -124,7 +125,9 @@ class World:
         while True:
             left = plain_open(chosen, request.caps, self.legal(request))
             open_ = np.isin(np.arange(len(self.codes)), left)
-            free = replace(request, k=request.width, caps=(), excluded=None, allowed=open_)
+            free = replace(
+                request, k=request.width, caps=(), excluded=None, allowed=AllowedItems.of(open_)
+            )
             found, searches = self.engine.run(free), searches + 1
             scores |= zip(found.rows.tolist(), found.scores.tolist(), strict=True)
             chosen = plain_first_k([*chosen, *found.rows.tolist()], request.caps, request.k)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import (
     DeadlineExceeded,
     LikelihoodRequest,
@@ -179,15 +180,16 @@ def test_filters_leave_no_beam_dead(form, normalization):
         kept = rng.permutation(len(codes))[:keep]
         allowed = np.zeros(len(codes), dtype=bool)
         allowed[kept] = True
-        bitmap = engine.run(RecommendRequest(root, trie, 10, 200, allowed=allowed))
+        items = AllowedItems.of(allowed)
+        bitmap = engine.run(RecommendRequest(root, trie, 10, 200, allowed=items))
         listed = engine.run(
             RecommendRequest(root, trie, 10, 200, excluded=np.flatnonzero(~allowed))
         )
         best = kept[np.argsort(-scores[kept].numpy(), kind="stable")][:10]
         assert bitmap.rows.tolist() == listed.rows.tolist() == best.tolist()
-        narrow = engine.run(RecommendRequest(root, trie, 3, 3, allowed=allowed))
+        narrow = engine.run(RecommendRequest(root, trie, 3, 3, allowed=items))
         assert len(narrow.rows) == min(3, keep) and allowed[narrow.rows].all()
-        both = engine.run(RecommendRequest(root, trie, 10, 200, excluded=best[:1], allowed=allowed))
+        both = engine.run(RecommendRequest(root, trie, 10, 200, excluded=best[:1], allowed=items))
         rest = kept[np.argsort(-scores[kept].numpy(), kind="stable")][1:11]
         assert both.rows.tolist() == rest.tolist()
 

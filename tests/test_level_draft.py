@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from recserve.bundle import Bundle
 from recserve.cli import app
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
@@ -51,7 +52,7 @@ def asked_of(model, trie):
         if i % 2:
             fields["excluded"] = rng.integers(0, items, i)
         if i > 2:
-            fields["allowed"] = rng.random(items) < 0.5
+            fields["allowed"] = AllowedItems.of(rng.random(items) < 0.5)
         root = draw_root(model, 1 + 2 * i, i)
         requests.append(RecommendRequest(root, trie, k, width, "speculative", **fields))
     return requests

@@ -5,6 +5,7 @@ import torch
 
 from recserve.core.beams import Beams
 from recserve.core.request import RecommendRequest
+from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft.prefixes import draft_of_keys
@@ -100,8 +101,8 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
         tails = torch.zeros(batch, 4)
         for known in (scored, nothing_scored(tails)):
             beams = Beams(
-                sequences, (None,) * batch, trie, level, paths[..., -1], log_probs, paths,
-                tails, known,
+                sequences, RequestFilters(trie, (None,) * batch), trie, level, paths[..., -1],
+                log_probs, paths, tails, known,
             )  # fmt: skip
             for closing in (level, trie.num_levels):
                 monkeypatch.setitem(getattr(trie, "base", trie).__dict__, "closing_level", closing)

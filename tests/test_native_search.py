@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
@@ -40,7 +41,7 @@ def asked_of(model, trie, form, seed=0):
         if form == "excluded":
             fields["excluded"] = rng.integers(0, items, i)
         if form == "allowed" and i % 2:
-            fields["allowed"] = rng.random(items) < 0.4
+            fields["allowed"] = AllowedItems.of(rng.random(items) < 0.4)
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
         root = draw_root(model, 1 + 2 * i, i)

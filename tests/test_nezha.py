@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
@@ -161,7 +162,9 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
         allowed = np.zeros(len(codes), dtype=bool)
         allowed[kept] = True
         slate = engine.run(
-            RecommendRequest(draw_root(model, 4, 0), trie, 10, 10, "nezha", allowed=allowed)
+            RecommendRequest(
+                draw_root(model, 4, 0), trie, 10, 10, "nezha", allowed=AllowedItems.of(allowed)
+            )
         )
         assert len(slate.rows) == min(10, keep) == len(set(slate.rows.tolist()))
         assert allowed[slate.rows].all()

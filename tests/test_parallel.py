@@ -10,6 +10,7 @@ from test_engine import root_of
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.draft import item_graph as draft_graph
 from recserve.engine.engine import Engine, EngineConfig
@@ -93,7 +94,7 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
     rng = np.random.default_rng(0)
     requests = []
     for n, share in enumerate([None, 0.9, 0.5, 0.05]):
-        allowed = None if share is None else rng.random(trie.num_items) < share
+        allowed = share and AllowedItems.of(rng.random(trie.num_items) < share)
         excluded = rng.integers(0, trie.num_items, 30)
         root = root_of(model, [n, n + 1])
         for used in (None, graph):
@@ -105,7 +106,7 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
         usable = np.ones(trie.num_items, dtype=bool)
         usable[request.excluded] = False
         if request.allowed is not None:
-            usable &= request.allowed
+            usable &= request.allowed.mask()
         assert usable[slate.rows].all() and len(set(slate.rows.tolist())) == len(slate.rows)
         assert len(slate.rows) == min(60, int(usable.sum()))
         alone = engine.run(request)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from device_worlds import recommending
 
+from recserve.core.allowed import AllowedItems
 from recserve.kernels import dispatch, native
 
 if native.library() is None:
@@ -21,7 +22,7 @@ def test_rivals_are_scored_alike_in_c_and_in_torch(strategy, trie, monkeypatch):
         monkeypatch.setattr(dispatch, "KERNELS", kernels)
         world = recommending("cpu")
         asked = world.ask(strategy, "live" if trie == "live" else "plain", events=(3, 9, 1, 5))
-        few = np.arange(getattr(world, trie).num_rows) % 9 == 2
+        few = AllowedItems.of(np.arange(getattr(world, trie).num_rows) % 9 == 2)
         changes = [{}, {"allowed": few}, {"dense_weight": 0.0}, {"beam_width": 40, "k": 30}]
         asked = [
             replace(request, **{"dense_weight": 0.7, **change})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.draft import guided
@@ -36,7 +37,7 @@ def drawn_fields(seed):
     offsets = np.cumsum([0, *draw.integers(0, 3, ITEMS)])
     listed = ListedGroups(offsets, draw.integers(0, 9, offsets[-1]))
     return {
-        "allowed": draw.random(ITEMS) < 0.4 if seed % 3 else None,
+        "allowed": AllowedItems.of(draw.random(ITEMS) < 0.4) if seed % 3 else None,
         "excluded": draw.integers(0, ITEMS, seed * 2) if seed % 2 else None,
         "caps": (Cap(listed, 2),) if seed % 4 == 3 else (),
     }
@@ -51,7 +52,7 @@ def likelihoods(world, request):
 def open_rows(request):
     """Items that a request may be answered with, one after another."""
     excluded = set() if request.excluded is None else set(request.excluded.tolist())
-    allowed = np.ones(ITEMS, dtype=bool) if request.allowed is None else request.allowed
+    allowed = np.ones(ITEMS, dtype=bool) if request.allowed is None else request.allowed.mask()
     return [row for row in range(ITEMS) if allowed[row] and row not in excluded]
 
 
@@ -127,7 +128,7 @@ def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
         items = below(beams, retriever, lacking, judged, skip)
         open_ = guided._open_below(beams, 0, judged[0])
         if open_.sum() > (size := beams.widths[0]):
-            request = ask(world, 5, size, size, "dense", allowed=open_)
+            request = ask(world, 5, size, size, "dense", allowed=AllowedItems.of(open_))
             found = Engine(world.model, config=SMALL, heads=world.engine_heads).run(request)
             assert set(items.rows.tolist()) == set(found.rows.tolist())
             compared += 1
@@ -161,9 +162,11 @@ def test_one_forward_is_enough_where_k_are_accepted(world, monkeypatch):
 def test_every_valid_item_comes_where_k_is_larger(world):
     allowed = np.zeros(ITEMS, dtype=bool)
     allowed[[3, 40, 77]] = True
-    slate = world.engine.run(ask(world, 4, 50, 50, allowed=allowed, excluded=np.array([40, 40])))
+    fields = {"allowed": AllowedItems.of(allowed), "excluded": np.array([40, 40])}
+    slate = world.engine.run(ask(world, 4, 50, 50, **fields))
     assert sorted(slate.rows.tolist()) == [3, 77]
-    nothing = world.engine.run(ask(world, 4, 5, 5, allowed=np.zeros(ITEMS, dtype=bool)))
+    nobody = AllowedItems.of(np.zeros(ITEMS, dtype=bool))
+    nothing = world.engine.run(ask(world, 4, 5, 5, allowed=nobody))
     assert nothing.rows.size == 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine import costs as costs_module
 from recserve.engine import step_costs as step_costs_module
@@ -341,7 +342,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
         RecommendRequest(draw_root(model, 9, i), trie, 3 + i, 8 + i, "speculative")
         for i in range(6)
     ]
-    requests[3] = replace(requests[3], allowed=allowed)
+    requests[3] = replace(requests[3], allowed=AllowedItems.of(allowed))
     for _ in range(3 if trims else 1):
         before = [engine.run(request) for request in requests[:3]]
     mixed = engine.run_many(requests)
@@ -375,7 +376,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
         replace(asked, beam_width=12),
         replace(asked, excluded=np.array([4])),
         replace(asked, excluded=None),
-        replace(asked, allowed=allowed),
+        replace(asked, allowed=AllowedItems.of(allowed)),
         replace(asked, trie=replace(trie)),
     ]
     for count, other in enumerate(others, start=2):

@@ -8,7 +8,7 @@ from test_trie import CATALOGUES
 
 from recserve.kernels.fixed_trie import FixedTrie
 from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import best_children, leaf_bits, popcount, unpacked
+from recserve.kernels.trie_children import Allowed, best_children, leaf_bits, popcount, unpacked
 from recserve.kernels.trie_insertion import overlay_trie
 
 DEAD = float("-inf")
@@ -75,7 +75,7 @@ def test_best_children_are_those_of_a_plain_loop(codes, form):
         allowed, excluded = draw_filters(trie, 3, seed=level)
         options = {}
         if form == "allowed":
-            options["allowed"] = leaf_bits(allowed)
+            options["allowed"] = Allowed(leaf_bits(allowed))
         elif form == "excluded":
             options["excluded"] = excluded
             allowed = torch.ones_like(allowed)
@@ -110,15 +110,31 @@ def test_both_filters_at_once_are_refused():
     allowed, excluded = draw_filters(trie, 1)
     with pytest.raises(ValueError, match="clear the excluded"):
         best_children(
-            trie, nodes, log_probs, logits, 8, 2, excluded=excluded, allowed=leaf_bits(allowed)
+            trie,
+            nodes,
+            log_probs,
+            logits,
+            8,
+            2,
+            excluded=excluded,
+            allowed=Allowed(leaf_bits(allowed)),
         )
 
 
-def options_of(form, logits, allowed, excluded):
+def allowed_of(trie, allowed):
+    """Those of the base as bits, later ones as a list. allowed [B, I] bool over leaf ranks."""
+    kept = torch.ones(trie.num_items, dtype=torch.bool)
+    kept[trie.later] = False
+    ranks = trie.later.expand(len(allowed), -1)
+    ranks = ranks.masked_fill(~allowed[:, trie.later], trie.num_items).sort().values
+    return Allowed(leaf_bits(allowed[:, kept]), ranks if ranks.shape[1] else None)
+
+
+def options_of(form, trie, logits, allowed, excluded):
     return {
         "children": {},
         "normalized": {"normalizers": logits.logsumexp(-1)},
-        "allowed": {"allowed": leaf_bits(allowed)},
+        "allowed": {"allowed": allowed_of(trie, allowed)},
         "excluded": {"excluded": excluded},
     }[form]
 
@@ -136,7 +152,7 @@ def test_triton_matches_torch(codes, form, monkeypatch):
     for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
         allowed, excluded = draw_filters(trie, 2, seed=level)
-        options = options_of(form, logits, allowed, excluded)
+        options = options_of(form, trie, logits, allowed, excluded)
         arguments = (trie, nodes, log_probs, logits, width, 12)
         expected = best_children(*arguments, **options)
         got = trie_topk.best_children(*arguments, **options)
@@ -172,7 +188,7 @@ def test_triton_matches_torch_over_an_overlay(name, form):
             log_probs[1, 1:2] = DEAD
             logits = torch.randn(nodes.numel(), sizes[level], generator=g)
             allowed, excluded = draw_filters(version, 2, seed=level)
-            options = options_of(form, logits, allowed, excluded)
+            options = options_of(form, version, logits, allowed, excluded)
             expected = best_children(version, nodes, log_probs, logits, width, 12, **options)
             fixed.load(version)
             for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):
@@ -202,7 +218,7 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
         torch.cat([x, x.new_full((2, filler), fill)], dim=1)
         for x, fill in ((bits.words, 0), (bits.counts, 0), (excluded, 2**31 - 1))
     )
-    options = {"allowed": {"allowed": bits}, "excluded": {"excluded": excluded}}[form]
+    options = {"allowed": {"allowed": Allowed(bits)}, "excluded": {"excluded": excluded}}[form]
     expected = best_children(trie, nodes, log_probs, logits, width, 12, **options)
     size = words.shape[1] if form == "allowed" else ranks.shape[1]
     assert shift * codes > 2**31 < shift * width and shift // beams * size > 2**31
@@ -220,9 +236,10 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     trie_topk.children_kernel[(2 * beams,)](
         trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *[nodes] * 7,
         far(nodes, 1), far(log_probs, 1), far(logits, codes), far(log_probs, 1), *filters,
-        far(keys, width), beams, codes, width, size, trie.num_nodes, 0, 0,
-        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value, STEPS=size.bit_length(),
-        NORMALIZED=False, OVERLAY_STEPS=0,
+        far(keys, width), beams, codes, width, ranks.shape[1] * (form != "allowed"),
+        words.shape[1], trie.num_nodes, 0, 0,
+        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value,
+        STEPS=0 if form == "allowed" else size.bit_length(), NORMALIZED=False, OVERLAY_STEPS=0,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
@@ -128,8 +129,9 @@ def test_filters_count_what_is_left_at_every_node(changed, bitmap):
     draw = np.random.default_rng(3)
     excluded = draw.choice(changed.rows.numpy(), min(len(changed.rows), 20))
     allowed = draw.random(changed.num_rows) < 0.6 if bitmap else None
-    found = leaf_filter(changed.overlay, excluded, allowed)
-    left = found.remaining(changed.overlay.leaves(changed.node))
+    items = AllowedItems.of(allowed) if bitmap else None
+    found = leaf_filter(changed.overlay, excluded, items)
+    left = found.remaining(changed.overlay, changed.node)
     banned = set(excluded.tolist()) | set(changed.hidden)
     rows, ranges = (
         changed.rebuilt.leaf_rows.tolist(),
@@ -170,7 +172,7 @@ def test_rows_outside_the_version_are_refused():
     with pytest.raises(ValueError, match=f"the catalogue has {changed.num_rows}"):
         leaf_filter(changed.overlay, np.array([changed.num_rows]), None)
     with pytest.raises(ValueError, match="allowed is"):
-        leaf_filter(changed.overlay, None, np.ones(changed.num_rows - 1, bool))
+        leaf_filter(changed.overlay, None, AllowedItems.of(np.ones(changed.num_rows - 1, bool)))
 
 
 def engine_of(changed):
@@ -213,7 +215,7 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
         fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
         fields["dense_weight"] = dense_weight
         asked.append(RecommendRequest(root, changed.overlay, **fields))
-        expected.append(RecommendRequest(root, rebuilt, allowed=live, **fields))
+        expected.append(RecommendRequest(root, rebuilt, allowed=AllowedItems.of(live), **fields))
     for mine, theirs in zip(engine.run_many(asked), engine.run_many(expected), strict=True):
         assert mine.rows.tolist() == theirs.rows.tolist()
         assert live[mine.rows].all()

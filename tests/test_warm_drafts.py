@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.request import (
     DeadlineExceeded,
     QueueFull,
@@ -94,14 +95,14 @@ def test_another_question_is_answered_as_if_nothing_were_kept():
     for other in (
         replace(asked, k=6),
         replace(asked, excluded=np.arange(9)),
-        replace(asked, allowed=allowed),
+        replace(asked, allowed=AllowedItems.of(allowed)),
         replace(asked, trie=replace(trie)),
     ):
         slate, plain = engine.run(other), engine.run(replace(other, strategy="beam"))
         assert slate.exact and slate.rows.tolist() == plain.rows.tolist()
         np.testing.assert_allclose(slate.scores, plain.scores, atol=2e-5)
     engine.forget(asked.root.keys)
-    engine.run(warmed(replace(asked, allowed=allowed)))
+    engine.run(warmed(replace(asked, allowed=AllowedItems.of(allowed))))
     found = engine._lanes["recommender"].cache.match(asked.root.keys)
     assert found.tail is not None and found.notes.draft is None
 
@@ -202,7 +203,9 @@ def test_an_engine_says_what_it_would_answer_from_a_kept_draft():
     engine, model, trie = make_engine()
     asked = warmed(RecommendRequest(draw_root(model, 9, 0), trie, 5, 9))
     assert engine.repeats(asked) and not engine.repeats(replace(asked, strategy="beam"))
-    assert not engine.repeats(replace(asked, allowed=np.ones(trie.num_rows, dtype=bool)))
+    assert not engine.repeats(
+        replace(asked, allowed=AllowedItems.of(np.ones(trie.num_rows, dtype=bool)))
+    )
     engine._strategies["speculative"].only = NOTHING
     assert not engine.repeats(asked)
     bare = Engine(model, config=SMALL)

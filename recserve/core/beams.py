@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import RecommendRequest
+from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
-from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.scored import Scored
 from recserve.kernels.trie_overlay import AnyTrie
 
@@ -68,7 +68,7 @@ class Beams:
     """
 
     sequences: tuple[Sequence, ...]
-    filters: tuple[LeafFilter | None, ...]
+    filters: RequestFilters
     trie: AnyTrie
     level: int
     nodes: Tensor

@@ -83,7 +83,7 @@ def descend(
     found = search(
         beams.trie.native,
         Prefixes(beams.log_probs, beams.paths),
-        Limits(widths, _places(beams), beams.filters),
+        Limits(widths, _places(beams), beams.filters.each),
         states,
         until,
         _rivals(beams),

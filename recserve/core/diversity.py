@@ -17,6 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
+from recserve.core.allowed import AllowedItems
+
 
 class Groups(Protocol):
     """Groups of items, by number; nothing is worked out but for the items that are asked about."""
@@ -65,14 +67,14 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
 
 
 def still_open(
-    rows: np.ndarray, caps: Seq[Cap], allowed: np.ndarray | None, num_rows: int
+    rows: np.ndarray, caps: Seq[Cap], allowed: AllowedItems | None, num_rows: int
 ) -> np.ndarray:
     """[num_rows] bool: the allowed items that may stand beside the chosen ones, one of them at
     least.
 
-    rows: [n] item rows that keep to the caps. allowed: [num_rows] bool, None: all.
+    rows: [n] item rows that keep to the caps. allowed: None: all.
     """
-    left = np.ones(num_rows, dtype=bool) if allowed is None else allowed.copy()
+    left = np.ones(num_rows, dtype=bool) if allowed is None else allowed.mask()
     left[rows] = False
     for cap in caps:
         groups, counts = np.unique(cap.groups.of(rows)[1], return_counts=True)

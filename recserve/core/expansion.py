@@ -8,20 +8,14 @@ trie was built (kernels/trie_overlay.py) stand after all others of their level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import above_bound
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.trie_children import DEAD, BestChildren, LeafBits, leaf_bits
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie_children import DEAD, BestChildren
 
 
 def best_children(
@@ -36,7 +30,7 @@ def best_children(
     """
     trie, width = beams.trie, beams.nodes.shape[1]
     widest = trie.widths[beams.level]
-    left = filters_of(trie, beams.filters)
+    left = beams.filters.left
     found = dispatch.best_children(
         trie,
         beams.nodes,
@@ -70,35 +64,3 @@ def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
     above = parents[..., None].expand(-1, -1, beams.level)
     paths = torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1)
     return beams.at(beams.level + 1, chosen, kept, paths, parents)
-
-
-@dataclass(frozen=True)
-class Left:
-    """What B requests allow, as kernels read it: one of the two, or neither.
-
-    excluded [B, X] int32: leaf ranks, ascending, padded with the number of items. allowed: bits.
-    """
-
-    excluded: Tensor | None = None
-    allowed: LeafBits | None = None
-
-
-def filters_of(trie: AnyTrie, filters: Seq[LeafFilter | None], in_bits: bool = False) -> Left:
-    """The filters of requests over one trie; None: the request allows everything. in_bits: as bits
-    whatever they are.
-    """
-    if all(f is None for f in filters) and not in_bits:
-        return Left()
-    items, device = trie.num_items, trie.device
-    if all(f is None or f.before is None for f in filters) and not in_bits:
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        lists = [torch.cat([nothing, *(f.excluded if f else ())]).sort().values for f in filters]
-        return Left(pad_sequence(lists, batch_first=True, padding_value=items).int())
-    allowed = torch.ones(len(filters), items + 1, dtype=torch.bool, device=device)
-    for own, f in zip(allowed, filters, strict=True):
-        if f is not None and f.before is not None:
-            own[:-1] = f.before.diff() > 0
-        elif f is not None:
-            for ranks in f.excluded:
-                own.index_fill_(0, ranks, False)
-    return Left(None, leaf_bits(allowed[:, :-1]))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.core.allowed import AllowedItems, is_gone
 from recserve.kernels.host import on_device
 from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie_overlay import AnyTrie
@@ -18,32 +19,25 @@ NOTHING = np.empty(0, np.int64)
 
 
 def leaf_filter(
-    trie: AnyTrie, excluded: np.ndarray | None, allowed: np.ndarray | None
+    trie: AnyTrie, excluded: np.ndarray | None, allowed: AllowedItems | None
 ) -> LeafFilter | None:
     """Filter of one request; None where it allows everything.
 
-    excluded: [X] item rows, duplicates allowed. allowed: [I] bool over item rows.
-    Raises ValueError for a row outside the catalogue or a bitmap of another length.
+    excluded: [X] item rows, duplicates allowed. Costs what is excluded, if the allowed leaves were
+    asked for before. Raises ValueError for a row outside the catalogue or items of another version.
     """
-    hidden = trie.hidden
     _check(trie, excluded)
-    if allowed is not None:
-        if allowed.shape != (trie.num_rows,):
-            raise ValueError(f"allowed is {allowed.shape}; the catalogue has {trie.num_rows} items")
-        kept = on_device(allowed, trie.device).index_select(0, trie.leaf_rows)
-        if excluded is not None and excluded.size:
-            kept = torch.cat([kept, kept[:1]]).index_fill_(0, _ranks(trie, excluded), False)[:-1]
-        if hidden is not None:
-            kept.index_fill_(0, hidden, False)
-        zero = torch.zeros(1, dtype=torch.int64, device=trie.device)
-        return LeafFilter((), torch.cat([zero, kept.cumsum(0)]))
-    lists = () if hidden is None else (hidden,)
+    leaves = None if allowed is None else allowed.leaves(trie)
+    hidden = trie.hidden if leaves is None else leaves.removed
+    lists = () if hidden is None or not hidden.shape[0] else (hidden,)
     if excluded is not None and excluded.size:
-        ranks = _ranks(trie, excluded)
-        if hidden is not None:
-            at = torch.searchsorted(hidden, ranks).clamp(max=hidden.shape[0] - 1)
-            ranks = torch.where(hidden[at] == ranks, trie.num_items, ranks)
-        lists = (*lists, torch.sort(ranks).values)
+        rows = np.unique(excluded)
+        kept = ~is_gone(trie, rows)
+        if allowed is not None:
+            kept &= allowed.at(rows)
+        lists = (*lists, _ranks(trie, rows[kept]))
+    if leaves is not None:
+        return LeafFilter(lists, leaves.base.bits, leaves.added)
     return LeafFilter(lists) if lists else None
 
 
@@ -79,6 +73,6 @@ def _check(trie: AnyTrie, excluded: np.ndarray | None) -> None:
 
 
 def _ranks(trie: AnyTrie, rows: np.ndarray) -> Tensor:
-    """Leaf ranks of the different item rows, the number of items for one without a leaf."""
-    ranks = trie.leaf_ranks(on_device(np.unique(rows), trie.device, torch.int64)).long()
-    return torch.where(ranks >= 0, ranks, trie.num_items)
+    """Ascending leaf ranks of item rows, the number of items for one without a leaf."""
+    ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
+    return torch.where(ranks >= 0, ranks, trie.num_items).sort().values

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.item_graph import ItemGraph
@@ -35,7 +36,7 @@ class RecommendRequest:
     """Generate the k best items.
 
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
-    allowed: bool [I] over item rows, None: all. dense_weight: weight of the dense head's
+    allowed: of that version, None: all. dense_weight: weight of the dense head's
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
     the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
@@ -51,7 +52,7 @@ class RecommendRequest:
     beam_width: int
     strategy: StrategyName = "beam"
     excluded: np.ndarray | None = None
-    allowed: np.ndarray | None = None
+    allowed: AllowedItems | None = None
     dense_weight: float = 0.0
     deadline_s: float | None = None
     graph: ItemGraph | None = None

@@ -155,7 +155,7 @@ def first_depth(request: RecommendRequest, num_items: int) -> int:
     num_gone = 0 if trie.gone is None else trie.gone.shape[0]
     wanted = OVERFETCH * request.k * num_items / max(trie.num_rows - num_gone, 1)
     if request.allowed is not None:
-        wanted *= trie.num_rows / max(int(np.count_nonzero(request.allowed)), 1)
+        wanted *= trie.num_rows / max(request.allowed.count, 1)
     excluded = 0 if request.excluded is None else request.excluded.size
     return max(1, min(num_items, math.ceil(wanted) + excluded))
 
@@ -177,10 +177,10 @@ def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendReques
         at = np.minimum(np.searchsorted(gone, rows), gone.size - 1)
         allowed &= gone[at] != rows
     for b in np.unique(owners).tolist():
-        bitmap = requests[b].allowed
-        if bitmap is not None:
+        own = requests[b].allowed
+        if own is not None:
             mine = owners == b
-            allowed[mine] &= bitmap[rows[mine]]
+            allowed[mine] &= own.at(rows[mine])
     return allowed
 
 

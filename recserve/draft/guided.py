@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.beams import Beams
 from recserve.draft.candidates import needed_prefixes
 from recserve.draft.dense import nearest
@@ -58,9 +59,10 @@ def draft_under_beams(
     large = [i for i, b in enumerate(lacking) if found[i].size > asked[b].width]
     if large:
         numbers = [lacking[i] for i in large]
+        bitmaps = [AllowedItems.of(allowed[i]) for i in large]
         requests = [
-            replace(asked[b], k=asked[b].width, caps=(), excluded=None, allowed=allowed[i])
-            for i, b in zip(large, numbers, strict=True)
+            replace(asked[b], k=asked[b].width, caps=(), excluded=None, allowed=open_)
+            for open_, b in zip(bitmaps, numbers, strict=True)
         ]
         for i, each in zip(large, nearest(retriever, beams.tails[numbers], requests), strict=True):
             found[i] = each.rows
@@ -80,7 +82,7 @@ def _open_below(beams: Beams, b: int, judged: np.ndarray) -> np.ndarray:
         below[trie.gone] = False
     open_ = below.cpu().numpy()
     if request.allowed is not None:
-        open_ &= request.allowed
+        open_ &= request.allowed.mask()
     if request.excluded is not None:
         open_[request.excluded] = False
     open_[judged] = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -73,7 +72,7 @@ def usable_items(
     usable = torch.ones(len(requests), items, dtype=torch.bool, device=device)
     for b, request in enumerate(requests):
         if request.allowed is not None:
-            usable[b] = on_device(request.allowed, device)
+            usable[b] = on_device(request.allowed.mask(), device)
         if request.excluded is not None:
             usable[b].index_fill_(0, on_device(request.excluded, device, torch.int64), False)
     if gone is not None:
@@ -94,7 +93,7 @@ def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[
     """Numbers of the requests that walk the same graph with the same width."""
     parts: dict[tuple[int, int], list[int]] = {}
     for b, request in enumerate(requests):
-        open_ = request.allowed is None or 2 * np.count_nonzero(request.allowed) >= items
+        open_ = request.allowed is None or 2 * request.allowed.count >= items
         graph = request.graph
         if graph is not None and open_ and items - graph.num_items <= MOST_UNKNOWN * items:
             parts.setdefault((id(graph), _width(request)), []).append(b)

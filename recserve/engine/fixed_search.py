@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
-from recserve.core.expansion import Left, filters_of
 from recserve.core.filtering import excluded_ranks, leaf_filter
 from recserve.core.request import RecommendRequest
+from recserve.core.request_filters import Left, RequestFilters
 from recserve.core.sequence import Sequence
 from recserve.engine.search_scorers import Scorer, Step
 from recserve.engine.strategies.beam import request_of
 from recserve.kernels import dispatch
 from recserve.kernels.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.trie_children import DEAD, LeafBits, child_log_probs, leaf_bits
+from recserve.kernels.trie_children import DEAD, Allowed, LeafBits, child_log_probs, counted
 from recserve.kernels.trie_overlay import AnyTrie
 
 
@@ -112,32 +112,35 @@ class FixedFilter:
         if excluded is not None:
             self.left = Left(torch.full((requests, excluded), NOWHERE, device=device))
             return
-        everything = torch.ones(1, trie.most_items, dtype=torch.bool, device=device)
-        bits = leaf_bits(everything)
-        words, counts = bits.words.repeat(requests, 1), bits.counts.repeat(requests, 1)
-        self.left = Left(None, LeafBits(words, counts))
+        size = requests, trie.base.num_items // 32 + 1
+        bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
+        added = torch.full((requests, trie.trie.inserted.shape[0]), NOWHERE, device=device)
+        self.left = Left(None, Allowed(bits, added))
 
     def of(self, requests: int) -> Left:
         """Of the first requests."""
         if self.left.excluded is not None:
             return Left(self.left.excluded[:requests])
-        assert self.left.allowed is not None
-        words, counts = self.left.allowed.words, self.left.allowed.counts
-        return Left(None, LeafBits(words[:requests], counts[:requests]))
+        allowed = self.left.allowed
+        assert allowed is not None and allowed.added is not None
+        words, counts = allowed.bits.words[:requests], allowed.bits.counts[:requests]
+        return Left(None, Allowed(LeafBits(words, counts), allowed.added[:requests]))
 
     def load(self, version: AnyTrie, requests: Seq[RecommendRequest]) -> None:
         """Those of requests over this version; for requests that are not there it does not
         matter.
         """
-        if self.left.allowed is not None:
-            filters = [leaf_filter(version, r.excluded, r.allowed) for r in requests]
-            found = filters_of(version, filters, in_bits=True).allowed
-            assert found is not None
-            for place, column in (
-                (self.left.allowed.words, found.words),
-                (self.left.allowed.counts, found.counts),
-            ):
-                place[: column.shape[0], : column.shape[1]].copy_(column)
+        if (place := self.left.allowed) is not None:
+            filters = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
+            found, count = RequestFilters(version, filters).in_bits(), len(requests)
+            place.bits.words[:count].copy_(found.bits.words)
+            place.bits.counts[:count].copy_(found.bits.counts)
+            assert place.added is not None
+            if not self._clean:
+                place.added.fill_(NOWHERE)
+            if found.added is not None:
+                place.added[:count, : found.added.shape[1]].copy_(found.added)
+            self._clean = found.added is None
             return
         assert self.left.excluded is not None
         excluded = excluded_ranks(version, [r.excluded for r in requests], NOWHERE)

@@ -98,19 +98,32 @@ class ItemFilters:
         kinds = {name: schema.field(name).type for name in items.attributes.column_names}
         self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
 
+    def key(self, tree: Any) -> bytes:
+        """The same for the same filter. Raises FilterError for a tree that is too deep or large, or
+        has an unknown operator or field.
+        """
+        self._check(tree, "", 1, [0])
+        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+    def evaluate(self, tree: Any) -> np.ndarray:
+        """[I] bool, made anew: the items that fulfil a filter that has a key.
+
+        Raises FilterError for a value of the wrong type.
+        """
+        return self._evaluate(tree, "")
+
     def allowed(self, tree: Any) -> np.ndarray:
         """[I] bool, shared with others who ask the same: the items that fulfil the filter.
 
         Raises FilterError for a tree that is too deep or large, an unknown operator or field, or a
         value of the wrong type.
         """
-        self._check(tree, "", 1, [0])
-        key = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+        key = self.key(tree)
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        result = self._evaluate(tree, "")
+        result = self.evaluate(tree)
         with self._lock:
             self._cache[key] = result
             while len(self._cache) > self._capacity:

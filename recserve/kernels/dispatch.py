@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from recserve.kernels import accept_reference, native, reference, trie_children
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
+from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie_children import BestChildren, LeafBits
+from recserve.kernels.trie_children import Allowed, BestChildren, LeafBits
 from recserve.kernels.trie_overlay import AnyTrie
 
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -176,7 +178,7 @@ def best_children(
     keep: int,
     normalizers: Tensor | None = None,
     excluded: Tensor | None = None,
-    allowed: LeafBits | None = None,
+    allowed: Allowed | None = None,
 ) -> BestChildren:
     """`trie_children.best_children`."""
     options = (normalizers, excluded, allowed)
@@ -185,3 +187,15 @@ def best_children(
     from recserve.kernels import trie_topk
 
     return trie_topk.best_children(trie, nodes, log_probs, logits, width, keep, *options)
+
+
+def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
+    """Bits of a trie's leaves, one row. rows [n / 8] uint8: bits of the item rows. leaf_rows [I]
+    int32: the row of each leaf.
+    """
+    if looks_up() and leaf_rows.is_cpu:
+        from recserve.kernels import native_leaves
+
+        return native_leaves.leaf_bits(rows, leaf_rows)
+    every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)
+    return trie_children.leaf_bits(every.index_select(0, leaf_rows)[None] > 0)

@@ -25,7 +25,7 @@ ROOM = 16_384  # inserted ids; from half as many on a service folds them into a 
 class FixedTrie:
     """trie: what a recorded search reads: its `children`, `places`, `leaves`, `codes_of` and
     `any_leaf` are those of the version, the rest is of none. widths: to how many the children of a
-    node of each level are padded there. most_items: that a version may have.
+    node of each level are padded there.
     """
 
     def __init__(self, base: Trie, room: int = ROOM) -> None:
@@ -43,7 +43,6 @@ class FixedTrie:
         self.trie = replace(
             self._nothing, grown=grown, codes=place(levels * room), inserted=place(room, NOWHERE)
         )
-        self.most_items = base.num_items + room
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
         # Twice as many as now, so that a version may have more.
         self.widths = tuple(min(2 * width, size) for width, size in sizes)

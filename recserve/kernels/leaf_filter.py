@@ -1,7 +1,9 @@
 """Which leaves of a trie a request allows, counted at every prefix.
 
 Leaves are numbered in trie order, so the items under a prefix are a range of leaf ranks and the
-allowed ones among them are a difference of two counts.
+allowed ones among them are a difference of two counts. A filter is in two parts: bits of the base's
+leaves, which all requests that ask the same share, in every version over that base; and lists of
+the few leaves of which a version or a request says something else.
 """
 
 from __future__ import annotations
@@ -12,26 +14,38 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.trie import Leaves
+from recserve.kernels.trie_children import LeafBits, listed
+from recserve.kernels.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)
 class LeafFilter:
-    """Allowed leaves, in the cheaper of two forms.
+    """Allowed leaves: all, or those of `bits` and `added`, without the excluded ones.
 
-    excluded: ascending ranks int64 of the leaves that are not allowed, in lists that have no leaf
-    in common; a row without a leaf has the number of items there. before [I + 1] int64: allowed
-    leaves before each rank; used instead of `excluded` when the request allows by bitmap.
+    excluded: ascending ranks int64 of leaves that are allowed otherwise, in lists that have no leaf
+    in common; a row without a leaf has the number of items there. bits: one row, of the base's
+    leaves. added: ascending ranks int64 of leaves that are allowed beside those. Without both, all
+    leaves are allowed but the excluded ones; without bits, those added.
     """
 
-    excluded: tuple[Tensor, ...]
-    before: Tensor | None = None
+    excluded: tuple[Tensor, ...] = ()
+    bits: LeafBits | None = None
+    added: Tensor | None = None
 
-    def remaining(self, leaves: Leaves) -> Tensor:
-        """Allowed leaves in each range, any shape."""
-        if self.before is not None:
-            return self.before[leaves.last] - self.before[leaves.first]
-        left = leaves.last - leaves.first
+    @property
+    def all(self) -> bool:
+        """Whether all leaves are allowed but the excluded ones."""
+        return self.bits is None and self.added is None
+
+    def remaining(self, trie: AnyTrie, nodes: Tensor) -> Tensor:
+        """Allowed leaves under each node [n]."""
+        leaves = trie.leaves(nodes)
+        left = leaves.last - leaves.first if self.all else torch.zeros_like(nodes)
+        if self.bits is not None:
+            base = trie.base_leaves(nodes)
+            left = left + self.bits.within(Leaves(base.first[None], base.last[None]))[0]
+        if self.added is not None:
+            left = left + listed(self.added, leaves)
         for ranks in self.excluded:
-            gone = torch.searchsorted(ranks, leaves.last) - torch.searchsorted(ranks, leaves.first)
-            left = left - gone
+            left = left - listed(ranks, leaves)
         return left

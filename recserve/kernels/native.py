@@ -44,6 +44,7 @@ SIGNATURES = {
     "trie_search": (P,),
     "trie_layout": (P,),
     "wanted_prefixes": (P,),
+    "leaf_bits": (P, P, N, P, P),
     "extend_text": (P, P, N),
     "ngram_drafts": (P, N, P, P, P, P, N),
     "suffix_drafts": (P, N, P, P, P, P, P),

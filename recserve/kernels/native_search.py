@@ -95,7 +95,10 @@ class _Request(ctypes.Structure):
         ("place", N),
         ("excluded", P),
         ("num_excluded", N),
-        ("before", P),
+        ("all", N),
+        ("words", P),
+        ("counts", P),
+        ("added", _Ranks),
     ]
 
 
@@ -203,14 +206,21 @@ def _requests(limits: Limits) -> _Asked:
     columns = zip(requests, limits.widths, limits.places, limits.filters, strict=True)
     for request, width, place, allowed in columns:
         request.width, request.place = width, place
+        request.all = allowed is None or allowed.all
         if allowed is None:
             continue
-        if allowed.before is not None:
-            request.before = allowed.before.data_ptr()
-        ranks = [_Ranks(each.data_ptr(), each.shape[0]) for each in allowed.excluded]
+        if (bits := allowed.bits) is not None:
+            request.words, request.counts = bits.words.data_ptr(), bits.counts.data_ptr()
+        if allowed.added is not None:
+            request.added = _ranks(allowed.added)
+        ranks = [_ranks(each) for each in allowed.excluded]
         lists.append((_Ranks * len(ranks))(*ranks))
         request.excluded, request.num_excluded = ctypes.addressof(lists[-1]), len(ranks)
     return _Asked(requests, lists)
+
+
+def _ranks(ascending: Tensor) -> _Ranks:
+    return _Ranks(ascending.data_ptr(), ascending.shape[0])
 
 
 def _rivals(rivals: RivalScores | None) -> _Rivals:

@@ -1,8 +1,7 @@
 """The catalogue's trie on the device: every existing semantic id, as arrays.
 
 Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two
-things
-follow: the children of a node are consecutive node numbers, and the items under a node are a
+things follow: the children of a node are consecutive node numbers, and the items under a node are a
 consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference
 of two prefix sums, at any node, for any filter.
 Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 2602.22647.
@@ -27,8 +26,7 @@ class Children:
     """Children of n nodes, padded to the widest of them.
 
     nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where
-    padded.
-    valid [n, M]: false where padded.
+    padded. valid [n, M]: false where padded.
     """
 
     nodes: Tensor
@@ -52,17 +50,14 @@ class Trie:
     either calls the methods and leaves the arrays alone.
 
     first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
-    the
-        empty prefix; leaves have no children.
+        the empty prefix; leaves have no children.
     parents [nodes]: the node one code shorter (0 at node 0).
     node_codes [nodes]: the last code of the node's prefix (0 at node 0).
-    first_leaf, last_leaf [nodes]: the items under the node have leaf ranks `first_leaf :
-    last_leaf`.
+    first_leaf, last_leaf [nodes]: items under the node have leaf ranks `first_leaf : last_leaf`.
     leaf_items [I]: item row at each leaf rank. item_leaves [rows]: leaf rank of each item row, -1
         of a row that has none.
     level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is
-    node 0
-        alone, level L holds the leaves.
+        node 0 alone, level L holds the leaves.
     """
 
     first_child: Tensor
@@ -141,6 +136,31 @@ class Trie:
         return None
 
     @property
+    def came(self) -> Tensor | None:
+        """Item rows whose semantic ids came after the base; None: there are none."""
+        return None
+
+    @property
+    def later(self) -> Tensor:
+        """Ascending leaf ranks of the ids that came after the base."""
+        return self.leaf_items[:0].long()
+
+    @property
+    def hidden_nodes(self) -> Tensor:
+        """Leaf nodes of the hidden items."""
+        return self.leaf_items[:0].long()
+
+    @property
+    def gone_on_host(self) -> Tensor | None:
+        """The gone rows on the CPU."""
+        return None
+
+    @property
+    def base(self) -> Trie:
+        """What an overlay would stand on."""
+        return self
+
+    @property
     def leaf_rows(self) -> Tensor:
         """[I] item row at each leaf rank."""
         return self.leaf_items
@@ -188,6 +208,15 @@ class Trie:
         """Leaf ranks under each node. nodes: any shape."""
         return Leaves(self.first_leaf[nodes], self.last_leaf[nodes])
 
+    def base_leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks of the base under each node, here all. nodes: any shape."""
+        return self.leaves(nodes)
+
+    def leaf_nodes(self, rows: Tensor) -> Tensor:
+        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+        ranks = self.item_leaves[rows].long()
+        return torch.where(ranks >= 0, ranks + self.any_leaf, -1)
+
     def leaf_ranks(self, rows: Tensor) -> Tensor:
         """Leaf rank of each item row. rows: any shape; same shape back."""
         return self.item_leaves[rows]
@@ -195,8 +224,7 @@ class Trie:
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
         """All children of each node.
 
-        nodes: [n]. width: pad to this many children (no host sync); None: the widest of these
-        nodes.
+        nodes: [n]. width: pad to so many children (no host sync); None: the widest of these nodes.
         """
         first = self.first_child[nodes]
         count = self.first_child[nodes + 1] - first
@@ -307,9 +335,7 @@ def build_trie(
 
 
 def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
-    """Rows in lexicographic order: one sort when the codes pack into 63 bits, else one per
-    level.
-    """
+    """Rows in lexicographic order: one sort when the codes pack in 63 bits, else one per level."""
     bits = 1
     for size in codebook_sizes:
         bits *= max(size, 1)

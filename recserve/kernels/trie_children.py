@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from recserve.kernels.trie import Leaves
 from recserve.kernels.trie_overlay import AnyTrie
 
 DEAD = float("-inf")
@@ -33,16 +35,45 @@ class LeafBits:
         words = self.words.gather(1, place) & ((1 << (ranks & 31).int()) - 1)
         return self.counts.gather(1, place) + popcount(words)
 
+    def within(self, leaves: Leaves) -> Tensor:
+        """[B, n] allowed leaves in each range, int32. leaves: [B, n]."""
+        return self.before(leaves.last) - self.before(leaves.first)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What B requests allow. bits: of the base's leaves. added [B, A]: leaf ranks of later ones,
+    ascending, padded with the number of items or more; None: there are none.
+    """
+
+    bits: LeafBits
+    added: Tensor | None = None
+
 
 def leaf_bits(allowed: Tensor) -> LeafBits:
     """allowed [B, I] bool over leaf ranks."""
     requests, items = allowed.shape
-    padded = torch.zeros(requests, (items // 32 + 1) * 32, dtype=torch.int32, device=allowed.device)
+    padded = torch.zeros(requests, (items // 32 + 1) * 32, dtype=torch.bool, device=allowed.device)
     padded[:, :items] = allowed
-    bits = padded.view(requests, -1, 32)
-    words = (bits << torch.arange(32, dtype=torch.int32, device=allowed.device)).sum(-1)
-    counts = bits.sum(-1)
-    return LeafBits(words.int(), (counts.cumsum(-1) - counts).int())
+    if allowed.device.type == "cpu":
+        packed = np.packbits(padded.numpy(), axis=1, bitorder="little")
+        return counted(torch.from_numpy(packed.view("<i4")))
+    bits = padded.view(requests, -1, 32).int()
+    return counted((bits << torch.arange(32, device=allowed.device)).sum(-1).int())
+
+
+def counted(words: Tensor) -> LeafBits:
+    """Bits with their counts. words [B, n] int32."""
+    counts = popcount(words)
+    return LeafBits(words, counts.cumsum(-1, dtype=torch.int32) - counts)
+
+
+def listed(ranks: Tensor, leaves: Leaves) -> Tensor:
+    """How many of the ascending ranks are in each range. ranks [n] or [B, n], leaves: as many
+    rows.
+    """
+    last = torch.searchsorted(ranks, leaves.last.contiguous())
+    return last - torch.searchsorted(ranks, leaves.first.contiguous())
 
 
 def popcount(words: Tensor) -> Tensor:
@@ -114,7 +145,7 @@ def best_children(
     keep: int,
     normalizers: Tensor | None = None,
     excluded: Tensor | None = None,
-    allowed: LeafBits | None = None,
+    allowed: Allowed | None = None,
 ) -> BestChildren:
     """The `keep` best allowed children of every request.
 
@@ -141,20 +172,19 @@ def best_children(
 
 
 def _remaining(
-    trie: AnyTrie, nodes: Tensor, excluded: Tensor | None, allowed: LeafBits | None
+    trie: AnyTrie, nodes: Tensor, excluded: Tensor | None, allowed: Allowed | None
 ) -> Tensor:
     """A number that is positive where a node still has an allowed item. nodes [B, n].
 
     Raises ValueError if both filters are given: an excluded item may lie outside the allowed ones.
     """
     leaves = trie.leaves(nodes)
-    first, last = leaves.first, leaves.last
     if allowed is not None:
         if excluded is not None:
             raise ValueError(
                 "excluded and allowed were both given; clear the excluded leaves' bits"
             )
-        return allowed.before(last) - allowed.before(first)
+        left = allowed.bits.within(trie.base_leaves(nodes))
+        return left if allowed.added is None else left + listed(allowed.added, leaves)
     assert excluded is not None
-    gone = torch.searchsorted(excluded, last) - torch.searchsorted(excluded, first)
-    return (last - first) - gone
+    return (leaves.last - leaves.first) - listed(excluded, leaves)

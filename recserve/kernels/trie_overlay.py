@@ -141,8 +141,25 @@ class TrieOverlay:
         """Ascending ranks of the leaves whose items must not be returned; None: there are none."""
         if self.gone is None:
             return None
-        nodes = self._leaf_nodes(self.gone)[self._gone_own]
+        nodes = self.hidden_nodes
         return torch.sort(self.leaves(nodes).first).values if nodes.shape[0] else None
+
+    @property
+    def came(self) -> Tensor | None:
+        """Item rows whose semantic ids came after the base, or changed hands."""
+        return torch.cat([self.rows, self.taken_rows])
+
+    @cached_property
+    def later(self) -> Tensor:
+        """Ascending leaf ranks of the ids that came after the base."""
+        return self.inserted + torch.arange(self.inserted.shape[0], device=self.device)
+
+    @cached_property
+    def hidden_nodes(self) -> Tensor:
+        """Leaf nodes of the hidden items, of those that still have their semantic ids."""
+        if self.gone is None:
+            return self.rows[:0]
+        return self.leaf_nodes(self.gone)[self._gone_own]
 
     @cached_property
     def gone_on_host(self) -> Tensor | None:
@@ -160,14 +177,13 @@ class TrieOverlay:
     @cached_property
     def leaf_rows(self) -> Tensor:
         """[I] item row at each leaf rank, those of base and overlay merged."""
-        ranks = self.inserted + torch.arange(self.inserted.shape[0], device=self.device)
         base = self.base.leaf_items.long()
         base[self.taken_leaves] = self.taken_rows
         merged = torch.empty(self.num_items, dtype=torch.int64, device=self.device)
         kept = torch.ones(self.num_items, dtype=torch.bool, device=self.device)
-        kept[ranks] = False
+        kept[self.later] = False
         merged[kept] = base
-        merged[ranks] = self.rows
+        merged[self.later] = self.rows
         return merged
 
     @cached_property
@@ -208,9 +224,26 @@ class TrieOverlay:
             torch.where(hit, self.grown.last[place], last + moved),
         )
 
+    def base_leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks of the base under each node; none under those that came later. nodes: any
+        shape.
+        """
+        known, size = nodes.clamp(max=self.base.num_nodes - 1), self.base.num_nodes
+        first, last = self.base.first_leaf[known], self.base.last_leaf[known]
+        return Leaves(first, torch.where(nodes < size, last, first))
+
+    def leaf_nodes(self, rows: Tensor) -> Tensor:
+        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+        known = self.base.num_rows
+        leaf = self.base.item_leaves[rows.clamp(max=known - 1)].long()
+        leaf = torch.where(leaf >= 0, leaf + self.base.any_leaf, -1)
+        if not self.row_leaves.shape[0]:
+            return leaf
+        return torch.where(rows < known, leaf, self.row_leaves[(rows - known).clamp(min=0)])
+
     def leaf_ranks(self, rows: Tensor) -> Tensor:
         """Leaf rank of each item row, -1 where it has none. rows: any shape; same shape back."""
-        nodes = self._leaf_nodes(rows)
+        nodes = self.leaf_nodes(rows)
         return torch.where(nodes >= 0, self.leaves(nodes.clamp(min=0)).first, -1)
 
     def children(self, nodes: Tensor, width: int | None = None) -> Children:
@@ -240,7 +273,7 @@ class TrieOverlay:
 
     def nodes_of_items(self, rows: Tensor) -> Tensor:
         """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
-        leaves = self._leaf_nodes(rows)
+        leaves = self.leaf_nodes(rows)
         ranks = (leaves - self.base.any_leaf).clamp(0, self.base.num_items - 1)
         nodes = self.base.nodes_of_leaves(ranks)
         if not self.paths.shape[0]:
@@ -270,17 +303,8 @@ class TrieOverlay:
     def _gone_own(self) -> Tensor:
         """Whether each gone row still has its semantic id."""
         assert self.gone is not None
-        nodes = self._leaf_nodes(self.gone)
+        nodes = self.leaf_nodes(self.gone)
         return (nodes >= 0) & (self.items_of_leaves(nodes.clamp(min=self.any_leaf)) == self.gone)
-
-    def _leaf_nodes(self, rows: Tensor) -> Tensor:
-        """Leaf node of each item row, -1 where it has none."""
-        known = self.base.num_rows
-        leaf = self.base.item_leaves[rows.clamp(max=known - 1)].long()
-        leaf = torch.where(leaf >= 0, leaf + self.base.any_leaf, -1)
-        if not self.row_leaves.shape[0]:
-            return leaf
-        return torch.where(rows < known, leaf, self.row_leaves[(rows - known).clamp(min=0)])
 
     def _base_children(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """First child of each node in the base, and how many; none of the overlay's own nodes."""

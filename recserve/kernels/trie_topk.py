@@ -4,8 +4,9 @@
 
 Bytes moved per beam with m children: 8 of its range, 4 m of codes, m logits, 8 M written and read
 by the top-k (M the level's widest node); with a filter 8 m of leaf ranks and two reads of it per
-child; with an overlay a binary search in it per beam, and with a filter two more per child. Nothing
-depends on the vocabulary or the number of items. Twin: trie_children.best_children.
+child, two binary searches more where it lists leaves; with an overlay a binary search in it per
+beam, and with a filter two more per child. Nothing depends on the vocabulary or the number of
+items. Twin: trie_children.best_children.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels.trie import Trie
-from recserve.kernels.trie_children import BestChildren, LeafBits, unpacked
+from recserve.kernels.trie_children import Allowed, BestChildren, unpacked
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -76,12 +77,12 @@ def _block(
     return child, valid, logit.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["filter_size", "base_nodes", "num_grown", "num_inserted"])
+@triton.jit(do_not_specialize=["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"])
 def children_kernel(
     first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
     later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
-    ranks, words, counts, keys, beams, num_codes, width, filter_size, base_nodes, num_grown,
-    num_inserted,
+    ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words, base_nodes,
+    num_grown, num_inserted,
     BLOCK: tl.constexpr, FILTER: tl.constexpr, STEPS: tl.constexpr, NORMALIZED: tl.constexpr,
     OVERLAY_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +129,10 @@ def children_kernel(
         if FILTER != NO_FILTER:
             low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
             high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
+            if FILTER == ALLOWED:  # the base's bits; nothing of later nodes, whose range is 0 : 0
+                own_words, own_counts = words + request * num_words, counts + request * num_words
+                left = _allowed_before(own_words, own_counts, high, valid)
+                left -= _allowed_before(own_words, own_counts, low, valid)
             if OVERLAY_STEPS:
                 low, high = low.to(tl.int64), high.to(tl.int64)
                 moved = _below(inserted, num_inserted, low + 1, valid & some, OVERLAY_STEPS)
@@ -136,15 +141,13 @@ def children_kernel(
                 )
                 low = tl.where(held, tl.load(grown_first + spot, mask=held, other=0), low + moved)
                 high = tl.where(held, tl.load(grown_last + spot, mask=held, other=0), high + moved)
+            own_ranks = ranks + request * num_ranks
+            listed = _below(own_ranks, num_ranks, high, valid, STEPS)
+            listed -= _below(own_ranks, num_ranks, low, valid, STEPS)
             if FILTER == EXCLUDED:
-                listed = ranks + request * filter_size
-                gone = _below(listed, filter_size, high, valid, STEPS)
-                left = (high - low) - (gone - _below(listed, filter_size, low, valid, STEPS))
+                left = (high - low) - listed
             else:
-                own_words = words + request * filter_size
-                own_counts = counts + request * filter_size
-                left = _allowed_before(own_words, own_counts, high.to(tl.int32), valid)
-                left -= _allowed_before(own_words, own_counts, low.to(tl.int32), valid)
+                left += listed.to(tl.int32)
             valid = valid & (left > 0)
         bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -162,18 +165,21 @@ def best_children(
     keep: int,
     normalizers: Tensor | None = None,
     excluded: Tensor | None = None,
-    allowed: LeafBits | None = None,
+    allowed: Allowed | None = None,
 ) -> BestChildren:
     """As `trie_children.best_children`: one launch and one top-k."""
     if excluded is not None and allowed is not None:
         raise ValueError("excluded and allowed were both given; clear the excluded leaves' bits")
     batch, beams = nodes.shape
     keys = torch.empty(batch, beams * width, dtype=torch.int64, device=nodes.device)
-    kind, size, unused = NO_FILTER, 0, nodes
+    kind, ranks, unused, words = NO_FILTER, None, nodes, (nodes, nodes)
+    num_words = 0
     if excluded is not None:
-        kind, size = EXCLUDED, excluded.shape[1]
+        kind, ranks = EXCLUDED, excluded
     elif allowed is not None:
-        kind, size = ALLOWED, allowed.words.shape[1]
+        kind, ranks, bits = ALLOWED, allowed.added, allowed.bits
+        words, num_words = (bits.words.contiguous(), bits.counts.contiguous()), bits.words.shape[1]
+    num_ranks = 0 if ranks is None else ranks.shape[1]
     base, overlay, sizes = trie, (unused,) * 7, (0, 0)
     if isinstance(trie, TrieOverlay):
         base, grown = trie.base, trie.grown
@@ -184,12 +190,10 @@ def best_children(
         base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
         nodes.contiguous(), log_probs.contiguous(), logits.contiguous(),
         log_probs if normalizers is None else normalizers,
-        unused if excluded is None else excluded.contiguous(),
-        unused if allowed is None else allowed.words.contiguous(),
-        unused if allowed is None else allowed.counts.contiguous(),
-        keys, beams, logits.shape[1], width, size, base.num_nodes, *sizes,
+        unused if ranks is None else ranks.contiguous(), *words, keys, beams, logits.shape[1],
+        width, num_ranks, num_words, base.num_nodes, *sizes,
         BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
-        STEPS=_steps(size) if kind.value == EXCLUDED.value else 0,
+        STEPS=_steps(num_ranks) if num_ranks else 0,
         NORMALIZED=normalizers is not None,
         OVERLAY_STEPS=_steps(max(sizes)) if base is not trie else 0,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.features.filters import FilterError
@@ -193,7 +194,7 @@ class _Slate:
         snapshot: Snapshot,
         history: History,
         excluded: np.ndarray,
-        allowed: np.ndarray | None,
+        allowed: AllowedItems | None,
         caps: tuple[Cap, ...],
     ) -> None:
         self.body = body
@@ -208,7 +209,7 @@ class _Slate:
         """[n] bool: exists, is not excluded, fulfils the filter."""
         legal = self.snapshot.answerable(rows) & ~np.isin(rows, self.excluded)
         if self.allowed is not None:
-            legal &= self.allowed[np.where(legal, rows, 0)]
+            legal &= self.allowed.at(rows)
         return np.asarray(legal)
 
     def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
@@ -221,7 +222,8 @@ class _Slate:
             slate = both[first_k(both, self.caps, wanted)]
             if slate.size == wanted or popular.size < asked:
                 return np.asarray(slate[rows.size :])
-            allowed = still_open(slate, self.caps, allowed, self.snapshot.num_items)
+            left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
+            allowed = AllowedItems.of(left)
 
     def items(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
@@ -277,7 +279,7 @@ def _seen(exclude: Exclude, history: History) -> np.ndarray:
     return seen_rows(exclude.seen, exclude.seen_within_s, history)
 
 
-def _allowed(snapshot: Snapshot, body: RecommendBody) -> np.ndarray | None:
+def _allowed(snapshot: Snapshot, body: RecommendBody) -> AllowedItems | None:
     if body.filter is None:
         return None
     try:

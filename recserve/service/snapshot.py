@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.features.catalog import Catalog, item_keys
 from recserve.features.catalog_version import CatalogVersion, first_version
 from recserve.features.filters import ItemFilters
@@ -20,6 +22,9 @@ from recserve.kernels.trie import Trie, build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 from recserve.service.diversity import BundleCategories
+from recserve.service.filter_cache import FilterCache, Kept
+
+DEEPER = 10  # how many more popular items are looked at where too few were allowed
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,16 @@ class Snapshot:
     """Immutable; a request reads one snapshot from start to end.
 
     items: the version. base_trie: of an earlier version, under `trie`. filters: of the bundle's own
-    items. categories: as diversity counts them. ranking: tables of the ranker, None where there is
-    none. graph: of similar items, None: the recommender has none. index: the items' vectors, where
-    a retriever was trained.
+    items. asked: what requests filtered by, in any version. categories: as diversity counts them.
+    ranking: tables of the ranker, None where there is none. graph: of similar items, None: the
+    recommender has none. index: the items' vectors, where a retriever was trained.
     """
 
     items: CatalogVersion
     base_trie: Trie
     trie: AnyTrie
     filters: ItemFilters
+    asked: FilterCache
     categories: BundleCategories
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
@@ -48,8 +54,8 @@ class Snapshot:
         trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
-        categories = BundleCategories(catalog.items.categories)
-        return Snapshot(first, trie, trie, ItemFilters(catalog.items), categories)
+        filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
+        return Snapshot(first, trie, trie, filters, FilterCache(), categories)
 
     def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
         """The lookups of another version, its trie over a base of it or of an earlier one."""
@@ -102,16 +108,22 @@ class Snapshot:
             rows[lacking] = self.items.rows_of_keys(item_keys([ids[i] for i in lacking]))
         return rows
 
-    def allowed(self, tree: Any) -> np.ndarray:
-        """[num_items] bool: the items that fulfil a filter. Raises FilterError."""
-        base = self.filters.allowed(tree)
-        items = self.items
-        if not items.num_records:
-            return base
-        allowed = np.zeros(items.num_rows, dtype=bool)
-        allowed[: len(base)] = base
-        said = items.log.allowed(tree, items.num_records)
-        allowed[items.record_rows] = said[items.record_places]
+    def allowed(self, tree: Any) -> AllowedItems:
+        """The items that fulfil a filter. Raises FilterError.
+
+        The first of a filter goes through the catalogue, the first of a version through what
+        changed.
+        """
+        key, items = self.filters.key(tree), self.items
+        kept = self.asked.get(key)
+        if kept is not None and kept.items() is items and kept.trie() is self.trie:
+            return kept.allowed
+        earlier = None if kept is None else kept.allowed
+        bits = packed_rows(self.filters.evaluate(tree)) if earlier is None else earlier.bits
+        said = items.log.allowed(tree, items.num_records)[items.record_places]
+        allowed = AllowedItems(bits, items.num_rows, items.record_rows, said, earlier)
+        allowed.leaves(self.trie)  # here, so that the engine's thread need not
+        self.asked.put(key, Kept(weakref.ref(items), weakref.ref(self.trie), allowed))
         return allowed
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
@@ -120,17 +132,19 @@ class Snapshot:
         return np.asarray(there & ~self.items.are_gone(rows))
 
     def most_popular(
-        self, count: int, excluded: np.ndarray, allowed: np.ndarray | None
+        self, count: int, excluded: np.ndarray, allowed: AllowedItems | None
     ) -> np.ndarray:
         """At most `count` rows, most popular first, that are allowed and not excluded.
 
-        excluded: item rows, any order, repeats allowed. allowed: bool [num_items], None: all.
+        excluded: item rows, any order, repeats allowed. allowed: None: all.
         """
-        if allowed is None:
-            # Of the first count + X rows at most X are excluded, so the rest of the order is idle.
-            head = self.items.popular(count + excluded.size)
-            return np.asarray(head[~np.isin(head, excluded)][:count])
-        usable = allowed.copy()
-        usable[excluded] = False
-        order = self.items.popular(self.num_items)
-        return np.asarray(order[usable[order]][:count])
+        # Of the first count + X rows at most X are excluded, so the rest of the order is idle.
+        looked_at = count + excluded.size
+        while True:
+            head = self.items.popular(looked_at)
+            kept = head[~np.isin(head, excluded)]
+            if allowed is not None:
+                kept = kept[allowed.at(kept)]
+            if kept.size >= count or head.size < looked_at or allowed is None:
+                return np.asarray(kept[:count])
+            looked_at *= DEEPER

@@ -17,6 +17,7 @@ from recserve.core.descent import Descent, descend, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
+from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
@@ -48,9 +49,10 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     assert tails.shape[0] == len(sequences), "a root is not computed"
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
     places = bound_places(requests, tails.device) if by_children else None
+    filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
     return Beams(
         sequences,
-        tuple(leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests),
+        RequestFilters(trie, tuple(filters)),
         trie,
         0,
         top,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
 from recserve.core.request import Again, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
@@ -42,7 +43,8 @@ def answer(
         if request.excluded is not None:
             open_[request.excluded] = False
         if open_.any():
-            return Again(replace(request, allowed=open_, excluded=None), rows, scores)
+            allowed = AllowedItems.of(open_)
+            return Again(replace(request, allowed=allowed, excluded=None), rows, scores)
     if ranked and before is not None:
         order = np.lexsort((rows, -scores))
         rows, scores = rows[order], scores[order]

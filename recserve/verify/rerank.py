@@ -16,7 +16,9 @@ from torch import Tensor
 from recserve.core.beams import Beams, Rivals
 from recserve.core.descent import descend, searches
 from recserve.core.request import Again, Slate
+from recserve.core.request_filters import RequestFilters
 from recserve.draft.candidates import needed_prefixes
+from recserve.kernels.host import on_device
 from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.native_search import NativeSearch
 from recserve.kernels.trie_children import DEAD
@@ -39,7 +41,8 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
         if request.excluded is not None and request.excluded.size:
             open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
         if request.allowed is not None:
-            open_scores[b, ~torch.from_numpy(request.allowed).to(dense.device)] = DEAD
+            mask = on_device(request.allowed.mask(), dense.device)
+            open_scores[b].masked_fill_(~mask, DEAD)
         if not request.dense_weight:
             open_scores[b] = DEAD
     width = min(max(r.width for r in requests), dense.shape[1])
@@ -92,7 +95,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
     top = torch.zeros(len(own), 1, dtype=torch.int64)
     alone = replace(
         beams,
-        filters=tuple(_only(trie, rows) for rows in own),
+        filters=RequestFilters(trie, tuple(_only(trie, rows) for rows in own)),
         level=0,
         nodes=top,
         log_probs=torch.zeros(top.shape),
@@ -112,9 +115,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
 
 def _only(trie: AnyTrie, rows: Tensor) -> LeafFilter:
     """Only these items."""
-    before = torch.zeros(trie.num_items + 1, dtype=torch.int64)
-    before[trie.leaf_ranks(rows).long() + 1] = 1
-    return LeafFilter((), before.cumsum(0))
+    return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
 
 
 def with_log_probs(beams: Beams, scores: Tensor) -> Beams:

@@ -26,7 +26,10 @@ typedef struct {
     int64_t place;         /* of the score that bounds it, from 0; -1: nothing does */
     const Ranks *excluded; /* ascending leaf ranks in lists that have none in common */
     int64_t num_excluded;
-    const int64_t *before; /* allowed leaves before each rank, or NULL: all but the excluded */
+    int64_t all;           /* whether all leaves are allowed but the excluded; else those below */
+    const uint32_t *words; /* bits of the base's leaves, or NULL: none */
+    const int32_t *counts; /* set bits before each word */
+    Ranks added;           /* leaves that are allowed beside those of the bits */
 } Request;
 
 /* Items that compete with the finished beams, [batch, count] each; count 0: there are none. */
@@ -78,16 +81,24 @@ typedef struct {
 
 enum { UNNEEDED, KNOWN, MISSING };
 
+/* Set bits before a rank. */
+INLINE int64_t before(const Request *request, int64_t rank) {
+    uint32_t word = request->words[rank >> 5] & ((1u << (rank & 31)) - 1);
+    return request->counts[rank >> 5] + __builtin_popcount(word);
+}
+
+INLINE int64_t listed(Ranks of, Leaves in) {
+    return lower(of.ranks, of.count, in.last) - lower(of.ranks, of.count, in.first);
+}
+
 static int allowed(const Trie *trie, const Request *request, int64_t node) {
-    if (!request->before && !request->num_excluded) return 1;
+    if (request->all && !request->num_excluded) return 1;
     Leaves below = leaves(trie, node);
-    if (request->before) return request->before[below.last] > request->before[below.first];
-    int64_t left = below.last - below.first;
-    for (int64_t i = 0; i < request->num_excluded && left > 0; i++) {
-        Ranks gone = request->excluded[i];
-        left -= lower(gone.ranks, gone.count, below.last) -
-                lower(gone.ranks, gone.count, below.first);
-    }
+    int64_t left = request->all ? below.last - below.first : listed(request->added, below);
+    if (request->words && node < trie->nodes)
+        left += before(request, trie->last_leaf[node]) - before(request, trie->first_leaf[node]);
+    for (int64_t i = 0; i < request->num_excluded && left > 0; i++)
+        left -= listed(request->excluded[i], below);
     return left > 0;
 }
 
