@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -21,16 +21,16 @@ from recserve.features.new_vectors import NewVectors
 from recserve.kernels.trie import Trie
 from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.models.dense_retriever import item_vectors
-from recserve.service.errors import UnknownItem, UnknownVersion
+from recserve.service.errors import UnknownItem
 from recserve.service.histories import History
 from recserve.service.item_changes import ItemChanges
+from recserve.service.kept_versions import KeptVersions
 from recserve.service.loading import Models
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 32
 # From here on the overlay is folded into a new base: changes cost what the overlay holds.
 MAX_OVERLAY = 8_192
 
@@ -56,10 +56,9 @@ class LiveItems:
         self._bundle = bundle
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
+        self._kept = KeptVersions(runtime.snapshot.items, runtime.snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._lineage = 0
-        self._keep(runtime.snapshot)
 
     def replay(self) -> None:
         """Take over what the journal says. Raises JournalError."""
@@ -74,7 +73,7 @@ class LiveItems:
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)
-            self._keep(self.runtime.snapshot)
+            self._kept.add(items, first.base_trie)
         if entries:
             items, self.runtime.snapshot = self.runtime.snapshot.items, first
             self._publish(items, first.base_trie, first.index)
@@ -136,11 +135,6 @@ class LiveItems:
         """
         with self._lock:
             there = self._kept.get(name)
-            if there is None:
-                listed = ", ".join(reversed(self._kept))
-                raise UnknownVersion(
-                    f"no catalog_version {name[:80]!r} is kept; there are {listed}"
-                )
             snapshot = self.runtime.snapshot
             current = snapshot.items
             items = restored(there.items, current, current.number + 1)
@@ -194,7 +188,7 @@ class LiveItems:
         if index is not None:
             index = index.at(items.num_rows, items.gone, self._item_vectors)
             snapshot = replace(snapshot, index=index)
-        self._keep(snapshot)
+        self._kept.add(items, base_trie)
         self.runtime.snapshot = snapshot
 
     def _follow(self, items: CatalogVersion) -> None:
@@ -223,12 +217,6 @@ class LiveItems:
         engine, base = self.runtime.engine, self.runtime.snapshot.base_trie
         if engine.searches is not None:
             threading.Thread(target=engine.record, args=(base,), daemon=True).start()
-
-    def _keep(self, snapshot: Snapshot) -> None:
-        """Without the index: the newest one has every row that an earlier version had."""
-        self._kept[snapshot.items.name] = replace(snapshot, index=None)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
 
     def _made_tools(self) -> tuple[NewVectors, IdAssigner]:
         """What new items need, read when the first one comes."""
