@@ -15,7 +15,7 @@ TRITON := triton==3.6.0
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check format install redis newest-triton clean
+.PHONY: demo test check format install redis newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -45,6 +45,14 @@ newest-triton: $(DEV)
 	@for capability in 80 90; do \
 		PYTHONPATH=build/newest-triton:. $(BIN)/python tests/compile_kernels.py $$capability || exit 1; \
 	done
+
+# The tests with torch and Triton as in the CUDA environment, in a virtual environment of its own; several GB are fetched.
+CUDA := build/cuda-versions
+cuda-versions: redis | $(BIN)/python
+	@mkdir -p build && $(BIN)/python -m venv $(CUDA) && grep -v '^torch==' constraints.txt > $(CUDA)/constraints.txt
+	@$(CUDA)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CUDA)/constraints.txt torch==2.11.0 --editable '.[dev]'
+	@$(CUDA)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
