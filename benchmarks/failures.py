@@ -31,9 +31,10 @@ def complaints() -> Iterator[list[str]]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            error = record.exc_info and record.exc_info[1]
-            words = f": {type(error).__name__}: {error}" if error else ""
-            heard.append(record.getMessage() + words)
+            words, error = record.getMessage(), record.exc_info and record.exc_info[1]
+            while error:  # a capture that cannot be ended hides what spoiled it
+                words, error = f"{words}: {type(error).__name__}: {error}", error.__context__
+            heard.append(words)
 
     log, ear = logging.getLogger("recserve"), Ear(logging.WARNING)
     log.addHandler(ear)
