@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from drawn import drawn_language_model, walk
 from failures import attempted, complaints, failure, once
-from gpu_checks import Task
+from gpu_checks import Task, spoil
 from timing import back_to_back_milliseconds
 
 from recserve.core.text import (
@@ -193,6 +193,8 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         with complaints() as heard:
             made = text_engine(model, CHECKED if which == "recorded" else None, 2**24, more=True)
         reasons.extend(heard)
+        lane: Any = made._lanes["text"]
+        spoil(lane.runner)
         return made
 
     def missing() -> float:
