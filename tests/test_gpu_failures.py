@@ -8,6 +8,7 @@ import gpu_searches
 import gpu_text
 import pytest
 import small_kernels
+import timing
 import torch
 from attention_rows import FLEX_SHAPES
 from failures import attempted, complaints, once
@@ -100,6 +101,29 @@ def test_recorded_checks_see_the_operators_of_serving():
         assert torch.are_deterministic_algorithms_enabled() is poisoned
         rows.close()
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_replays_are_timed_without_a_pause(monkeypatch):
+    """Between two events ten calls and nothing else: no cache is emptied, nothing is waited for."""
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            calls.append("event")
+
+        def synchronize(self):
+            calls.append("wait")
+
+        def elapsed_time(self, stop):
+            return 5.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    taken = timing.back_to_back_milliseconds(lambda: calls.append("replay"), "cuda", runs=2)
+    assert taken == 0.5
+    assert calls == ["replay", *["event", *["replay"] * 10, "event", "wait"] * 2]
 
 
 def test_what_could_not_be_made_is_not_made_again():
