@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import attention
 import torch
 from attention import Shape
+from failures import attempted
 from timing import alternating, graph_milliseconds, host_microseconds, milliseconds
 
 TEXT, ITEMS = (32, 8, 128), (4, 4, 64)
-FLEX_SHAPES = 9  # FlexAttention compiles for each; the first shapes are the most telling
+FIRST_SHAPES = 2  # of which a goal speaks
+FLEX_SHAPES = 9  # FlexAttention compiles for each, so only the first have it
 FP8_SHAPES = 14
 
 CPU_SHAPES = [
@@ -70,62 +73,80 @@ def rivals(device: str, number: int) -> dict[str, Callable[..., Any]]:
 
 
 def attention_rows(
-    shapes: list[Shape],
+    shapes: Iterable[tuple[int, Shape]],
     dtype: torch.dtype,
     device: str,
     deadline: float = float("inf"),
     cpu_s: float = 4.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per shape; shapes behind the deadline (time.monotonic) are left out. cpu_s: seconds
-    for one shape on a CPU.
+    """One row per shape, numbered; those behind the deadline (time.monotonic) are left out. cpu_s:
+    seconds for one shape on a CPU.
     """
-    for number, shape in enumerate(shapes):
+    for number, shape in shapes:
         if time.monotonic() > deadline:
             return
-        problem = attention.draw(shape, dtype, device)
-        row: dict[str, Any] = {"shape": shape.name(), "dtype": str(dtype).removeprefix("torch.")}
-        if device == "cpu":
-            with torch.inference_mode():  # as the engine runs
-                calls = {name: build(problem) for name, build in rivals(device, number).items()}
-                row |= {f"{name}_us": 1e3 * ms for name, ms in alternating(calls, cpu_s).items()}
-            row["sdpa_to_ours"] = row["sdpa_us"] / row["ours_us"]
-        for name, build in rivals(device, number).items() if device == "cuda" else ():
-            row |= timed(name, build, problem, device)
-        if device == "cuda":
-            call = attention.ours(problem)
-            row["graph_us"], row["host_us"] = in_graph(call), host_microseconds(call)
-        row["gb_s"] = problem.bytes() / row["ours_us"] / 1e3
-        row["tflop_s"] = problem.operations() / row["ours_us"] / 1e6
-        yield row
+        measure = on_cpu if device == "cpu" else on_cuda
+        how = partial(measure, shape, dtype, number, cpu_s)
+        yield attempted(f"attention {shape.name()}", how)
+
+
+def on_cpu(shape: Shape, dtype: torch.dtype, number: int, seconds: float) -> dict[str, Any]:
+    """Ours and its rivals in turns, as the engine runs."""
+    problem = attention.draw(shape, dtype, "cpu")
+    with torch.inference_mode():
+        calls = {name: build(problem) for name, build in rivals("cpu", number).items()}
+        times = {f"{name}_us": 1e3 * ms for name, ms in alternating(calls, seconds).items()}
+    times["sdpa_to_ours"] = times["sdpa_us"] / times["ours_us"]
+    return named(shape, dtype) | times | rates(problem, times)
+
+
+def on_cuda(shape: Shape, dtype: torch.dtype, number: int, _: float) -> dict[str, Any]:
+    """One after another; ours in a graph and on the host as well."""
+    problem = attention.draw(shape, dtype, "cuda")
+    call = attention.ours(problem)
+    times: dict[str, Any] = {"ours_us": 1e3 * milliseconds(call, "cuda")}
+    for name, build in rivals("cuda", number).items():
+        times |= {} if name == "ours" else timed(name, build, problem)
+    times |= {"graph_us": in_graph(call), "host_us": host_microseconds(call)}
+    return named(shape, dtype) | times | rates(problem, times)
+
+
+def flex_row(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """FlexAttention beside ours: it compiles for each shape, which takes long."""
+    problem = attention.draw(shape, dtype, "cuda")
+    times = {"ours_us": 1e3 * milliseconds(attention.ours(problem), "cuda")}
+    row = named(shape, dtype) | times | timed("flex", attention.flex, problem)
+    return row | rates(problem, times) | {"shape": f"{shape.name()}, flex"}
 
 
 def flex_rows(
-    shapes: list[Shape], dtype: torch.dtype, device: str, deadline: float
+    shapes: Iterable[tuple[int, Shape]], dtype: torch.dtype, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """FlexAttention beside ours at the first shapes, once all others are measured: it compiles for
-    each, which takes longer than all that is measured there.
-    """
-    for shape in shapes[:FLEX_SHAPES]:
+    """One row for each of the first shapes; those behind the deadline are left out."""
+    for number, shape in shapes:
+        if number >= FLEX_SHAPES:
+            continue
         if time.monotonic() > deadline:
             return
-        problem = attention.draw(shape, dtype, device)
-        row: dict[str, Any] = {"shape": f"{shape.name()}, flex", "dtype": str(dtype)[6:]}
-        row |= timed("ours", attention.ours, problem, device)
-        row |= timed("flex", attention.flex, problem, device)
-        row["gb_s"] = problem.bytes() / row["ours_us"] / 1e3
-        row["tflop_s"] = problem.operations() / row["ours_us"] / 1e6
-        yield row
+        yield attempted(f"attention {shape.name()}, flex", partial(flex_row, shape, dtype))
 
 
-def timed(
-    name: str, build: Callable[..., Any], problem: attention.Problem, device: str
-) -> dict[str, Any]:
-    """Microseconds of one of them. A rival that cannot run this is a finding, not a failure."""
+def named(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """How a row begins."""
+    return {"shape": shape.name(), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def rates(problem: attention.Problem, times: dict[str, Any]) -> dict[str, float]:
+    """Of ours: bytes that must move, and operations, per second."""
+    taken = times["ours_us"]
+    return {"gb_s": problem.bytes() / taken / 1e3, "tflop_s": problem.operations() / taken / 1e6}
+
+
+def timed(name: str, build: Callable[..., Any], problem: attention.Problem) -> dict[str, Any]:
+    """Microseconds of a rival. One that cannot run this is a finding, not a failure."""
     try:
-        return {f"{name}_us": 1e3 * milliseconds(build(problem), device)}
+        return {f"{name}_us": 1e3 * milliseconds(build(problem), "cuda")}
     except Exception as error:
-        if name == "ours":
-            raise
         return {f"{name}_us": None, f"{name}_error": f"{type(error).__name__}: {error}"[:200]}
 
 
@@ -133,12 +154,14 @@ def in_graph(call: Callable[[], Any]) -> float | None:
     """Microseconds inside a CUDA graph, caches warm; None where it cannot be captured."""
     try:
         return 1e3 * graph_milliseconds(call)
-    except RuntimeError:
+    except Exception:
         return None
 
 
 def with_share(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, Any]:
-    """Adds the share of the nearer ceiling."""
+    """Adds the share of the nearer ceiling; a failed row stays as it is."""
+    if "ok" in row:
+        return row
     copied = row.get("gb_s", 0.0) / ceiling["copy_gb_s"]
     computed = row.get("tflop_s", 0.0) / ceiling["matmul_tflop_s"]
     return row | {"share": max(copied, computed)}
@@ -146,6 +169,8 @@ def with_share(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, Any]
 
 def line(row: dict[str, Any]) -> str:
     """One row for a terminal: times first."""
+    if "ok" in row:
+        return f"FAILED {row['name']}: {row['note']}"
     name = row.get("shape") or row["kernel"]
     times = {k.removesuffix("_us"): v for k, v in row.items() if k.endswith("_us")}
     shown = "  ".join(f"{k} {v:,.1f}" if v else f"{k} -" for k, v in times.items())

@@ -22,19 +22,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_rows import FLEX_SHAPES, attention_rows, cuda_shapes, flex_rows, line, with_share
+from attention_rows import FIRST_SHAPES, attention_rows, cuda_shapes, flex_rows, line, with_share
 from gpu_checks import Task, kernel_checks
 from gpu_engine import engine_checks, engine_rows
 from gpu_searches import search_checks, search_rows
 from gpu_text import text_checks, text_rows
-from parts import GRACE_S, begun, found, rows_of, side_by_side, this_file
+from parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side, this_file
 from small_kernels import small_kernels
 from timing import ceilings, machine
 from tuning import tuning_rows
@@ -63,11 +63,14 @@ class Part:
         return self.stage not in ("machine", "checks")
 
 
-def checked(tasks: Callable[[str, bool], Iterator[Task]]) -> Callable[..., Rows]:
-    """The rows of checks, begun one by one."""
+def checked(
+    tasks: Callable[[str, bool], Iterator[Task]],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable[..., Rows]:
+    """The rows of checks, begun one by one, within `around`."""
 
     def rows(device: str, smoke: bool, deadline: float, share: slice = EVERYTHING) -> Rows:
-        with poisoned():
+        with around():
             for task in islice(tasks(device, smoke), share.start, None, share.step):
                 if time.monotonic() > deadline:
                     note = "not reached in the time of its part"
@@ -83,10 +86,12 @@ def measured_attention(
 ) -> Rows:
     """Tree attention and its rivals, the most telling shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = cuda_shapes(smoke)
-    yield from attention_rows(shapes[share], dtype, device, deadline)
-    if device == "cuda":
-        yield from flex_rows(shapes[:FLEX_SHAPES][share], dtype, device, deadline)
+    shapes = list(enumerate(cuda_shapes(smoke)))[share]
+    first = [(number, shape) for number, shape in shapes if number < FIRST_SHAPES]
+    for some in (first, shapes[len(first) :]):
+        yield from attention_rows(some, dtype, device, deadline)
+        if device == "cuda":
+            yield from flex_rows(some, dtype, deadline)
 
 
 def measured_kernels(device: str, smoke: bool, deadline: float, _: slice = EVERYTHING) -> Rows:
@@ -97,19 +102,33 @@ def measured_kernels(device: str, smoke: bool, deadline: float, _: slice = EVERY
             return
 
 
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Everything that torch.empty returns is NaN, or the largest integer. Not where anything is
+    recorded: deterministic operators are others than serving records, and some ask the device.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 TOTAL_S = 535.0
 COMPILE_S = 60.0  # for what is to be measured
 PARTS = {
     "machine": Part("machine", 25, lambda device, smoke, *_: iter([facts(device, smoke)])),
-    "kernel checks": Part("checks", 110, checked(kernel_checks), 4),
-    "engine checks": Part("checks", 110, checked(engine_checks), 4),
+    "kernel checks": Part("checks", 110, checked(kernel_checks, poisoned), 4),
+    "engine checks": Part("checks", 110, checked(engine_checks, poisoned), 4),
     "text checks": Part("checks", 110, checked(text_checks)),
     "search checks": Part("checks", 110, checked(search_checks)),
+    # First what the goals speak of.
     "attention": Part("attention", 80, measured_attention, 4),
-    "kernels": Part("kernels", 30, measured_kernels),
     "text": Part("text", 55, lambda *how: text_rows(*how[:3])),
-    "engine": Part("engine", 70, lambda *how: engine_rows(*how[:3])),
     "searches": Part("engine", 50, lambda *how: search_rows(*how[:3])),
+    "engine": Part("engine", 70, lambda *how: engine_rows(*how[:3])),
+    "kernels": Part("kernels", 30, measured_kernels),
     "tuning": Part("tuning", 45, lambda *how: tuning_rows(*how), 4),
 }
 
@@ -119,22 +138,11 @@ def facts(device: str, smoke: bool) -> dict[str, Any]:
     return {"machine": machine(device), "ceilings": ceilings(device, smoke)}
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Everything that torch.empty returns is NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def run_part(
     name: str, device: str, smoke: bool, skip: int, seconds: float, share: slice = EVERYTHING
 ) -> int:
     """The rows of a part, or of a share of it, but for the first `skip`, as lines for the process
-    above; 3 where the device answers nothing any more.
+    above; DEAD where the device answers nothing any more.
     """
     rows = PARTS[name].rows(device, smoke, time.monotonic() + seconds, share)
     for number, row in enumerate(rows):
@@ -150,7 +158,7 @@ def run_part(
                 torch.cuda.synchronize()
             except Exception as error:
                 print(error, file=sys.stderr)
-                return 3
+                return DEAD
     return 0
 
 
@@ -215,11 +223,14 @@ class Run:
         yield from side_by_side(self.jobs(names), self.workers)
 
     def compiled(self) -> None:
-        """What is measured has run once; alone on one worker it compiles as it is measured."""
+        """What is measured has run once; alone on one worker it compiles as it is measured. What
+        failed is told here, and fails again where it is measured.
+        """
         if self.workers > 1:
             names = [name for name, part in PARTS.items() if part.measures]
-            for _ in side_by_side(self.jobs(names, COMPILE_S), self.workers):
-                pass
+            for row in side_by_side(self.jobs(names, COMPILE_S), self.workers):
+                if not row.get("ok", True):
+                    print(f"while compiling: {shown(row)}", file=sys.stderr, flush=True)
 
     def jobs(self, names: list[str], most_s: float = float("inf")) -> list[Callable[[], Rows]]:
         """One for each share of each part."""

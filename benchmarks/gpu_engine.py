@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from device_worlds import ranking, recommending, text_engine, text_scores, texts
 from drawn import Catalogue, drawn_catalogue, drawn_ranker, drawn_ranking_root, drawn_recommender
+from failures import attempted, complaints, failure, once
 from gpu_checks import Task
 
 from recserve.core.request import RankRequest, RecommendRequest, Root
@@ -59,20 +60,26 @@ def recorded(
     record: Any = None,
 ) -> SearchGraphs:
     """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
-    each time. Raises RuntimeError where one is missing.
+    each time. As many as can be; `unrecorded` tells which are not.
     """
     lane: Any = engine._lanes["recommender"]
     nezha: Any = engine._strategies["nezha"]
-    limits = SearchLimits(shapes, room, seconds=float("inf"))
+    limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
     record = record or (CudaRecorder() if on_cuda else lambda step: step)
     graphs = SearchGraphs(lane.runner, model, nezha.head, limits, record)
     engine.replay(graphs)
     engine.record(trie)
-    wanted = 2 * sum(model.config.dense_head or not shape.weighed for shape in shapes)
-    if len(graphs.recorded) < wanted:
-        raise RuntimeError(f"{len(graphs.recorded)} of {wanted} searches were recorded")
     return graphs
+
+
+def unrecorded(graphs: SearchGraphs) -> list[str]:
+    """Names of the wanted searches that are not recorded."""
+    names = {made.bucket.name for made in graphs.recorded}
+    weighs = graphs.model.config.dense_head
+    shapes = [shape for shape in graphs.limits.shapes if weighs or not shape.weighed]
+    wanted = (f"{strategy} {shape.name}" for shape in shapes for strategy in ("beam", "nezha"))
+    return [name for name in wanted if name not in names]
 
 
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:
@@ -118,20 +125,23 @@ def engine_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     """Every strategy in every way of asking, every drafter and rule, cold and with the root in the
     prefix cache: the CPU's answers on the device, in float32.
     """
+    made = once(recommending)
     for form, ways in HOW.items():
-        here, there = recommending("cpu", form), recommending(device, form)
         for strategy in STRATEGIES:
 
-            def asked(s: str = strategy, h: Any = here, t: Any = there, w: Any = ways) -> float:
+            def asked(s: str = strategy, f: str = form, w: Any = ways) -> float:
+                h, t = made("cpu", f), made(device, f)
                 pairs = [(h.ask(s, how), t.ask(s, how)) for how in (*w, w[0])]
                 return max(difference(h.engine, t.engine, *pair) for pair in pairs)
 
             yield Task(f"strategy {strategy} of {form}: as on the CPU", asked, CLOSE)
-        yield Task(
-            f"strategy speculative of {form}: as beam on this device",
-            lambda t=there: difference(t.engine, t.engine, t.ask("beam"), t.ask("speculative")),
-            1e-4,
-        )
+
+        def as_beam(f: str = form) -> float:
+            there = made(device, f)
+            both = there.ask("beam"), there.ask("speculative")
+            return difference(there.engine, there.engine, *both)
+
+        yield Task(f"strategy speculative of {form}: as beam on this device", as_beam, 1e-4)
     yield Task("strategy level_likelihood: as on the CPU", lambda: level_likelihoods(device), CLOSE)
     yield Task("strategy rank: as on the CPU", lambda: rankings(device), CLOSE)
     yield Task("strategy text_scores: as on the CPU", lambda: label_scores(device), CLOSE)
@@ -243,40 +253,90 @@ def cold_and_warm(
     return times, answers
 
 
+def timed(engine: Engine, asked: Callable[[int], list[Any]]) -> dict[str, Any]:
+    """Milliseconds, the forwards of the last search, and how many of the searches were replayed."""
+    searches = engine.searches
+    before = searches.counts["replayed"] if searches is not None else 0
+    times, answers = cold_and_warm(engine, asked, range(1, 6), 10)
+    row: dict[str, Any] = {"rounds": getattr(answers[0], "rounds", 0), **times}
+    if searches is not None:
+        row["replayed"] = searches.counts["replayed"] - before
+    return row
+
+
 def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    """Milliseconds of whole requests, cold and warm, strategies and batches; then rankings."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    """Milliseconds of whole requests: rankings; then slates, cold and warm, strategies and batches,
+    of each model launched and recorded.
+    """
+    for count in (40,) if smoke else (500, 4000):
+        name = f"rank {count} candidates, warm"
+        yield attempted(name, partial(ranked, device, smoke, count, name))
     catalogue = small_catalogue() if smoke else drawn_catalogue(12_101)
-    for hidden, layers in ((64, 1),) if smoke else ((256, 4), (1024, 12)):
-        model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
-        model = model.to(device)
-        model.bind_items(catalogue.codes)
-        engine = recommender_engine(model, 2**24 if smoke else 2**33)
-        trie = catalogue.trie.to(device)
-        cells = ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256))
-        for how in ("launched", "recorded"):
-            strategies = engine.strategies
-            if how == "recorded":
-                cells, strategies = cells[:2] + cells[3:], ("beam", "nezha")
-                recorded(engine, model, trie, tuple(SearchShape(*cell) for cell in cells), 64)
-            for strategy, (batch, width) in product(strategies, cells):
-                if time.monotonic() > deadline:
-                    return
-                asked = partial(requests_of, model, trie, strategy, (batch, width), 50)
-                times, _ = cold_and_warm(engine, asked, range(1, 6), 10)
-                name = f"recommend {hidden}x{layers} {strategy}, {how}, batch {batch} beam {width}"
-                yield {"engine": name, "dtype": str(dtype)[6:], **times}
+    for size in ((64, 1),) if smoke else ((256, 4), (1024, 12)):
+        try:
+            yield from slates(device, smoke, deadline, catalogue, size)
+        except Exception as error:
+            yield failure(f"recommend {size[0]}x{size[1]}", error)
+
+
+def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
+    """Milliseconds of so many candidates behind a root that is in the prefix cache."""
     ranker = drawn_ranker(500 if smoke else 12_101, 64 if smoke else 512, 1 if smoke else 3)
     ranker = ranker.to(device)
     ranker.freeze_items()
     engine = Engine(ranker=ranker, config=EngineConfig(kv_bytes=2**24 if smoke else 2**31))
-    for count in (40,) if smoke else (500, 4000):
-        root = drawn_ranking_root(ranker, 40 if smoke else 1000, 0)
-        root = replace(root, inputs=on_device(root.inputs, device))
-        asked = on_device(candidates(ranker, count, 1), device)
-        taken = []
-        for _ in range(12):
-            began = time.perf_counter()
-            engine.run(RankRequest(root, asked))
-            taken.append((time.perf_counter() - began) * 1e3)
-        yield {"engine": f"rank {count} candidates, warm", "warm_ms": float(np.median(taken[2:]))}
+    root = drawn_ranking_root(ranker, 40 if smoke else 1000, 0)
+    root = replace(root, inputs=on_device(root.inputs, device))
+    asked = on_device(candidates(ranker, count, 1), device)
+    taken = []
+    for _ in range(12):
+        began = time.perf_counter()
+        engine.run(RankRequest(root, asked))
+        taken.append((time.perf_counter() - began) * 1e3)
+    return {"engine": name, "warm_ms": float(np.median(taken[2:]))}
+
+
+def slates(
+    device: str, smoke: bool, deadline: float, catalogue: Catalogue, size: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Of one model."""
+    hidden, layers = size
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
+    model = model.to(device)
+    model.bind_items(catalogue.codes)
+    engine = recommender_engine(model, 2**24 if smoke else 2**33)
+    trie = catalogue.trie.to(device)
+    cells = ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256))
+    for how in ("launched", "recorded"):
+        strategies = engine.strategies
+        if how == "recorded":
+            cells, strategies = cells[:2] + cells[3:], ("beam", "nezha")
+            shapes = tuple(SearchShape(*cell) for cell in cells)
+            yield from lost(f"{hidden}x{layers}", engine, model, trie, shapes, 64)
+        for strategy, (batch, width) in product(strategies, cells):
+            if time.monotonic() > deadline:
+                return
+            name = f"recommend {hidden}x{layers} {strategy}, {how}, batch {batch} beam {width}"
+            asked = partial(requests_of, model, trie, strategy, (batch, width), 50)
+            row = attempted(name, partial(timed, engine, asked))
+            yield row if "ok" in row else {"engine": name, "dtype": str(dtype)[6:], **row}
+
+
+def lost(
+    name: str,
+    engine: Engine,
+    model: Recommender,
+    trie: AnyTrie,
+    shapes: tuple[SearchShape, ...],
+    room: int,
+) -> Iterator[dict[str, Any]]:
+    """Records searches; a row of what could not be, which is launched where it is asked for."""
+    with complaints() as heard:
+        row = attempted(f"searches of {name}: recorded", lambda: {
+            "lost": unrecorded(recorded(engine, model, trie, shapes, room))
+        })  # fmt: skip
+    if "ok" in row:
+        yield row
+    elif row["lost"]:
+        yield failure(f"searches of {name}, not recorded: {row['lost']}", "; ".join(heard))

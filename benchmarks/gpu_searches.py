@@ -8,20 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from device_worlds import Recommending, recommending
 from drawn import Catalogue, drawn_there
-from gpu_checks import Task
+from failures import attempted, complaints, once
+from gpu_checks import Task, spoil
 from gpu_engine import (
     CLOSE,
-    cold_and_warm,
     difference,
+    lost,
     recommender_engine,
     recorded,
     requests_of,
     small_catalogue,
+    timed,
+    unrecorded,
 )
 
 from recserve.engine.fixed_search import SearchShape
@@ -46,26 +50,30 @@ GOALS_MS = {
 
 def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     """Slates of recorded searches against launched ones, here and on the CPU, in float32."""
-    worlds: dict[Any, Recommending] = {}
+    reasons: list[str] = []
 
-    def world(which: str, form: str, trie: str) -> Recommending:
-        key = which, form, trie if which == "recorded" else ""
-        if key not in worlds:
-            made = worlds[key] = recommending("cpu" if which == "cpu" else device, form)
-            if which == "recorded":
-                recorded(made.engine, made.model, getattr(made, trie), SMALL, 64)
-        return worlds[key]
+    @once
+    def world(which: str, form: str, trie: str = "") -> Recommending:
+        made = recommending("cpu" if which == "cpu" else device, form)
+        if which == "recorded":
+            with complaints() as heard:
+                graphs = recorded(made.engine, made.model, getattr(made, trie), SMALL, 64)
+            spoil(graphs.runner)
+            reasons.extend([*heard, *unrecorded(graphs)])
+        return made
 
     def compared(form: str, strategy: str, how: str, against: str) -> float:
-        trie = "live" if how == "live" else "trie"
-        one, other = world("recorded", form, trie), world(against, form, trie)
+        one = world("recorded", form, "live" if how == "live" else "trie")
+        other = world(against, form)
         searches = one.engine.searches
         assert searches is not None
         before, worst = searches.counts["replayed"], 0.0
         for part in (slice(None), slice(1)):
             asked = one.ask(strategy, how)[part], other.ask(strategy, how)[part]
             worst = max(worst, difference(one.engine, other.engine, *asked))
-        return worst if searches.counts["replayed"] == before + 2 else float("inf")
+        if searches.counts["replayed"] != before + 2:
+            raise RuntimeError(f"{searches.counts}, not replayed; {'; '.join(reasons)}")
+        return worst
 
     for form in ("items", "codes"):
         ways = ("plain", "filters", "live", *(("weighed",) if form == "items" else ()))
@@ -93,26 +101,23 @@ def search_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
     shape = DecoderConfig(64, 2, 2, 1, 32, 128, qk_norm=True) if smoke else QWEN3_1_7B
     model = drawn_there(catalogue, shape, dtype, device)
     trie = catalogue.trie.to(device)
-    width, batches = (8, (1,)) if smoke else (256, (1, 8))
+    width, batches = (10, (1,)) if smoke else (256, (1, 8))
     events = 8 if smoke else 333  # of three codes: a context of 1,000
     shapes = tuple(SearchShape(batch, width, 64) for batch in batches)
-    for graphs in (True, False):
+    for how in ("recorded", "launched"):
         engine = recommender_engine(model, 2**24 if smoke else 2**33)
-        if graphs:
-            recorded(engine, model, trie, shapes, 64 if smoke else 4096)
-        for batch in batches:
-            # Where nothing is drafted, `speculative` replays what `beam` does.
-            for strategy in ("beam", "nezha", *(() if graphs else ("speculative",))):
-                if time.monotonic() > deadline:
-                    return
-                asked = partial(requests_of, model, trie, strategy, (batch, width), events)
-                times, slates = cold_and_warm(engine, asked, range(1, 5), 9)
-                how = "recorded" if graphs else "launched"
-                goals = GOALS_MS.get(strategy, {}) if batch == 1 and not smoke else {}
-                yield {
-                    "engine": f"goal shape, {strategy}, {how}, batch {batch}, beam {width}",
-                    "rounds": slates[0].rounds,
-                    "dtype": str(dtype)[6:],
-                    **times,
-                    **{f"goal_{name}": goal for name, goal in goals.items()},
-                }
+        if how == "recorded":
+            yield from lost("the goal shape", engine, model, trie, shapes, 64 if smoke else 4096)
+        # Where nothing is drafted, `speculative` replays what `beam` does.
+        strategies = ("beam", "nezha") + (("speculative",) if how == "launched" else ())
+        for batch, strategy in product(batches, strategies):
+            if time.monotonic() > deadline:
+                return
+            name = f"goal shape, {strategy}, {how}, batch {batch}, beam {width}"
+            asked = partial(requests_of, model, trie, strategy, (batch, width), events)
+            row = attempted(name, partial(timed, engine, asked))
+            goals = GOALS_MS.get(strategy, {}) if batch == 1 and not smoke else {}
+            if "ok" not in row:
+                row = {"engine": name, "dtype": str(dtype)[6:], **row}
+                row |= {f"goal_{state}": goal for state, goal in goals.items()}
+            yield row

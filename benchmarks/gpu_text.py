@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from drawn import drawn_language_model, walk
-from gpu_checks import Task
-from timing import milliseconds
+from failures import attempted, complaints, failure, once
+from gpu_checks import Task, spoil
+from timing import back_to_back_milliseconds
 
 from recserve.core.text import (
     Budget,
@@ -28,7 +31,8 @@ from recserve.core.text import (
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.draft.medusa import MedusaDrafter
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.graphs import StepGraphs
+from recserve.engine.fixed_step import StepShape
+from recserve.engine.graphs import SHAPES, GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -135,43 +139,71 @@ def drawn_heads(model: LanguageModel) -> MedusaDrafter:
     return drafter
 
 
-def text_engine(model: LanguageModel, recorded: bool, kv_bytes: int, more: bool = False) -> Engine:
-    """With every step recorded, or none. more: with a drafter whose heads are recorded too, and one
-    whose drafts are judged by rejection.
+def shapes_of(*buckets: tuple[int, int]) -> tuple[StepShape, ...]:
+    """Those that serving records, of these nodes and texts."""
+    return tuple(shape for shape in SHAPES if (shape.nodes, shape.sequences) in buckets)
+
+
+# What the texts here need; each takes seconds to record where its kernels are to be compiled.
+CHECKED = shapes_of((2, 1), (16, 1), (16, 8), (40, 32), (72, 8))
+MEASURED = CHECKED + shapes_of((264, 32))
+
+
+def text_engine(
+    model: LanguageModel,
+    shapes: tuple[StepShape, ...] | None,
+    kv_bytes: int,
+    more: bool = False,
+) -> Engine:
+    """With steps of these shapes recorded, as many as can be; None: with none. more: with a drafter
+    whose heads are recorded too, and one whose drafts are judged by rejection.
     """
     cuda, vocabulary = model.tokens.weight.is_cuda, model.config.vocab_size
-    config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda)
+    limits = GraphLimits(shapes or (), seconds=float("inf"), bytes=2**35)
+    recorded = shapes is not None
+    config = EngineConfig(kv_bytes=kv_bytes, graphs=recorded and cuda, graph_limits=limits)
     drafters: dict[str, Drafter] = {"walk": WalkDrafter(vocabulary, 3)}
     if more:
         drafters["medusa"] = drawn_heads(model)
         drawn = DrawnDrafter(vocabulary, 4, model.tokens.weight.device)
         drafters |= {"drawn": drawn, "all rules": drawn}
     engine = Engine(text=model, drafters=drafters, config=config)
-    lane: Any = engine._lanes["text"]
-    if recorded and cuda:
-        shapes = config.graph_limits.shapes
-        again = sum((shape.depth > 0) + shape.for_chains for shape in shapes) if more else 0
-        wanted = 2 * (len(shapes) + again) + sum(shape.depth > 0 for shape in shapes)
-        names = [made.bucket.name for made in lane.graphs.recorded]
-        if len(names) < wanted:
-            raise RuntimeError(f"{len(names)} of {wanted} steps were recorded: {names}")
-    elif recorded:
-        shapes = tuple(s for s in config.graph_limits.shapes if s.nodes <= 72)
-        limits = replace(config.graph_limits, shapes=shapes, seconds=float("inf"))
+    if recorded and not cuda:
+        lane: Any = engine._lanes["text"]
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step, drafters=drafters)
         engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     return engine
 
 
+def unrecorded(engine: Engine, shapes: tuple[StepShape, ...]) -> list[str]:
+    """Names of the steps of these shapes that are not recorded."""
+    lane: Any = engine._lanes["text"]
+    names = {made.bucket.name for made in lane.graphs.recorded}
+    return [b.name for b in lane.graphs._wanted(shapes) if b.name not in names]
+
+
 def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     """Texts of recorded steps against those of launched ones, here and on the CPU."""
-    engines: dict[str, Engine] = {}
+    reasons: list[str] = []
+
+    @once
+    def engine(which: str) -> Engine:
+        model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
+        model = model.to("cpu" if which == "cpu" else device)
+        with complaints() as heard:
+            made = text_engine(model, CHECKED if which == "recorded" else None, 2**24, more=True)
+        reasons.extend(heard)
+        lane: Any = made._lanes["text"]
+        spoil(lane.runner)
+        return made
+
+    def missing() -> float:
+        lost = unrecorded(engine("recorded"), CHECKED)
+        if lost:
+            raise RuntimeError(f"{'; '.join(reasons)}; not recorded: {', '.join(lost)}")
+        return 0.0
 
     def write(which: str, name: str, drafter: str, texts: int) -> list[list[int]]:
-        if which not in engines:
-            model = drawn_language_model(64, 2, VOCABULARY, torch.float32)
-            model = model.to("cpu" if which == "cpu" else device)
-            engines[which] = text_engine(model, which == "recorded", 2**24, more=True)
         rules = RULES.get(drafter, ("sample",))
         requests = [
             TextRequest(
@@ -181,15 +213,18 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             )
             for n in range(texts)
         ]
-        return [answer.tokens.tolist() for answer in engines[which].run_many(requests)]
+        return [answer.tokens.tolist() for answer in engine(which).run_many(requests)]
 
     def different(name: str, drafter: str, texts: int, against: str) -> float:
-        found, wanted = (
-            write("recorded", name, drafter, texts),
-            write(against, name, drafter, texts),
-        )
+        lane: Any = engine("recorded")._lanes["text"]
+        before = lane.graphs.counts["replayed"]
+        found = write("recorded", name, drafter, texts)
+        if lane.graphs.counts["replayed"] == before:
+            raise RuntimeError(f"no step was replayed: {lane.graphs.counts}")
+        wanted = write(against, name, drafter, texts)
         return float(sum(a != b for a, b in zip(found, wanted, strict=True)))
 
+    yield Task("text steps: all recorded", missing, 0.0)
     cases = (("none", 1), ("walk", 1), ("walk", 8), ("medusa", 2), ("drawn", 1), ("drawn", 8))
     cases += (("all rules", 8),)
     for name in PARAMETERS:
@@ -206,64 +241,65 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
 
 
 def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a decode step, launched and recorded; what of a recorded one is not the
+    """Milliseconds of a decode step, recorded and launched; what of a recorded one is not the
     device's: the host's share.
     """
     hidden, layers, vocabulary = (64, 1, VOCABULARY) if smoke else (1024, 16, 32_000)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = drawn_language_model(hidden, layers, vocabulary, dtype).to(device)
-    for recorded in (False, True):
-        began = time.perf_counter()
-        engine = text_engine(model, recorded, 2**24 if smoke else 2**33)
+    for shapes in (MEASURED, None):
+        recorded, began = shapes is not None, time.perf_counter()
+        how = "recorded" if recorded else "launched"
+        try:
+            with complaints() as heard:
+                engine = text_engine(model, shapes, 2**24 if smoke else 2**33)
+        except Exception as error:
+            yield failure(f"text steps, {how}: the engine's start", error)
+            continue
+        lost = unrecorded(engine, shapes) if shapes is not None else []
+        if lost:
+            yield failure(f"text steps {', '.join(lost)}: not recorded", "; ".join(heard))
         start_s = time.perf_counter() - began
-        for name in PARAMETERS:
-            for drafter in ("none", "walk"):
-                for texts in (1,) if smoke else (1, 8, 32):
-                    if time.monotonic() > deadline:
-                        return
-                    step_ms, share = _decode(engine, name, drafter, texts, vocabulary)
-                    row = {
-                        "text": f"{hidden}x{layers} {name}, drafter {drafter}, {texts} texts",
-                        "dtype": str(dtype)[6:],
-                        "recorded": recorded,
-                        "step_ms": step_ms,
-                        "start_s": start_s,
-                    }
-                    yield row | ({"host_us": share} if recorded else {})
+        cells = product(PARAMETERS, ("none", "walk"), (1,) if smoke else (1, 8, 32))
+        for name, drafter, texts in cells:
+            if time.monotonic() > deadline:
+                return
+            case = f"{hidden}x{layers} {name}, drafter {drafter}, {texts} texts"
+            fixed = {"dtype": str(dtype)[6:], "recorded": recorded, "start_s": start_s}
+            decode = partial(_decode, engine, name, drafter, texts, vocabulary)
+            row = attempted(f"{case}, {how}", decode)
+            yield row if "ok" in row else {"text": case, **fixed, **row}
 
 
 def _decode(
     engine: Engine, name: str, drafter: str, texts: int, vocabulary: int
-) -> tuple[float, float]:
-    """Median milliseconds of a step, and microseconds of it that are not the replay's own."""
+) -> dict[str, float]:
+    """Median milliseconds of a step; where steps are replayed, the share of them that was, and
+    microseconds that are not the replay's own.
+    """
     lane: Any = engine._lanes["text"]
     rng = np.random.default_rng(0)
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=40, stop_token_ids=(), min_tokens=0)
         engine.submit(TextRequest(rng.integers(0, vocabulary, 200), params, Speculation(drafter)))
-    replays: list[Any] = []
-    graphs = lane.graphs
-    if graphs is not None:
-        find = graphs.step
-
-        def noted(*step: Any) -> Any:
-            outputs = find(*step)
-            replays.append(graphs.latest)
-            return outputs
-
-        graphs.step = noted
-    times = []
+    before = dict(lane.graphs.counts) if lane.graphs is not None else {}
+    times, replays = [], []
     running = True
     while running:
         began = time.perf_counter()
         running = engine.step()
         times.append((time.perf_counter() - began) * 1e3)
-    if graphs is not None:
-        graphs.step = find
+        if lane.graphs is not None:
+            replays.append(lane.graphs.latest)
     step_ms = float(np.median(times[2:-1]))
-    if not replays or replays[len(replays) // 2] is None:
-        return step_ms, float("nan")
+    if lane.graphs is None:
+        return {"step_ms": step_ms}
+    counts = {what: n - before[what] for what, n in lane.graphs.counts.items()}
+    share = counts["replayed"] / max(sum(counts.values()), 1)
+    if not share:
+        return {"step_ms": step_ms, "replayed": 0.0}
     with torch.inference_mode():
         device = str(lane.runner.pool.keys.device.type)
-        own_ms = milliseconds(replays[len(replays) // 2], device)
-    return step_ms, (step_ms - own_ms) * 1e3
+        # As between steps, the caches hold what the last replay left there.
+        own_ms = back_to_back_milliseconds(replays[len(replays) // 2], device)
+    return {"step_ms": step_ms, "replayed": share, "host_us": (step_ms - own_ms) * 1e3}

@@ -139,7 +139,8 @@ def measured(
 ) -> dict[str, Any]:
     """Texts that run side by side for so many replayed steps."""
     rng = np.random.default_rng(0)
-    words = Speculation(drafter, RULES.get(drafter, "sample"), num_tokens=NODES)
+    rule = RULES.get(drafter, ("sample",))[0]
+    words = Speculation(drafter, rule, num_tokens=NODES)
     futures = []
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=3 * steps + 60)

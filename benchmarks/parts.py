@@ -20,8 +20,10 @@ from threading import Thread
 from typing import IO, Any
 
 BEGUN, FOUND = "BEGUN ", "FOUND "
+DEAD = 3  # how a child ends whose device answers nothing any more, behind the row that tells so
 DEATHS = 4  # after which a part is given up
 GRACE_S = 15.0  # for its start, and for a row that began in time
+TAIL = 600  # characters of what a child wrote to its stderr
 QUIET_S = 0.5  # after which a child that has ended has nothing more to say
 
 
@@ -39,7 +41,7 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
     """Rows that a child found, and one that is not `ok` for each time it died.
 
     command: what starts the child; the rows to leave out and its seconds are added. again: where it
-    dies, another goes on behind the row that killed it; else what is left is lost.
+    dies in a row that it had begun, another goes on behind that row; else what is left is lost.
     """
     until = time.monotonic() + seconds
     rows, deaths = 0, 0
@@ -50,28 +52,28 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
             child = subprocess.Popen(
                 [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
             )
-            current = f"{name}, its start"
+            current, told = f"{name}, its start", False
             for line in _lines(child, time.monotonic() + left + GRACE_S):
                 if line.startswith(BEGUN):
-                    current = line.removeprefix(BEGUN).strip()
+                    current, told = line.removeprefix(BEGUN).strip(), True
                 elif line.startswith(FOUND):
-                    rows, current = rows + 1, ""
+                    rows, current, told = rows + 1, "", False
                     yield json.loads(line.removeprefix(FOUND))
             late = child.poll() is None
             child.kill()
             code = child.wait()
             errors.seek(0)
             note = f"killed after {left + GRACE_S:.0f} s" if late else f"exit {code}"
-            tail = errors.read()[-400:].strip()
+            note = f"{note}: {errors.read()[-TAIL:].strip()}"
         if code == 0:
             return
         deaths += 1
-        if current:
-            rows += 1
-            yield {"name": current, "ok": False, "note": f"{note}: {tail}"}
-        if not again or late or deaths == DEATHS:
+        if current or not (late or code == DEAD):
+            rows += told
+            yield {"name": current or f"{name}, behind row {rows}", "ok": False, "note": note}
+        if not again or late or deaths == DEATHS or not (told or code == DEAD):
             lost = {"name": f"{name}, what was left of it", "ok": False, "note": note}
-            yield from [lost] if again else []
+            yield from [lost] if again or code == DEAD else []
             return
 
 

@@ -85,6 +85,27 @@ def graph_milliseconds(call: Callable[[], object], launches: int = 20) -> float:
     return milliseconds(graph.replay, "cuda") / launches
 
 
+def back_to_back_milliseconds(
+    call: Callable[[], object], device: str = "cpu", calls: int = 10, runs: int = 5
+) -> float:
+    """Time of one of many calls without a pause between them, caches as the last call left them:
+    median over runs, after one to warm up.
+    """
+    call()
+    if device != "cuda":
+        return statistics.median(_wall_ms(call) for _ in range(runs))
+    taken = []
+    for _ in range(runs):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        taken.append(float(start.elapsed_time(stop)) / calls)
+    return statistics.median(taken)
+
+
 def host_microseconds(call: Callable[[], object], calls: int = 30) -> float:
     """What the host needs to launch one call on CUDA, whose work is not waited for."""
     call()

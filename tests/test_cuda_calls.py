@@ -45,6 +45,8 @@ def calls(monkeypatch):
         "Stream": lambda: Stream("side", found),
         "current_stream": lambda: Stream("main", found),
         "stream": lambda stream: inside(stream.name),
+        "set_stream": lambda stream: found.append(f"{stream.name} is current"),
+        "synchronize": lambda: found.append("synchronize"),
         "CUDAGraph": made,
         "graph": graph,
     }
@@ -76,6 +78,33 @@ def test_a_step_is_warmed_up_beside_then_recorded_once(calls):
     replay(), other()
     assert calls[-2:] == ["replay 0", "replay 1"]
     assert recorder.bytes == 200  # 100 each
+
+
+@pytest.mark.parametrize("where", ["warm-up", "end"])
+def test_a_record_that_fails_leaves_the_stream_as_it_was(where, calls, monkeypatch):
+    """torch leaves the capture's stream current where it cannot end the capture."""
+
+    class Capture:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            calls.append("side is current")
+
+        def __exit__(self, *_):
+            raise RuntimeError("the capture was invalidated")
+
+    def step():
+        calls.append("step")
+        if where == "warm-up":
+            raise RuntimeError("a kernel that does not compile")
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    recorder = CudaRecorder()
+    with pytest.raises(RuntimeError, match="invalidated" if where == "end" else "not compile"):
+        recorder(step)
+    assert calls[-2:] == ["main is current", "synchronize"]
+    assert calls.count("step") == (WARM_UP + 1 if where == "end" else 1)
 
 
 def test_a_device_is_asked_what_it_has(monkeypatch):

@@ -250,9 +250,14 @@ def test_no_record_is_begun_without_time_or_memory(model):
     assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
 
 
-def test_a_record_that_fails_leaves_an_engine_that_answers(model, expected, caplog):
+class OutOfResources(Exception):
+    """As Triton's errors, which are no RuntimeErrors."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OutOfResources])
+def test_a_record_that_fails_leaves_an_engine_that_answers(kind, model, expected, caplog):
     def fails(step):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise kind("operation not permitted when stream is capturing")
 
     engine = with_graphs(model, Counted(fails))
     assert engine._lanes["text"].graphs.recorded == [] and "no graph of" in caplog.text

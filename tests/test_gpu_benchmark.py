@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import attention_rows
@@ -18,7 +19,7 @@ import small_kernels
 import torch
 import triton_interpreter
 import tuning
-from gpu_checks import far_slots, kernel_checks, many_nodes
+from gpu_checks import far_slots, kernel_checks, long_root, many_nodes
 from pretend_cuda import PretendCuda
 
 from recserve.kernels import dispatch
@@ -64,9 +65,12 @@ def test_checks_and_measures_everything_it_can_reach(tmp_path):
     assert all(row["ours_us"] > 0 for row in content["attention"] + content["kernels"])
     assert all(row["warm_ms"] > 0 for row in content["engine"])
     assert sum("recorded steps" in check["name"] for check in content["checks"]) == 21
+    assert "text steps: all recorded" in names
     assert sum("recorded search" in check["name"] for check in content["checks"]) == 14
     assert sum("goal shape" in row["engine"] for row in content["engine"]) == 5
+    assert all(row["replayed"] > 0 for row in content["engine"] if "recorded," in row["engine"])
     assert {row["recorded"] for row in content["text"]} == {False, True}
+    assert all(row["replayed"] > 0 for row in content["text"] if row["recorded"])
     assert all(row["step_ms"] > 0 for row in content["text"])
 
 
@@ -113,7 +117,7 @@ def cannot(problem):
     raise RuntimeError("a rival that does not compile")
 
 
-@pytest.mark.parametrize("check", [many_nodes, far_slots])
+@pytest.mark.parametrize("check", [many_nodes, far_slots, long_root, partial(long_root, fp8=True)])
 def test_large_checks_pass_in_small(check):
     """What is left out of the smoke run because of its size, by its own code."""
     assert check("cpu", 60) < 1e-2
@@ -179,6 +183,34 @@ def test_measurements_end_where_they_die():
     assert outcome("pass", again=False) == [("row 0", True), ("row 1", False)]
 
 
+def test_what_dies_behind_a_row_is_told_with_its_reason():
+    """A child that begins no rows, as those that measure: it ends with an error of its own."""
+    script = """
+import sys
+if "--skip" in sys.argv and sys.argv[sys.argv.index("--skip") + 1] == "0":
+    print('FOUND {"name": "one"}', flush=True)
+raise RuntimeError("of the second row")
+"""
+    for again in (False, True):
+        command = [sys.executable, "-c", script]
+        first, second, *rest = parts.rows_of(command, "part", 30.0, again)
+        assert first == {"name": "one"}
+        assert second["name"] == "part, behind row 1" and not second["ok"]
+        assert "exit 1" in second["note"] and "of the second row" in second["note"]
+        assert [row["name"] for row in rest] == ["part, what was left of it"] * again
+
+
+def test_a_device_that_answers_nothing_is_told_once():
+    """The row that found it is there; what was to be measured behind it is lost, checks go on."""
+    fate = 'print(\'FOUND {"name": "row 3", "ok": false}\', flush=True); os._exit(3)'
+    script = CHILD.replace("os._exit(9)", "pass").replace("FATE", fate)
+    command = [sys.executable, "-c", script]
+    for again, behind in ((True, "row 4"), (False, "part, what was left of it")):
+        rows = list(parts.rows_of(command, "part", 30.0, again))
+        assert [row["name"] for row in rows] == [*(f"row {n}" for n in range(4)), behind]
+        assert rows[3] == {"name": "row 3", "ok": False} and rows[4]["ok"] is again
+
+
 def test_what_never_ends_is_ended(monkeypatch):
     monkeypatch.setattr(parts, "GRACE_S", 1.0)
     rows = outcome("time.sleep(60)", again=True, seconds=2.0)
@@ -226,16 +258,19 @@ def test_shares_of_a_part_are_the_part(monkeypatch):
     assert sorted(names) == sorted(task.name for task in kernel_checks("cpu", smoke=True))
 
 
-def test_all_that_is_measured_is_compiled_before(monkeypatch):
+def test_all_that_is_measured_is_compiled_before(monkeypatch, capsys):
     asked = []
 
     def noted(command, name, seconds, again):
         asked.append((name, command[command.index("--share") + 1], again))
         assert seconds <= gpu.COMPILE_S
         yield {}
+        yield {"name": gpu.TOTAL_S, "ok": False, "note": "no memory"}
 
     monkeypatch.setattr(gpu, "rows_of", noted)
     gpu.Run("cuda", False, 3, time.monotonic()).compiled()
+    told = capsys.readouterr().err
+    assert f"while compiling: FAILED {gpu.TOTAL_S}: no memory" in told
     wanted = {
         (name, f"{n}/{part.shares}", False)
         for name, part in gpu.PARTS.items()

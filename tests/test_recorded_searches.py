@@ -226,14 +226,17 @@ def stepped(engine, requests):
     return engine.run_many(requests)
 
 
-def test_a_record_that_fails_ends_the_recording(caplog):
-    """What was recorded before it serves, and the engine goes on."""
+@pytest.mark.parametrize("kind", [RuntimeError, type("OutOfResources", (Exception,), {})])
+def test_a_record_that_fails_ends_the_recording(kind, caplog):
+    """What was recorded before it serves, and the engine goes on; Triton's errors are no
+    RuntimeErrors.
+    """
     made = []
 
     def record(step):
         made.append(step)
         if len(made) == 3:
-            raise RuntimeError("out of memory")
+            raise kind("out of memory")
         return step
 
     world = recommending("cpu")

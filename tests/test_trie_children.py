@@ -12,6 +12,7 @@ from recserve.kernels.trie_children import Allowed, best_children, leaf_bits, po
 from recserve.kernels.trie_insertion import overlay_trie
 
 DEAD = float("-inf")
+FORMS = ["children", "normalized", "allowed", "excluded", "excluded, wide"]
 
 
 def build(codes):
@@ -136,10 +137,11 @@ def options_of(form, trie, logits, allowed, excluded):
         "normalized": {"normalizers": logits.logsumexp(-1)},
         "allowed": {"allowed": allowed_of(trie, allowed)},
         "excluded": {"excluded": excluded},
+        "excluded, wide": {"excluded": excluded.long()},  # as recorded searches hold them
     }[form]
 
 
-@pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
 def test_triton_matches_torch(codes, form, monkeypatch):
     import triton_interpreter  # noqa: F401
@@ -161,7 +163,7 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         assert torch.equal(got.parents, expected.parents)
 
 
-@pytest.mark.parametrize("form", ["children", "normalized", "allowed", "excluded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["one-item", "all-share-a-prefix", "deep", "drawn"])
 def test_triton_matches_torch_over_an_overlay(name, form):
     """Later ids below every level, as they come and in a place with room to spare; and none."""

@@ -25,7 +25,19 @@ class CudaRecorder:
         self.bytes = 0
 
     def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
-        """The replay; its outputs lie where the record left them."""
+        """The replay; its outputs lie where the record left them. Where the record fails, the
+        caller's stream is current again.
+        """
+        current = torch.cuda.current_stream()
+        try:
+            return self._recorded(step)
+        except BaseException:
+            # torch leaves its own current where it cannot end the capture.
+            torch.cuda.set_stream(current)
+            torch.cuda.synchronize()
+            raise
+
+    def _recorded(self, step: Callable[[], T]) -> Callable[[], T]:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         stream = self._stream

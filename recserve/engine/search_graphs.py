@@ -144,7 +144,7 @@ class SearchGraphs:
                 try:
                     with stepping:
                         made.append(self._recorded(trie, bucket))
-                except RuntimeError:
+                except Exception:  # Triton's errors have no other base
                     log.exception("no record of %s: such searches are launched", bucket.name)
                     break
                 log.info("recorded search %s: %.2f s", bucket.name, made[-1].seconds)

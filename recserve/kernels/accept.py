@@ -25,6 +25,13 @@ BLOCK_TILES = 4
 FEW_NODES = 8  # of which each tile of the vocabulary is a program of its own
 MAX_SPLITS = 256
 NONE = tl.constexpr(2**31 - 1)
+# What differs from step to step: numbers that are 1 or a multiple of 16 now and then, and arrays
+# that are slices, aligned or not. One code serves.
+COUNTS = ["tiles_per_split", "num_splits", "max_depth"]
+TABLES = [
+    *("seeds", "root_lengths", "temperatures", "offsets", "positions", "trees"),
+    *("tree_tokens", "tokens", "parents", "ends", "kinds", "rows", "nodes", "lengths", "bonus"),
+]
 
 
 @triton.jit
@@ -40,7 +47,7 @@ def better(value, token, best, where):
     return tl.maximum(best, value), tl.where(value > best, token, where)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def choose_kernel(
     logits, seeds, positions, trees, temperatures, values, tokens,
     vocabulary, tiles_per_split, LANES: tl.constexpr, TILE: tl.constexpr,
@@ -82,7 +89,7 @@ def chosen_of(values, tokens, node, num_splits, BLOCK_SPLITS: tl.constexpr):
     return tl.min(tl.where(value == tl.max(value, 0), token, NONE), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def walk_kernel(
     values, choices, tree_tokens, parents, ends, kinds, offsets, nodes, lengths, bonus,
     num_splits, max_depth,

@@ -19,7 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels import noise_kernel as noise
-from recserve.kernels.accept import NONE, better, chosen_of, empty_walk, shares, tiles_of
+from recserve.kernels.accept import (
+    COUNTS,
+    NONE,
+    TABLES,
+    better,
+    chosen_of,
+    empty_walk,
+    shares,
+    tiles_of,
+)
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.noise import LANES, TILE
 from recserve.kernels.tree import TokenTree
@@ -33,7 +42,7 @@ def _drawn_from(q, rows, tokens, child, token, vocabulary, inside):
     return tl.where(row >= 0, drawn, (tl.load(tokens + child) == token).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def drawn_walk_kernel(
     p, q, rows, residuals, tokens, ends, kinds, seeds, root_lengths, offsets,
     nodes, lengths, refusals, totals, vocabulary, max_depth,
@@ -100,7 +109,7 @@ def drawn_walk_kernel(
     tl.store(totals + tree, stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def bonus_kernel(
     p, q, rows, residuals, tokens, seeds, root_lengths, nodes, lengths, refusals, totals,
     values, choices, vocabulary, max_depth, tiles_per_split,
@@ -144,7 +153,7 @@ def bonus_kernel(
     tl.store(choices + place, tl.min(tl.where(whole == whole_peak, whole_at, NONE), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def pick_kernel(values, choices, bonus, num_splits, BLOCK_SPLITS: tl.constexpr):
     """One tree: the best over all shares, of p where nothing is left."""
     tree, trees = tl.program_id(0).to(tl.int64), tl.num_programs(0)

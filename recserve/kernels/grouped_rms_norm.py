@@ -20,7 +20,7 @@ def norm_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One hidden state of one token."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     source = x + row * row_stride + group * group_stride + column

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 128
 BLOCK_SIZE = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def head_kernel(
     hidden, weight, best, lse, rows, heads, vocabulary, weight_stride,
     K: tl.constexpr, SIZE: tl.constexpr,

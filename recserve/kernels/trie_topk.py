@@ -21,6 +21,13 @@ from recserve.kernels.trie_children import Allowed, BestChildren, unpacked
 from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What differs from level to level and from version to version: one code serves.
+COUNTS = ["beams", "num_codes", "width"]
+COUNTS += ["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"]
+ARRAYS = [
+    *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
+    *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
+]
 MOST_CHILDREN = 512  # at once, four a thread: the dozen numbers of each stay in registers
 FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 
@@ -77,7 +84,7 @@ def _block(
     return child, valid, logit.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
 def children_kernel(
     first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
     later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
