@@ -38,18 +38,22 @@ RETRIEVER: dict[str, Any] = {
 
 @dataclass
 class Work:
-    """Of the answers of one method in one cell, per request. names: what `auto` was."""
+    """Of the answers of one method in one cell, per request. shares: of its rounds' time before
+    their forwards in those forwards and their verification. names: what `auto` was.
+    """
 
     nodes: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def words(self) -> str:
         """For a table."""
         drafted = sum(name != BEAM for name in self.names) / max(len(self.names), 1)
-        return f"{np.mean(self.nodes):.0f} nodes, {np.mean(self.rounds):.2f} rounds" + (
-            f", {drafted:.0%} drafted" if drafted else ""
-        )
+        return (
+            f"{np.mean(self.nodes):.0f} nodes, {np.mean(self.rounds):.2f} rounds, "
+            f"proposing {np.median(self.shares):.0%} of forwards"
+        ) + (f", {drafted:.0%} drafted" if drafted else "")
 
 
 class Subject:
@@ -79,6 +83,7 @@ class Subject:
             for slate in slates:
                 work.nodes.append(slate.timing.nodes)
                 work.rounds.append(slate.rounds)
+                work.shares.append(slate.timing.draft_ms / max(slate.timing.verify_ms, 1e-9))
                 work.names.append(name if slate.timing.drafted else BEAM)
         return slates
 
