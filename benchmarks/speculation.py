@@ -72,9 +72,15 @@ class Always(PlanChoice):
     def __init__(self, choice: PlanChoice) -> None:
         super().__init__(choice.calibration)
         self.costs = choice.costs
+        self._soonest: dict[Group, DraftPlan] = {}
 
     def plan(self, group: Group) -> DraftPlan:
-        """The draft that is expected to end soonest."""
+        """The draft that is expected to end soonest; worked out once for a kind of group."""
+        if group not in self._soonest:
+            self._soonest[group] = self._expected(group)
+        return self._soonest[group]
+
+    def _expected(self, group: Group) -> DraftPlan:
         costs = self.costs
         assert costs is not None and self.calibration is not None, "the head is not calibrated"
         plans = [p for p in self.calibration.scaled(group.width, group.k) if p.margin]
