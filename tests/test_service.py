@@ -8,6 +8,7 @@ import lmdb
 import numpy as np
 import pytest
 from msgspec import UNSET, structs
+from test_warming import settled
 from tiny_bundle import shared_bundle, tiny_bundle
 
 from recserve.core.request import DeadlineExceeded, QueueFull
@@ -477,8 +478,7 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
 
     again = structs.replace(view("me", ids[10]), warm=True)
     assert service.add_events(again).warmed == 2
-    while service.runtime.engine.stats().background:
-        time.sleep(0.001)
+    settled(service)
     timing, warm = ask(service)
     assert timing.root_computed == 0 < timing.root_cached
     with Service.open(
