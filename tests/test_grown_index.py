@@ -5,7 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from recserve.features.grown_index import GrownIndex, are_among
+from recserve.features.grown_index import GrownIndex
+from recserve.features.row_tables import are_among
 from recserve.features.vector_index import FaissIndex
 
 DIM = 8

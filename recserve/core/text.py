@@ -218,6 +218,7 @@ class ScoredTrees:
     logits [T, V]: raw, where the target is softmax(logits / temperature) and nothing else, with
     temperatures [B]; None where other parameters count. everywhere: draw at all nodes, so that no
     shape depends on what is drawn and the host is not asked; else only where the path comes by.
+    rules [B] int64: numbers of the rules of each, where they differ (verify/rules.py).
     """
 
     tree: TokenTree
@@ -231,6 +232,7 @@ class ScoredTrees:
     logits: Tensor | None = None
     temperatures: Tensor | None = None
     everywhere: bool = False
+    rules: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from recserve.core.allowed import is_gone
 from recserve.core.diversity import first_k
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_overlay import TrieOverlay
 from recserve.models.dense_retriever import DenseRetriever
 
 ALIKE = 0.98  # cosine from which two vectors are one
@@ -172,10 +172,7 @@ def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendReques
     if excluded:
         keys = owners[:, None] * trie.num_rows + rows
         allowed = ~np.isin(keys, np.concatenate(excluded))
-    if isinstance(trie, TrieOverlay) and trie.gone_on_host is not None:
-        gone = trie.gone_on_host.numpy()
-        at = np.minimum(np.searchsorted(gone, rows), gone.size - 1)
-        allowed &= gone[at] != rows
+    allowed &= ~is_gone(trie, rows)
     for b in np.unique(owners).tolist():
         own = requests[b].allowed
         if own is not None:

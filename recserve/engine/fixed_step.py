@@ -45,7 +45,7 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.verify.rules import MIXED, SAMPLE, numbers_of, verify, verify_each
+from recserve.verify.rules import MIXED, SAMPLE, numbers_of, verify
 
 FILLER = SamplingParams(temperature=0.0)
 
@@ -188,11 +188,9 @@ class FixedStep:
             logits=logits if past is None else None,
             temperatures=table.temperature,
             everywhere=True,
+            rules=columns.rules,
         )
-        if self.rule == MIXED:
-            accepted = verify_each(columns.rules, scored)
-        else:
-            accepted = verify(self.rule, scored)
+        accepted = verify(self.rule, scored)
         if self.shape.depth:
             move_accepted(self.runner.pool, tree, accepted, slots)
         outputs = outputs_of(tree, accepted, logits, hidden)

@@ -25,7 +25,7 @@ from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.verify.path import path_of
-from recserve.verify.rules import MIXED, numbers_of, verify, verify_each
+from recserve.verify.rules import MIXED, numbers_of, verify
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,8 @@ class TextGroup:
             logits if alone else None,
             table.temperature,
             everywhere,
+            on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
         )
-        if self.rule == MIXED:
-            return verify_each(on_device(numbers_of(self.rules), logits.device), scored)
         return verify(self.rule, scored)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from recserve.features.catalog import Catalog, item_keys
 from recserve.features.item_records import ItemRecord, RecordLog
 from recserve.features.row_map import RowMap
-from recserve.features.row_tables import Extended, Growing
+from recserve.features.row_tables import Extended, Growing, are_among
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -156,10 +156,7 @@ class CatalogVersion:
 
     def are_gone(self, rows: np.ndarray) -> np.ndarray:
         """[n] bool: rows that must not be answered."""
-        if not self.gone.size:
-            return np.zeros(rows.shape, dtype=bool)
-        at = np.minimum(np.searchsorted(self.gone, rows), self.gone.size - 1)
-        return np.asarray(self.gone[at] == rows)
+        return are_among(rows, self.gone)
 
     def is_gone(self, row: int) -> bool:
         """Whether a row must not be answered."""

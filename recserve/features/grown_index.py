@@ -14,7 +14,7 @@ import faiss
 import numpy as np
 
 from recserve.features.faiss_threads import one_thread
-from recserve.features.row_tables import Growing
+from recserve.features.row_tables import Growing, are_among
 from recserve.features.vector_index import FaissIndex
 
 VectorsOf = Callable[[np.ndarray], np.ndarray]  # rows [n] to unit vectors [n, E] float32
@@ -105,11 +105,3 @@ class GrownIndex:
         with one_thread():
             base = FaissIndex(vectors_of(live), self.base.flat_below, live)
         return GrownIndex.on(base, gone)
-
-
-def are_among(rows: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """[n] bool: which rows are there."""
-    if not ascending.size:
-        return np.zeros(rows.shape, dtype=bool)
-    at = np.minimum(np.searchsorted(ascending, rows), ascending.size - 1)
-    return np.asarray(ascending[at] == rows)

@@ -93,3 +93,11 @@ def _where(condition: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndar
     """np.where by leading axes."""
     wide = condition.reshape(condition.shape + (1,) * (one.ndim - condition.ndim))
     return np.asarray(np.where(wide, one, other))
+
+
+def are_among(rows: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    """[n] bool: which rows are there."""
+    if not ascending.size:
+        return np.zeros(rows.shape, dtype=bool)
+    at = np.minimum(np.searchsorted(ascending, rows), ascending.size - 1)
+    return np.asarray(ascending[at] == rows)

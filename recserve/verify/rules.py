@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from recserve.core.text import Accepted, ScoredTrees, Verifier
 from recserve.core.text_request import SamplingParams
@@ -46,21 +45,23 @@ def check_rule(name: str, params: SamplingParams) -> None:
 
 
 def verify(name: str, scored: ScoredTrees) -> Accepted:
-    """Judge trees by a rule; at temperature 0 all of them are the greedy rule."""
+    """Judge trees by a rule, or MIXED, each by its own; at temperature 0 all are the greedy one."""
+    if name == MIXED and not scored.greedy:
+        return _verify_each(scored)
     return RULES[GREEDY if scored.greedy else name].verify(scored)
 
 
 def numbers_of(rules: Seq[str]) -> list[int]:
-    """For `verify_each`."""
+    """As `ScoredTrees.rules`."""
     return [EACH.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
 
 
-def verify_each(numbers: Tensor, scored: ScoredTrees) -> Accepted:
-    """Judge every tree by a rule of its own.
-
-    numbers [B] int64: `numbers_of` their rules. All rules are worked out for all trees, so that no
-    shape depends on who asks for which; what a rule makes of a tree that is not for it is not kept.
+def _verify_each(scored: ScoredTrees) -> Accepted:
+    """All rules are worked out for all trees, so that no shape depends on who asks for which; what
+    a rule makes of a tree that is not for it is not kept.
     """
+    numbers = scored.rules
+    assert numbers is not None, "nobody says whose rule is which"
     trees = torch.arange(numbers.shape[0], device=numbers.device)
     rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
     known = replace(scored, target=lambda nodes: rows[nodes])

@@ -5,8 +5,9 @@
  * Of every request the best children over all beams are kept, ties to the lower node, but for those
  * that cannot enter its answer any more (core/bounds.py). The logits come from states that a model
  * computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
- * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with one child need none. What is left to do is little: a product
- * with one level's codes for the beams that fork, m C E operations, and a few reads for each child.
+ * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with
+ * one child need none. What is left to do is little: a product with one level's codes for the beams
+ * that fork, m C E operations, and a few reads for each child.
  */
 #include "heap.h"
 #include "trie.h"
