@@ -30,6 +30,7 @@ from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.native import Panels
 from recserve.kernels.native_search import (
     Cell,
+    LevelCodes,
     Levels,
     Limits,
     NativeSearch,
@@ -155,7 +156,7 @@ def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[]
     books = [torch.randn(codes, HEAD, generator=g) for codes in trie.codebook_sizes]
     mix = Panels.of(torch.randn(HEAD, HEAD, generator=g), None)
     search = NativeSearch(
-        [Panels.of(book, None) for book in books], [Cell(mix, b) for b in books[:-1]]
+        [LevelCodes.of(book) for book in books], [Cell(mix, b) for b in books[:-1]]
     )
     limits = Limits([width], [-1], [allowed])
     states = States(

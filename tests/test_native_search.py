@@ -14,6 +14,7 @@ from recserve.kernels import dispatch, native
 from recserve.kernels.native_search import (
     KNOWN,
     MISSING,
+    LevelCodes,
     Limits,
     NativeSearch,
     States,
@@ -137,11 +138,15 @@ def drawn_heads(trie, size, dtype=torch.float32, scale=1.0):
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.0], ids=["drawn", "all-tied"])
-def test_each_level_is_that_of_the_twin(dtype, scale):
-    """Every state known: level by level the best children of trie_children, ties to the lower."""
-    trie, size, width = drawn_trie(), 32, 12
+@pytest.mark.parametrize("shape", [(300, (6, 7, 8), 32), (5000, (6, 40, 200), 40)], ids=str)
+def test_each_level_is_that_of_the_twin(shape, dtype, scale):
+    """Every state known: level by level the best children of trie_children, ties to the lower. In
+    the second shape some beams have few children for their level, up to 25 of 200, and others more.
+    """
+    items, sizes, size = shape
+    trie, width = drawn_trie(items, sizes), 12
     heads = drawn_heads(trie, size, dtype, scale)
-    search = NativeSearch([native.Panels.of(book, None) for book in heads])
+    search = NativeSearch([LevelCodes.of(book) for book in heads])
     tails = torch.randn(2, size).to(dtype)
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])
@@ -175,7 +180,7 @@ def test_each_level_is_that_of_the_twin(dtype, scale):
 @torch.inference_mode()
 def test_a_missing_state_stops_it_or_leads_nowhere():
     trie, size, width = drawn_trie(), 16, 4
-    search = NativeSearch([native.Panels.of(book, None) for book in drawn_heads(trie, size)])
+    search = NativeSearch([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     tails = torch.randn(1, size)
     nothing = States(tails, torch.empty(0, dtype=torch.int64), torch.empty(0, size))
     limits = Limits([width], [-1], [None])
@@ -194,8 +199,7 @@ def test_a_missing_state_stops_it_or_leads_nowhere():
 @torch.inference_mode()
 def test_states_that_are_not_numbers_lead_nowhere():
     trie, size = drawn_trie(), 16
-    heads = [native.Panels.of(book, None) for book in drawn_heads(trie, size)]
-    search = NativeSearch(heads)
+    search = NativeSearch([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     bad = torch.full((1, size), float("nan"))
     states = States(bad, torch.empty(0, dtype=torch.int64), bad[:0])
     found = search(trie.native, begun(1), Limits([4], [0], [None]), states, 3)

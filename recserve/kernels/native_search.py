@@ -21,6 +21,19 @@ UNNEEDED, KNOWN, MISSING = range(3)
 
 
 @dataclass(frozen=True)
+class LevelCodes:
+    """The codes of a level [C, E], as products with few and with all of them read them."""
+
+    rows: Tensor
+    panels: Panels
+
+    @staticmethod
+    def of(codes: Tensor, panels: Panels | None = None) -> LevelCodes:
+        """codes [C, E], which are not to change. panels: the same, where there are some already."""
+        return LevelCodes(codes.detach().contiguous(), panels or Panels.of(codes, None))
+
+
+@dataclass(frozen=True)
 class Cell:
     """One step of a recurrent head: tanh(inputs[code] + states U). inputs [C, E]."""
 
@@ -114,7 +127,7 @@ class _Rivals(ctypes.Structure):
 
 class _Search(ctypes.Structure):
     _fields_ = [
-        *((name, P) for name in ("trie", "requests", "rivals", "heads")),
+        *((name, P) for name in ("trie", "requests", "rivals", "heads", "codes")),
         *((name, N) for name in ("type", "size", "levels", "batch", "level", "until", "stops")),
         ("width", N),
         *((name, P) for name in ("scores", "first_paths")),
@@ -130,10 +143,11 @@ class _Search(ctypes.Structure):
 class NativeSearch:
     """Beam search by the logits of one model's states, or by a draft head."""
 
-    def __init__(self, heads: Sequence[Panels], cells: Sequence[Cell] = ()) -> None:
-        """heads [L]: the codes of each level. cells [L - 1]: of a head with a state of its own."""
-        self._read = tuple(heads), tuple(cells)  # by address: kept as long as this is
-        self._heads = (Product * len(heads))(*(panels.product for panels in heads))
+    def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[Cell] = ()) -> None:
+        """levels [L]. cells [L - 1]: of a head with a state of its own."""
+        self._read = tuple(levels), tuple(cells)  # by address: kept as long as this is
+        self._heads = (Product * len(levels))(*(level.panels.product for level in levels))
+        self._codes = (P * len(levels))(*(level.rows.data_ptr() for level in levels))
         self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
         self._inputs = (P * len(cells))(*(cell.inputs.data_ptr() for cell in cells))
 
@@ -163,6 +177,7 @@ class NativeSearch:
             ctypes.addressof(asked.requests),
             ctypes.addressof(competing),
             ctypes.addressof(self._heads),
+            ctypes.addressof(self._codes),
             TYPES[tails.dtype],
             tails.shape[1],
             depth,

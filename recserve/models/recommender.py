@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.native import Panels
-from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
 from recserve.models.decoder import Decoder
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
@@ -209,12 +208,12 @@ class Recommender(nn.Module):
     def pack_search(self) -> None:
         """Lay the codes out, as they are now, for searches on this CPU (native_search.py)."""
         if self.config.normalization == "children" and dispatch.in_native(self.head.weight):
-            self.search = NativeSearch([self._panels(n) for n in range(self.config.num_levels)])
+            self.search = NativeSearch([self._laid_out(n) for n in range(self.config.num_levels)])
 
-    def _panels(self, level: int) -> Panels:
+    def _laid_out(self, level: int) -> LevelCodes:
         packed = None if self._packed_levels is None else self._packed_levels[level]
         panels = packed.panels if isinstance(packed, PackedLinear) else None
-        return panels or Panels.of(self.level_codes(level), None)
+        return LevelCodes.of(self.level_codes(level), panels)
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Logits of a level from the root's last hidden state, without the codes before it.

@@ -6,8 +6,8 @@
  * that cannot enter its answer any more (core/bounds.py). The logits come from states that a model
  * computed for some prefixes, from a recurrent head that is stepped on the way (NEZHA, arXiv
  * 2511.18793, section 4), or from what each level reads of the root alone (level heads). Beams with
- * one child need none. What is left to do is little: a product with one level's codes for the beams
- * that fork, m C E operations, and a few reads for each child.
+ * one child need none. Beams of few children are multiplied by the codes of these alone, the others
+ * by all of the level's at once: at most m C E operations, and a few reads for each child.
  */
 #include "heap.h"
 #include "trie.h"
@@ -15,6 +15,7 @@
 #include <stdlib.h>
 
 #define ROUNDING 1e-4f /* a rival's score and a beam's are sums in different orders */
+#define SHARE 8 /* of a level's codes: fewer children than one in so many are multiplied alone */
 
 typedef struct {
     const int64_t *ranks;
@@ -49,7 +50,8 @@ typedef struct {
     const Trie *trie;
     const Request *requests;
     const Rivals *rivals;
-    const Product *heads; /* [levels] codes of each level */
+    const Product *heads;     /* [levels] codes of each level */
+    const char *const *codes; /* [levels] the same as rows, [codes, size] */
     int64_t type, size, levels, batch;
     int64_t level, until; /* where it begins, and where it ends at the latest */
     int64_t stops;        /* at the first level of which a needed state is not there */
@@ -128,7 +130,39 @@ INLINE float number(int type, const char *data, int64_t at) {
     return x;
 }
 
-/* The logits of a beam's children, in their order. */
+/* Whether a beam's children are few among the codes of their level. */
+INLINE int are_few(const Search *s, int64_t level, Children below) {
+    return (below.count + below.more) * SHARE <= s->heads[level].size;
+}
+
+/* Of sixteen codes the products with elements j .. j + count of a state, added up. */
+INLINE void add_products(int type, const char *state, const char *const *codes, int64_t j,
+                         int64_t count, floats *products) {
+    floats x = load_some(type, state, j, count);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) products[i] += x * load_some(type, codes[i], j, count);
+}
+
+/* The logits of few children, in their order, from their beam's state. */
+INLINE void multiply(int type, const Search *s, const char *table, Children of, const char *state,
+                     float *gains) {
+    int64_t each = (type == FLOAT32 ? 4 : 2) * s->size, count = of.count + of.more;
+    for (int64_t first = 0; first < count; first += LANES) {
+        const char *codes[LANES];
+        floats products[LANES] = {};
+        int64_t j = 0;
+        for (int64_t i = 0; i < LANES; i++) {
+            int64_t number = first + i < count ? first + i : count - 1;
+            codes[i] = table + last_code(s->trie, child(of, number)) * each;
+        }
+        for (; j + LANES <= s->size; j += LANES)
+            add_products(type, state, codes, j, LANES, products);
+        if (j < s->size) add_products(type, state, codes, j, s->size - j, products);
+        store(FLOAT32, gains, first, rounded(type, sums(products)));
+    }
+}
+
+/* The logits of many children, in their order, from those of all codes. */
 static void gather(const Search *s, Children of, const char *logits, float *gains) {
     const int32_t *codes = s->trie->codes + of.first;
     if (s->type == FLOAT32)
@@ -139,16 +173,42 @@ static void gather(const Search *s, Children of, const char *logits, float *gain
         gains[i] = number(s->type, logits, last_code(s->trie, child(of, i)));
 }
 
-/* Candidates below one beam; logits NULL: it has one child, which costs nothing. */
+/* What a request's search has in hand. Beams of the level it is at; `states` of the recurrent head,
+ * of the beams below which the trie forks. `rows` are multiplied by the codes: the first by all of
+ * a level's, which gives `logits`, those from the end by few. */
+typedef struct {
+    int64_t count;
+    Candidate *beams;
+    int64_t *own, *above;    /* row of `states` of each beam, -1: none; and of its parent before */
+    int64_t *codes, *turned; /* its last code; where a row of `states` went */
+    int64_t *row;            /* of `rows`, -1: none */
+    char *states, *rows, *next, *logits;
+    float *gains;
+    Candidate *heap, *known;
+} Work;
+
+INLINE int64_t bytes_of(const Search *s) { return (s->type == FLOAT32 ? 4 : 2) * s->size; }
+
+/* Log-probabilities of a beam's children, in their order. slot -1: it has one, which costs nothing. */
+static void score_children(const Search *s, int64_t level, Children below, int64_t slot,
+                           const Work *work) {
+    const char *row = work->rows + slot * bytes_of(s), *codes = s->codes[level];
+    work->gains[0] = 0.0f;
+    if (slot < 0) return;
+    if (!are_few(s, level, below))
+        gather(s, below, work->logits + slot * (s->type == FLOAT32 ? 4 : 2) * s->heads[level].size,
+               work->gains);
+    else if (s->type == FLOAT32)
+        multiply(FLOAT32, s, codes, below, row, work->gains);
+    else
+        multiply(BFLOAT16, s, codes, below, row, work->gains);
+    normalise(work->gains, below.count + below.more);
+}
+
+/* Candidates below one beam. */
 static int64_t offer_children(const Search *s, const Request *request, Candidate beam,
-                              const char *logits, float *gains, Candidate *heap, int64_t size) {
-    Children below = children(s->trie, beam.node);
+                              Children below, const float *gains, Candidate *heap, int64_t size) {
     int64_t count = below.count + below.more;
-    gains[0] = 0.0f;
-    if (logits) {
-        gather(s, below, logits, gains);
-        normalise(gains, count);
-    }
     for (int64_t i = 0; i < count; i++) {
         float score = beam.score + gains[i] + 0.0f, least = heap[0].score;
         if (!(score > -INFINITY) || (size == request->width && score < least)) continue;
@@ -204,28 +264,15 @@ static int64_t of_use(const Search *s, int64_t b, const Candidate *best, int64_t
     return size;
 }
 
-/* tanh(state of the code + U state before), in place. */
-static void activate(int type, char *states, const char *input, int64_t size) {
+/* tanh(state of the code + U state before). */
+static void activate(int type, const char *turned, const char *input, char *out, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
-        floats x = load_some(type, states, i, size - i) + load_some(type, input, i, size - i);
+        floats x = load_some(type, turned, i, size - i) + load_some(type, input, i, size - i);
         x = choose(x > 10.0f, all(10.0f), choose(x < -10.0f, all(-10.0f), x));
         floats power = exponential(x + x);
-        store_some(type, states, i, (power - 1.0f) / (power + 1.0f), size - i);
+        store_some(type, out, i, (power - 1.0f) / (power + 1.0f), size - i);
     }
 }
-
-/* What a request's search has in hand. Beams of the level it is at; `states` of the recurrent head,
- * of the beams below which the trie forks. */
-typedef struct {
-    int64_t count;
-    Candidate *beams;
-    int64_t *slots; /* row of `states` or `hidden`, -1: none */
-    char *states, *rows, *next, *logits;
-    float *gains;
-    Candidate *heap, *known;
-} Work;
-
-INLINE int64_t bytes_of(const Search *s) { return (s->type == FLOAT32 ? 4 : 2) * s->size; }
 
 INLINE void product(const Search *s, const Product *by, const char *x, char *out, int64_t rows) {
     linear(s->type, x, by->panels, by->bias, out, rows, by->steps, by->size);
@@ -235,20 +282,23 @@ INLINE int64_t place_of(const Search *s, int64_t level, int64_t b) {
     return (level * s->batch + b) * s->columns;
 }
 
-/* States of the recurrent head after one more code. `parents` of the new beams are slots. */
-static void step_states(const Search *s, Work *work, int64_t level, const int64_t *parents) {
+/* States of the recurrent head after one more code of each beam that is to have one of its `own`.
+ * Beams with the same state `above` multiply it once. */
+static void step_states(const Search *s, int64_t level, Work *work) {
     int64_t each = bytes_of(s), count = 0;
+    for (int64_t i = 0; i < s->columns; i++) work->turned[i] = -1;
     for (int64_t i = 0; i < work->count; i++) {
-        Leaves below = leaves(s->trie, work->beams[i].node);
-        work->slots[i] = below.last - below.first > 1 ? count++ : -1;
-        if (work->slots[i] >= 0)
-            memcpy(work->rows + work->slots[i] * each, work->states + parents[i] * each, each);
+        int64_t above = work->above[i];
+        if (work->own[i] < 0 || work->turned[above] >= 0) continue;
+        memcpy(work->rows + count * each, work->states + above * each, each);
+        work->turned[above] = count++;
     }
-    product(s, s->cells + level, work->rows, work->next, count);
+    product(s, s->cells + level, work->rows, work->states, count);
     for (int64_t i = 0; i < work->count; i++)
-        if (work->slots[i] >= 0)
-            activate(s->type, work->next + work->slots[i] * each,
-                     s->inputs[level] + last_code(s->trie, work->beams[i].node) * each, s->size);
+        if (work->own[i] >= 0)
+            activate(s->type, work->states + work->turned[work->above[i]] * each,
+                     s->inputs[level] + work->codes[i] * each, work->next + work->own[i] * each,
+                     s->size);
     char *before = work->states;
     work->states = work->next;
     work->next = before;
@@ -277,34 +327,30 @@ static void begin(const Search *s, int64_t b, Work *work) {
         if (score > -INFINITY)
             work->beams[work->count++] = (Candidate){score, s->level ? path[s->level - 1] : 0, w};
     }
+    memset(work->own, 0, work->count * sizeof *work->own);
     if (!s->cells) return;
-    for (int64_t i = 0; i < work->count; i++) {
-        memcpy(work->states + i * each, s->tails + b * each, each);
-        work->slots[i] = i;
-    }
+    memcpy(work->states, s->tails + b * each, each);
     for (int64_t level = 0; level < s->level; level++) {
-        product(s, s->cells + level, work->states, work->next, work->count);
         for (int64_t i = 0; i < work->count; i++) {
             int64_t node = s->paths[(first + work->beams[i].parent) * s->levels + level];
-            activate(s->type, work->next + i * each,
-                     s->inputs[level] + last_code(s->trie, node) * each, s->size);
+            work->above[i] = work->own[i];
+            work->own[i] = i;
+            work->codes[i] = last_code(s->trie, node);
         }
-        char *before = work->states;
-        work->states = work->next;
-        work->next = before;
+        step_states(s, level, work);
     }
 }
 
-/* The logits of the beams that fork, one row after another; in `slots` the row of each beam, -1
- * where it has none. Returns how many states are missing. */
+/* The rows of the beams that fork, and logits where children are many. Returns how many states are
+ * missing. */
 static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
-    int64_t each = bytes_of(s), count = 0, missing = 0;
+    int64_t each = bytes_of(s), count = 0, few = s->columns, missing = 0;
     char *scored = s->scored + place_of(s, level, b);
     for (int64_t i = 0; i < work->count; i++) {
         Candidate *beam = work->beams + i;
         Children below = children(s->trie, beam->node);
-        int64_t slot = s->cells ? work->slots[i] : b;
-        work->slots[i] = -1;
+        int64_t slot = s->cells ? work->own[i] : b;
+        work->row[i] = -1;
         if (below.count + below.more < 2) continue;
         const char *state = (s->cells ? work->states : s->tails) + slot * each;
         scored[beam->parent] = KNOWN;
@@ -319,7 +365,8 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
             }
             state = s->hidden + slot * each;
         }
-        char *row = work->rows + count * each;
+        work->row[i] = are_few(s, level, below) ? --few : count++;
+        char *row = work->rows + work->row[i] * each;
         const char *context = s->contexts;
         if (context) context += (each / s->size) * (b * s->next_request + level * s->next_level);
         if (s->cells) {
@@ -331,23 +378,23 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
         } else {
             memcpy(row, context ? context : state, each);
         }
-        work->slots[i] = count++;
     }
     if (!missing || !s->stops) product(s, s->heads + level, work->rows, work->logits, count);
     return missing;
 }
 
 /* Level `level + 1` of request b, from the beams in hand. */
-static void deepen(const Search *s, int64_t b, int64_t level, Work *work, int64_t *parents) {
+static void deepen(const Search *s, int64_t b, int64_t level, Work *work) {
     const Request *request = s->requests + b;
-    int64_t wide = (s->type == FLOAT32 ? 4 : 2) * s->heads[level].size, size = 0;
+    int64_t size = 0;
     for (int64_t i = 0; i < work->count; i++) {
         Candidate beam = work->beams[i];
         if (!(beam.score > -INFINITY)) continue;
         if (size == request->width && beam.score < work->heap[0].score) break; /* nor any behind */
         beam.parent = i;
-        const char *logits = work->slots[i] < 0 ? NULL : work->logits + work->slots[i] * wide;
-        size = offer_children(s, request, beam, logits, work->gains, work->heap, size);
+        Children below = children(s->trie, beam.node);
+        score_children(s, level, below, work->row[i], work);
+        size = offer_children(s, request, beam, below, work->gains, work->heap, size);
     }
     best_first(work->heap, size);
     size = of_use(s, b, work->heap, size, work->known);
@@ -360,11 +407,14 @@ static void deepen(const Search *s, int64_t b, int64_t level, Work *work, int64_
         memcpy(path, s->paths + (above + column) * s->levels, level * sizeof *path);
         path[level] = one->node;
         s->log_probs[at + i] = one->score;
-        parents[i] = one->parent;
+        work->above[i] = work->own[one->parent];
     }
-    for (int64_t i = 0; i < size; i++) {
+    for (int64_t i = 0, count = 0; i < size; i++) {
         work->beams[i] = work->heap[i];
         work->beams[i].parent = i;
+        Leaves below = leaves(s->trie, work->beams[i].node);
+        work->own[i] = below.last - below.first > 1 ? count++ : -1;
+        work->codes[i] = last_code(s->trie, work->beams[i].node);
     }
     work->count = size;
 }
@@ -376,17 +426,20 @@ static int64_t search_one(const Search *s, int64_t b) {
         codes = s->heads[l].size > codes ? s->heads[l].size : codes;
     int64_t known = s->requests[b].place + 1;
     int64_t wide = (s->type == FLOAT32 ? 4 : 2) * codes;
-    int64_t small = 3 * (most + 1) * sizeof(Candidate) + 3 * (most + 1) * sizeof(int64_t);
+    int64_t small = 3 * (most + 1) * sizeof(Candidate) + 5 * most * sizeof(int64_t);
     char *memory = malloc(small + known * sizeof(Candidate) + most * (3 * each + wide) +
                           (codes + LANES) * sizeof(float));
     Work work = {0};
     work.beams = (Candidate *)memory;
     work.heap = work.beams + most + 1;
     work.known = work.heap + most + 1;
-    work.slots = (int64_t *)(work.known + known);
-    int64_t *parents = work.slots + most + 1, *slots = parents + most + 1;
+    work.own = (int64_t *)(work.known + known);
+    work.above = work.own + most;
+    work.codes = work.above + most;
+    work.turned = work.codes + most;
+    work.row = work.turned + most;
     work.heap[0].score = -INFINITY;
-    work.gains = (float *)(slots + most + 1);
+    work.gains = (float *)(work.row + most);
     work.rows = (char *)(work.gains + codes + LANES);
     work.states = work.rows + most * each;
     work.next = work.states + most * each;
@@ -395,13 +448,9 @@ static int64_t search_one(const Search *s, int64_t b) {
     s->lost[b] = -INFINITY;
     int64_t level = s->level;
     for (; level < s->until; level++) {
-        memcpy(slots, work.slots, work.count * sizeof *slots);
         if (score(s, b, level, &work) && s->stops) break;
-        deepen(s, b, level, &work, parents);
-        if (s->cells && level + 1 < s->levels) {
-            for (int64_t i = 0; i < work.count; i++) parents[i] = slots[parents[i]];
-            step_states(s, &work, level, parents);
-        }
+        deepen(s, b, level, &work);
+        if (s->cells && level + 1 < s->levels) step_states(s, level, &work);
 #pragma omp critical(used)
         if (work.count > s->used[level + 1]) s->used[level + 1] = work.count;
     }

@@ -43,6 +43,13 @@ INLINE void store(int type, void *data, int64_t at, floats x) {
     memcpy((uint16_t *)data + at, &half, sizeof half);
 }
 
+/* What is left of floats that are stored and loaded again. */
+INLINE floats rounded(int type, floats x) {
+    char stored[sizeof x];
+    store(type, stored, 0, x);
+    return load(type, stored, 0);
+}
+
 /* The first `count` elements of a vector, zeros behind. */
 INLINE floats load_some(int type, const void *data, int64_t at, int64_t count) {
     if (count >= LANES) return load(type, data, at);

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels import dispatch
-from recserve.kernels.native import Panels
-from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.native_search import LevelCodes, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 
@@ -39,7 +38,7 @@ class LevelDraftHead:
     def pack(self) -> None:
         """Lay the codes out for this CPU."""
         if dispatch.in_native(self.tables.codebooks):
-            self.search = NativeSearch([Panels.of(codes, None) for codes in self._codes])
+            self.search = NativeSearch(list(map(LevelCodes.of, self._codes)))
 
     def contexts(self, tails: Tensor) -> Tensor:
         """[B, L, E] what each level reads of the root. tails [B, E]."""

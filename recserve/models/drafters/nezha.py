@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from recserve.kernels import dispatch
 from recserve.kernels.native import Panels
-from recserve.kernels.native_search import Cell, NativeSearch
+from recserve.kernels.native_search import Cell, LevelCodes, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 
@@ -91,7 +91,7 @@ class SelfDraftHead(nn.Module):
             Cell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
             for level in levels[:-1]
         ]
-        self.search = NativeSearch([Panels.of(self._codes(level), None) for level in levels], cells)
+        self.search = NativeSearch([LevelCodes.of(self._codes(level)) for level in levels], cells)
 
     def contexts(self, tails: Tensor) -> Tensor:
         """[B, L, E] the root, at each level: read without placeholders. tails [B, E]."""
