@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.kernels import dispatch
 from recserve.kernels.native_search import (
-    KNOWN,
-    MISSING,
     Levels,
     Limits,
     NativeSearch,
     RivalScores,
     States,
+    passed_prefixes,
 )
 from recserve.kernels.native_trie import Prefixes
+from recserve.kernels.trie_children import DEAD
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,19 @@ class Descent:
         nodes, log_probs = paths[..., level - 1], found.log_probs[level, :, :width]
         return self.above.at(level, nodes, log_probs, paths)
 
-    def held(self, missing: bool) -> Tensor:
-        """[levels passed, B, W] log-probabilities of the beams that needed a state which was
-        missing, or of those that had it; -inf elsewhere.
-        """
-        passed = slice(self.above.level, self.level)
-        other = self.levels.scored[passed] != (MISSING if missing else KNOWN)
-        return self.levels.log_probs[passed].masked_fill(other, float("-inf"))
+    def scores_at(self, places: Seq[int]) -> list[float]:
+        """[B] the score at each request's place from the best down, -inf past the last."""
+        width = self.levels.used[self.level]
+        last = self.levels.log_probs[self.level, :, :width].tolist()
+        ranked = zip(last, places, strict=True)
+        return [scores[place] if place < width else DEAD for scores, place in ranked]
 
-    def keys_of_paths(self, chosen: Tensor) -> Tensor:
-        """Keys (as in Scored) of chosen beams, each with all above it. chosen: as `held`, bool."""
-        step, owner, column = chosen.nonzero(as_tuple=True)
-        level = step + self.above.level
-        paths = self.levels.paths[level, owner, column]
-        inside = torch.arange(paths.shape[1]) < level[:, None]
-        return (owner[:, None] * self.above.trie.num_nodes + paths)[inside]
+    def passed(self, which: int, floors: Seq[float]) -> Tensor:
+        """Keys (as in Scored) of the beams above the last level that reach their request's floor,
+        each with all above it. which: KNOWN, MISSING or ANY, what is said of their states.
+        """
+        trie = self.above.trie
+        return passed_prefixes(self.levels, self.above.level, trie.num_nodes, which, floors)
 
 
 def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:

@@ -12,8 +12,9 @@ from recserve.core.bounds import value_at
 from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
 from recserve.draft.beam import wanted
-from recserve.kernels.native_search import NativeSearch
-from recserve.kernels.trie_children import DEAD, child_log_probs
+from recserve.kernels.host import on_device
+from recserve.kernels.native_search import ANY, KNOWN
+from recserve.kernels.trie_children import child_log_probs
 from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead
@@ -38,47 +39,33 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
 
 
 def likely_prefixes(
-    beams: Beams, head: PrefixHead, widths: list[int], places: Tensor, skip_single: bool
+    beams: Beams, head: PrefixHead, widths: list[int], places: list[int], skip_single: bool
 ) -> Tensor:
     """Keys (as in Scored) of the given beams and of the prefixes below them that the head's own
     search passes, but for those below the floor that it ends with. With a prefix come all above it.
 
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
-    that are kept of each length for each request. places [B, 1]: place, from 0, of the found item
-    whose score is the floor, as in core/bounds.py.
+    that are kept of each length for each request. places: place, from 0, of the found item whose
+    score is the floor, as in core/bounds.py.
     """
-    beams, contexts = replace(beams, places=places), head.contexts(beams.tails)
+    at = on_device(places, beams.nodes.device)[:, None]
+    beams, contexts = replace(beams, places=at), head.contexts(beams.tails)
     if (native := searches(beams, head.search)) is not None:
-        return _likely_natively(beams, native, contexts, widths, places, skip_single)
-    found, states = [beams], _states_of_paths(beams, head)
-    while not (last := found[-1]).finished:
+        found = descend(beams, native, beams.trie.num_levels, widths, contexts=contexts)
+        return found.passed(KNOWN if skip_single else ANY, found.scores_at(places))
+    passed, states = [beams], _states_of_paths(beams, head)
+    while not (last := passed[-1]).finished:
         deeper = _expand(last, states, contexts[:, last.level], head, widths)
         if deeper.level < beams.trie.num_levels:
             states = _step(last, deeper, states, head)
-        found.append(deeper)
-    floor = value_at(found[-1].log_probs, places)
+        passed.append(deeper)
+    floor = value_at(passed[-1].log_probs, at)
     keys, needed = [beams.nodes[:0, 0]], [beams.nodes[:0, 0].bool()]
-    for each in found[:-1]:
+    for each in passed[:-1]:
         may = wanted(each, skip_single) & (each.log_probs >= floor)
         keys.append(each.keys(each.paths).flatten())
         needed.append(may[..., None].expand_as(each.paths).flatten())
     return torch.cat(keys)[torch.cat(needed)]
-
-
-def _likely_natively(
-    beams: Beams,
-    native: NativeSearch,
-    contexts: Tensor,
-    widths: list[int],
-    places: Tensor,
-    skip_single: bool,
-) -> Tensor:
-    """The same in C. beams: with the places."""
-    levels = beams.trie.num_levels
-    found = descend(beams, native, levels, widths, contexts=contexts)
-    floor = value_at(found.at(levels).log_probs, places)
-    held = found.held(missing=False) if skip_single else found.levels.log_probs[beams.level : -1]
-    return found.keys_of_paths((held > DEAD) & (held >= floor))
 
 
 def item_log_probs(

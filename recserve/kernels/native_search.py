@@ -18,6 +18,7 @@ from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, Product, compile
 from recserve.kernels.native_trie import NativeTrie, Prefixes
 
 UNNEEDED, KNOWN, MISSING = range(3)
+ANY = -1
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,40 @@ class _Search(ctypes.Structure):
         *((name, N) for name in ("next_request", "next_level", "columns")),
         *((name, P) for name in ("log_probs", "paths", "scored", "used", "lost")),
     ]
+
+
+class _Passed(ctypes.Structure):
+    _fields_ = [
+        *((name, N) for name in ("all_nodes", "batch", "columns", "levels", "first", "last")),
+        *((name, P) for name in ("log_probs", "paths", "scored")),
+        ("which", N),
+        *((name, P) for name in ("floors", "keys")),
+    ]
+
+
+def passed_prefixes(
+    found: Levels, first: int, all_nodes: int, which: int, floors: Sequence[float]
+) -> Tensor:
+    """[n] keys of beams of levels `first` to before the last, each with all above it; some twice.
+
+    all_nodes: of the trie. which: KNOWN or MISSING of `scored`, or ANY. floors [B]: beams of lower
+    scores are left out.
+    """
+    paths, limits = found.paths, (FLOAT * len(floors))(*floors)
+    keys = torch.empty(paths[first : found.reached].numel(), dtype=torch.int64)
+    passed = _Passed(
+        all_nodes,
+        *paths.shape[1:],
+        first,
+        found.reached,
+        found.log_probs.data_ptr(),
+        paths.data_ptr(),
+        found.scored.data_ptr(),
+        which,
+        ctypes.addressof(limits),
+        keys.data_ptr(),
+    )
+    return keys[: compiled().passed_prefixes(ctypes.addressof(passed))]
 
 
 class NativeSearch:

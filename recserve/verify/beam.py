@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER, bound_places, value_at
-from recserve.core.descent import Descent, descend, searches
+from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import RecommendRequest
@@ -22,7 +22,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
-from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.native_search import KNOWN, MISSING, NativeSearch
 from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie_children import DEAD
 from recserve.models.recommender import Recommender
@@ -151,20 +151,12 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
 def _search_natively(beams: Beams, search: NativeSearch, wants: list[int], collect: bool) -> Found:
     """The same in C. wants [B]: places as in core/bounds.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
-    last, lost = found.at(found.level), found.levels.lost
-    ranked = zip(last.log_probs.tolist(), wants, strict=True)
-    kth = [scores[place] if place < len(scores) else DEAD for scores, place in ranked]
+    kth, lost = found.scores_at(wants), found.levels.lost
     proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
     nothing = beams.scored.keys[:0]
-    missing = nothing if proven else _passed(found, True, kth)
-    return Found(last, proven, missing, _passed(found, False, kth) if collect else nothing)
-
-
-def _passed(found: Descent, missing: bool, kth: list[float]) -> Tensor:
-    """As `_that_matter`."""
-    held = found.held(missing)
-    least = torch.tensor(kth)[:, None]
-    return found.keys_of_paths((held > DEAD) & (held >= least))
+    missing = nothing if proven else found.passed(MISSING, kth)
+    needed = found.passed(KNOWN, kth) if collect else nothing
+    return Found(found.at(found.level), proven, missing, needed)
 
 
 def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:

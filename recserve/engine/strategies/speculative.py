@@ -173,12 +173,12 @@ class SpeculativeStrategy(BeamStrategy):
     def _likely(self, state: Beams, margins: list[float]) -> Tensor:
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
+        free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
         places = [
-            NEVER if r.caps or r.dense_weight or not self.skip_single else math.ceil(m * r.k) - 1
-            for m, r in zip(margins, requests, strict=True)
+            NEVER if any_item else max(math.ceil(m * r.k) - 1, 0)
+            for m, r, any_item in zip(margins, requests, free, strict=True)
         ]
-        at = on_device(places, state.nodes.device).clamp(min=0)[:, None]
-        return likely_prefixes(state, self.head, widths, at, self.skip_single)
+        return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
     def finish(self, state: Beams) -> Seq[Result | Again]:
         """Slates; what they took is remembered, where all were asked and drafted for alike. On a

@@ -136,3 +136,28 @@ int64_t wanted_prefixes(const Wanted *w) {
     }
     return count;
 }
+
+/* What a search passed (search.c), from level `first` to before `last`. */
+typedef struct {
+    int64_t all_nodes, batch, columns, levels, first, last;
+    const float *log_probs;
+    const int64_t *paths;
+    const char *scored;
+    int64_t which;       /* of `scored`; -1: any */
+    const float *floors; /* [batch] those below are not meant */
+    int64_t *keys;       /* found */
+} Passed;
+
+/* Keys of the beams that are meant, each with all above it. Returns how many. */
+int64_t passed_prefixes(const Passed *p) {
+    int64_t count = 0, each = p->batch * p->columns;
+    for (int64_t level = p->first; level < p->last; level++)
+        for (int64_t i = level * each; i < (level + 1) * each; i++) {
+            int64_t b = (i - level * each) / p->columns;
+            if (!(p->log_probs[i] > -INFINITY) || p->log_probs[i] < p->floors[b]) continue;
+            if (p->which >= 0 && p->scored[i] != p->which) continue;
+            for (int64_t l = 0; l < level; l++)
+                p->keys[count++] = b * p->all_nodes + p->paths[i * p->levels + l];
+        }
+    return count;
+}
