@@ -30,7 +30,7 @@ from recserve.core.request import Result
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.processor import processor
-from recserve.messages import EventBody, EventsBody
+from recserve.messages_events import EventBody, EventsBody
 from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender

@@ -17,7 +17,6 @@ MAX_BEAM_WIDTH = 1000
 MAX_HISTORY = 4096
 MAX_CANDIDATES = 4096
 MAX_EXCLUDED = 4096
-MAX_EVENTS = 1000
 MAX_ITEMS = 1000
 MAX_BATCH = 256
 MAX_ID_LENGTH = 256
@@ -126,27 +125,6 @@ class RankBatchBody(_Body, frozen=True, kw_only=True):
 
     requests: Annotated[list[RankBody], Meta(min_length=1, max_length=MAX_BATCH)]
     timeout_ms: TimeoutMs | None = None
-    request_id: RequestId | None = None
-
-
-class EventBody(_Body, frozen=True, kw_only=True, gc=False):
-    """One event. Its values are judged row by row: a bad row does not refuse its neighbours."""
-
-    user_id: str
-    item_id: str
-    type: str | None = None
-    timestamp: str | None = None
-    event_id: str | None = None
-    value: float | None = None
-
-
-class EventsBody(_Body, frozen=True, kw_only=True):
-    """POST /v1/events. warm: compute the users' roots now, and drafts for what they will probably
-    ask, so that their next answer is quick.
-    """
-
-    events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
-    warm: bool = False
     request_id: RequestId | None = None
 
 
@@ -280,34 +258,6 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
     index: int
     reason: str
-
-
-class EventsAnswer(Struct, frozen=True, kw_only=True):
-    """What became of each event. warmed: roots under way; those the queue has no room for are not.
-
-    Fewer than users times models: the rest is computed when it is asked for.
-    """
-
-    accepted: int
-    duplicates: int
-    rejected: list[Rejection]
-    warmed: int | UnsetType = UNSET
-
-
-class HistoryEvent(Struct, frozen=True, kw_only=True):
-    """timestamp: RFC 3339; None where the event came with a position only."""
-
-    item_id: str
-    type: str
-    timestamp: str | None
-
-
-class HistoryAnswer(Struct, frozen=True, kw_only=True):
-    """A user's events, oldest first. unknown_items: further events, of items that are gone."""
-
-    user_id: str
-    events: list[HistoryEvent]
-    unknown_items: int = 0
 
 
 class ItemAnswer(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from recserve.batch.job import Progress
 from recserve.doctor import Finding
-from recserve.messages import HistoryAnswer, ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
+from recserve.messages import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
+from recserve.messages_events import HistoryAnswer
 
 Title = Callable[[str], str | None]
 

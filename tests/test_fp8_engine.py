@@ -29,7 +29,8 @@ from recserve.engine.heads import Heads
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
-from recserve.messages import Candidate, EventBody, EventsBody, RankBody, RecommendBody, UserRef
+from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
+from recserve.messages_events import EventBody, EventsBody
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
 from recserve.server.app import load

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -16,17 +16,21 @@ from conftest import free_port, start_redis
 from recserve.features.history import (
     EVENT_TYPES,
     MAX_TIME_US,
+    Applied,
+    Change,
     CorruptHistory,
     HistoryStore,
+    Removal,
+    Replacement,
     StoredEvent,
     StoreUnavailable,
     event_key,
-    merge,
     open_store,
     pack,
     records,
     unpack,
 )
+from recserve.features.history_merge import merge
 from recserve.features.redis_store import PREFIX
 
 
@@ -126,8 +130,92 @@ def test_trims_at_twice_the_cap(store: HistoryStore) -> None:
 
 def test_append_many_and_get_many_agree(store: HistoryStore) -> None:
     added = {f"u{n}": [event(n), event(n + 1)] for n in range(5)}
-    assert store.append_many(added) == {user: [True, True] for user in added}
+    assert store.append_many(added) == {user: Applied([True, True]) for user in added}
     assert [keys(h) for h in store.get_many(list(added))] == [[n, n + 1] for n in range(5)]
+
+
+def other(number: int, time: int) -> StoredEvent:
+    """What the event of key `number` should have been."""
+    return StoredEvent(99, time, number, 2, -3.0)
+
+
+def test_a_replacement_moves_to_its_new_time(store: HistoryStore) -> None:
+    store.append("u", [event(10), event(20), event(30)])
+    assert store.append("u", [Replacement(other(10, 30))]) == [True]
+    assert keys(store.get("u")) == [20, 30, 10]  # of equal times the later arrival is last
+    assert store.get("u")[2].tolist() == (99, 10, 30, -3.0, 2)
+    assert store.append("u", [Replacement(other(30, 5))]) == [True]
+    assert keys(store.get("u")) == [30, 20, 10]
+    assert store.append("u", [event(30)]) == [False]
+
+
+@pytest.mark.parametrize("how", [{"time": 20}, {"time": 0, "keeps_time": True}], ids=str)
+def test_a_replacement_at_the_stored_time_keeps_its_place(
+    store: HistoryStore, how: dict[str, int]
+) -> None:
+    """Events of one call have one time where the client says none: their order is their places."""
+    store.append("u", [event(1, 20), event(2, 20), event(3, 20)])
+    changed = Replacement(other(2, how["time"]), bool(how.get("keeps_time")))
+    assert store.append("u", [changed]) == [True]
+    assert keys(store.get("u")) == [1, 2, 3]
+    assert store.get("u")[1].tolist() == (99, 2, 20, -3.0, 2)
+
+
+def test_a_removed_event_is_gone_and_may_come_again(opened: Opened) -> None:
+    store = opened.open()
+    store.append("u", [event(1), event(2), event(3)])
+    assert store.append("u", [Removal(2), Removal(2)]) == [True, False]
+    assert keys(store.get("u")) == [1, 3]
+    assert store.append("u", [event(2)]) == [True]
+    assert store.append("u", [Removal(1), Removal(2), Removal(3)]) == [True] * 3
+    assert len(store.get("u")) == 0
+    store.close()
+    assert opened.raw() == {}
+
+
+def test_what_is_not_stored_is_not_corrected(store: HistoryStore) -> None:
+    missing: list[Change] = [Replacement(other(4, 1)), Removal(5)]
+    assert store.append("nobody", missing) == [False, False]
+    store.append_many({"u": [event(n) for n in range(17)], "v": [event(5)]})
+    before = store.get("u").tobytes()
+    # 0 was trimmed away, 5 is another user's too, 7 * 3 is an item's key at another place.
+    assert store.append("u", [Removal(0), Replacement(other(77, 1)), Removal(21)]) == [False] * 3
+    assert store.get("u").tobytes() == before
+    assert keys(store.get("v")) == [5] and len(store.get("nobody")) == 0
+
+
+def test_changes_of_one_call_are_made_in_their_order(store: HistoryStore) -> None:
+    store.append("u", [event(1)])
+    changes = [
+        *(event(2), Removal(2), event(2, 9), Replacement(other(1, 10)), event(1)),
+        *(event(3), Removal(1), event(1, 4), Replacement(other(8, 1)), event(8)),
+    ]
+    expected = [True, True, True, True, False, True, True, True, False, True]
+    assert store.append("u", changes) == expected
+    assert keys(store.get("u")) == [3, 1, 8, 2]
+
+
+def test_only_a_history_that_was_rewritten_comes_back(store: HistoryStore) -> None:
+    """As it was and as it is: after late events and corrections, not after events at the end."""
+
+    def revised(*changes: Change) -> tuple[list[int], list[int]] | None:
+        applied = store.append_many({"u": changes})["u"]
+        assert isinstance(applied, Applied)
+        found = applied.revised
+        return None if found is None else (keys(found.before), keys(found.after))
+
+    assert revised(event(20), event(10)) is None
+    assert revised(event(30), event(40), event(21, 40)) is None
+    assert revised(event(30), Removal(5)) is None
+    assert revised(event(50), Removal(50), event(51), Replacement(other(51, 45))) is None
+    assert revised(event(15)) == ([10, 20, 30, 40, 21, 51], [10, 15, 20, 30, 40, 21, 51])
+    assert revised(event(60), Removal(20))[1] == [10, 15, 30, 40, 21, 51, 60]  # type: ignore[index]
+    assert revised(Replacement(other(60, 0), keeps_time=True)) is not None
+    assert revised(Replacement(other(60, 0), keeps_time=True)) is None
+    late = revised(*(event(n, 1) for n in range(100, 110)))
+    assert late is not None and late[1] == keys(store.get("u")) and len(late[1]) == 8
+    assert revised(*(event(n) for n in range(200, 209))) is None  # trimmed, but added at the end
+    assert keys(store.get("u")) == list(range(201, 209))
 
 
 def test_survives_reopening(opened: Opened) -> None:
@@ -170,10 +258,11 @@ def test_damage_is_refused_and_not_overwritten(opened: Opened, name: str) -> Non
     store.append("good", [event(3)])
     with pytest.raises(CorruptHistory):
         store.get("bad")
-    with pytest.raises(CorruptHistory):
-        store.append("bad", [event(4)])
+    for change in (event(4), Replacement(other(1, 1)), Removal(1)):
+        with pytest.raises(CorruptHistory):
+            store.append("bad", [change])
     answers = store.append_many({"bad": [event(4)], "good": [event(4)]})
-    assert isinstance(answers["bad"], CorruptHistory) and answers["good"] == [True]
+    assert isinstance(answers["bad"], CorruptHistory) and answers["good"] == Applied([True])
     bad, good = store.get_many(["bad", "good"])
     assert isinstance(bad, CorruptHistory) and keys(good) == [3, 4]
     store.close()
@@ -184,28 +273,74 @@ def test_damage_is_refused_and_not_overwritten(opened: Opened, name: str) -> Non
     store.close()
 
 
-def test_stores_agree_with_the_plain_merge(store: HistoryStore) -> None:
+def any_change(rng: np.random.Generator) -> Change:
+    key, time, kind = (int(n) for n in rng.integers(0, [60, 60, 6]))
+    new = StoredEvent(int(rng.integers(0, 60)), time, key, 1, 0.5)
+    if kind == 0:
+        return Removal(key)
+    return Replacement(new, bool(time % 2)) if kind < 3 else new
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_stores_agree_with_the_plain_merge(store: HistoryStore, corrected: bool) -> None:
     rng = np.random.default_rng(0)
     history = np.empty(0, dtype=records([]).dtype)
-    for _ in range(40):
-        new = [event(int(k), int(t)) for k, t in rng.integers(0, 60, size=(rng.integers(1, 6), 2))]
+    num_revised = 0
+    for _ in range(120 if corrected else 40):
+        if corrected:
+            new = [any_change(rng) for _ in range(rng.integers(1, 9))]
+        else:
+            drawn = rng.integers(0, 60, size=(rng.integers(1, 6), 2))
+            new = [event(int(k), int(t)) for k, t in drawn]
         merged = merge(history, new, cap=8)
-        assert store.append("u", new) == merged.accepted
+        applied = store.append_many({"u": new})["u"]
+        assert isinstance(applied, Applied) and applied.taken == merged.applied.taken
+        assert (applied.revised is None) == (merged.applied.revised is None)
+        if applied.revised is not None:
+            num_revised += 1
+            assert applied.revised.before.tobytes() == history.tobytes()
+            assert applied.revised.after.tobytes() == merged.history.tobytes()
         history = merged.history
         assert store.get("u").tobytes() == history.tobytes()
+    assert num_revised > 10
 
 
-def test_threads_lose_nothing(store: HistoryStore) -> None:
-    def work(first: int) -> None:
-        for number in range(first, first + 4):
-            store.append("u", [event(number)])
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 4, 8, 12)]
+def in_threads(work: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_threads_lose_nothing(store: HistoryStore) -> None:
+    def work(number: int) -> None:
+        for key in range(4 * number, 4 * number + 4):
+            store.append("u", [event(key)])
+
+    in_threads(work, 4)
     assert keys(store.get("u")) == list(range(16))
+
+
+def test_threads_that_append_and_correct_lose_nothing(opened: Opened) -> None:
+    """Of each thread's 12 events 4 are replaced, 4 removed, while the others go on appending."""
+    store = opened.open(cap=64)
+    taken: list[list[bool]] = []
+
+    def work(number: int) -> None:
+        for key in range(12 * number, 12 * number + 12):
+            store.append("u", [event(key)])
+            if key % 3 == 1:
+                taken.append(store.append("u", [Replacement(other(key, 1000 - key))]))
+            if key % 3 == 2:
+                taken.append(store.append("u", [Removal(key)]))
+
+    in_threads(work, 4)
+    plain, moved = range(0, 48, 3), range(46, 0, -3)
+    assert keys(store.get("u")) == [*plain, *moved]
+    assert store.get("u")["item_key"].tolist() == [7 * key for key in plain] + [99] * 16
+    assert taken == [[True]] * 32
+    store.close()
 
 
 @pytest.mark.parametrize("user", ["", "x" * 481, "\ud800"])

@@ -20,7 +20,8 @@ from recserve.engine.heads import Heads
 from recserve.engine.invariance import NotInvariant
 from recserve.kernels import dispatch
 from recserve.kernels.exact_attention import ExactTreeAttention
-from recserve.messages import Candidate, EventBody, EventsBody, RankBody, RecommendBody, UserRef
+from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
+from recserve.messages_events import EventBody, EventsBody
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights, packable

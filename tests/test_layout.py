@@ -16,7 +16,7 @@ MAX_LINES = 350
 TENSORS = {"kernels", "models"}
 STEP = TENSORS | {"core", "draft", "verify", "engine"}
 DATA = {"features", "models", "kernels"}
-MESSAGES = {"messages", "messages_text", "messages_scoring", "misfit"}
+MESSAGES = {"messages", "messages_events", "messages_text", "messages_scoring", "misfit"}
 SERVICE = STEP | DATA | {"text", "bundle", "metrics"} | MESSAGES
 TOP = SERVICE | {"service", "config"}
 
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "features": set(),
     "text": set(),
     "messages": set(),
+    "messages_events": {"messages"},
     "messages_text": {"messages"},
     "messages_scoring": {"messages", "messages_text"},
     "misfit": {"messages"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "server": TOP,
     "batch": TOP | {"new_folder"},
     "doctor": TOP,
-    "terminal": {"messages", "doctor", "batch"},
+    "terminal": {"messages", "messages_events", "doctor", "batch"},
     "demo": TOP | {"building", "new_folder", "training", "server", "terminal"},
     "cli": TOP
     | {"building", "training", "server", "batch"}

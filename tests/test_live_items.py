@@ -22,8 +22,6 @@ from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.messages import (
     Candidate,
-    EventBody,
-    EventsBody,
     Exclude,
     ItemsBody,
     RankBody,
@@ -31,6 +29,7 @@ from recserve.messages import (
     RollbackBody,
     UserRef,
 )
+from recserve.messages_events import EventBody, EventsBody
 from recserve.server.app import create_app
 from recserve.service import Service
 from recserve.service import live_items as live_items_module

@@ -110,6 +110,47 @@ def test_forget_drops_every_length_of_a_root():
     assert found(cache, allocator, np.arange(5)).length == 0
 
 
+def test_there_are_no_more_roots_than_pages():
+    """Six users' histories grow, are asked for, forgotten in part and evicted, 4,000 times."""
+    rng, allocator = np.random.default_rng(0), PageAllocator(12)
+    cache, lengths = PrefixCache(allocator, SIZE), np.ones(6, dtype=int)
+    most = 0
+    for _ in range(4000):
+        user = int(rng.integers(6))
+        lengths[user] = rng.integers(1, 15) if rng.random() < 0.1 else lengths[user] % 14 + 1
+        root = np.arange(lengths[user]) + 100 * user
+        if rng.random() < 0.1:
+            cache.forget(root, 0, int(rng.integers(len(root))))
+            continue
+        match = cache.match(root)
+        pages = -(-len(root) // SIZE)
+        if match.length < len(root):
+            cache.evict(pages - len(match.pages))
+            own = allocator.allocate(pages - len(match.pages))
+            cache.insert(root, 0, match.pages + own, TAIL)
+            allocator.release(own)
+        allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
+        tails = sum(entry.tail is not None for entry in cache._entries.values())
+        assert tails <= len({entry.page for entry in cache._entries.values()} - {None})
+        most = max(most, tails)
+    assert most > 6
+
+
+@pytest.mark.parametrize("kept", range(9))
+def test_forget_keeps_the_first_rows(kept):
+    """Roots of 1, 2 .. 8 rows are there; those of the first `kept` rows stay, and their pages."""
+    allocator = PageAllocator(20)
+    cache = PrefixCache(allocator, SIZE)
+    for length in range(1, 9):
+        store(cache, allocator, np.arange(length))
+    cache.forget(np.arange(8), 0, kept)
+    for length in range(1, 9):
+        tail = found(cache, allocator, np.arange(length)).tail
+        assert (tail is TAIL) == (length <= kept)
+    assert found(cache, allocator, np.append(np.arange(kept), [77] * 9)).length == kept
+    assert allocator.num_free == 20 - cache.num_pages == 20 - kept
+
+
 def test_a_root_of_whole_pages_that_lost_its_tail_computes_its_last_page_again():
     """8 rows in two pages of 4; the tail was evicted, the pages were not."""
     allocator = PageAllocator(10)

@@ -14,8 +14,6 @@ from tiny_bundle import shared_bundle, tiny_bundle
 from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.messages import (
     Candidate,
-    EventBody,
-    EventsBody,
     Exclude,
     InvalidRequest,
     RankBatchBody,
@@ -23,6 +21,7 @@ from recserve.messages import (
     RecommendBody,
     UserRef,
 )
+from recserve.messages_events import EventBody, EventsBody
 from recserve.service import Service
 from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel

@@ -185,6 +185,24 @@ def test_a_deleted_root_leaves_no_page_behind():
     assert lane.allocator.num_free == lane.allocator.num_pages
 
 
+def test_what_is_kept_beside_a_root_is_its_last_state_and_the_nodes_of_its_draft():
+    """Also of requests that shared every step: of nothing that the step computed is more kept."""
+    engine, model, trie = make_engine()
+    asked = [
+        RecommendRequest(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)
+    ]
+    engine.run_many(asked)
+    entries = [
+        e for e in engine._lanes["recommender"].cache._entries.values() if e.tail is not None
+    ]
+    assert len(entries) == 8
+    for entry in entries:
+        nodes = entry.notes.draft.nodes
+        assert entry.tail.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
+        assert entry.ahead is None
+        assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0
+
+
 def test_drafts_are_made_where_they_would_be_used():
     """Expected from costs first; then known from what answers took; a look changes nothing."""
     group = Group(10, 10, 1, kept=True)

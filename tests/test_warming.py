@@ -12,7 +12,8 @@ from recserve.config import ServerConfig
 from recserve.core.request import DeadlineExceeded, WarmDraftRequest
 from recserve.engine.plan_choice import NO_DRAFT
 from recserve.engine.strategies import speculative
-from recserve.messages import EventBody, EventsBody, Exclude, ItemsBody, RecommendBody, UserRef
+from recserve.messages import Exclude, ItemsBody, RecommendBody, UserRef
+from recserve.messages_events import EventBody, EventsBody
 from recserve.server.app import load
 from recserve.service import Service, warming
 from recserve.service.usual import LATELY, Shape, Usual

@@ -17,8 +17,8 @@ class KeptDraft:
     """Prefixes that proved an answer: scored in one forward they prove it again.
 
     asked: the request, but for its root, which is the one this is kept with, and its catalogue
-    version, which is not kept alive. nodes [n]: of the trie, in ascending order. trimmed: none of
-    them is known to be of no use.
+    version, which is not kept alive. nodes [n] int64: of the trie, in ascending order, 8 bytes
+    each and nothing behind them. trimmed: none of them is known to be of no use.
     """
 
     trie: weakref.ref[AnyTrie]
@@ -38,7 +38,7 @@ class KeptDraft:
             request.k,
             request.dense_weight,
             request.excluded,
-            nodes,
+            nodes.clone(),  # of a step's nodes a part would keep all
         )
 
     def fits(self, request: RecommendRequest) -> bool:

@@ -198,11 +198,13 @@ class Engine:
         """Its answer is not wanted any more: work not yet begun is not begun."""
         future.cancel()
 
-    def forget(self, keys: np.ndarray, shared: int = 0) -> None:
-        """Drop a root (its keys as in Root) from every prefix cache."""
+    def forget(self, keys: np.ndarray, shared: int = 0, kept: int = 0) -> None:
+        """Drop a root (its keys as in Root), but for its first `kept` rows, from every prefix
+        cache.
+        """
         with self._stepping:
             for lane in self._lanes.values():
-                lane.cache.forget(keys, shared)
+                lane.cache.forget(keys, shared, kept)
 
     def forget_all(self) -> None:
         """Drop every cached root."""

@@ -11,14 +11,14 @@ from recserve.engine.search_graphs import SearchLimits
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """page_size: tokens per page. kv_bytes: key-value cache of each model. kv_dtype: how it is
-    kept, None: as the model computes; `fp8` (kernels/fp8.py). max_queue: requests that may wait.
-    max_running: requests that may share a model's forward. load_aware: text drafts are as large as
-    the load lets them pay, or none. graphs: record text steps and searches as CUDA graphs at start,
-    None: where there is CUDA; graph_limits, search_limits: which, and what that may take.
-    invariant: no bit of an answer depends on other requests, drafts or what is cached
-    (engine/invariance.py), at a price; packed models on the CPU, and only the strategies for which
-    it holds.
+    """page_size: tokens per page. kv_bytes: key-value cache of each model; what is kept beside
+    its roots (engine/prefix_cache.py) comes on top. kv_dtype: how it is kept, None: as the model
+    computes; `fp8` (kernels/fp8.py). max_queue: requests that may wait. max_running: requests that
+    may share a model's forward. load_aware: text drafts are as large as the load lets them pay, or
+    none. graphs: record text steps and searches as CUDA graphs at start, None: where there is CUDA;
+    graph_limits, search_limits: which, and what that may take. invariant: no bit of an answer
+    depends on other requests, drafts or what is cached (engine/invariance.py), at a price; packed
+    models on the CPU, and only the strategies for which it holds.
     """
 
     page_size: int = 16

@@ -6,6 +6,10 @@ kept under the
 hash of the whole root: the same history again costs nothing, and one with new events at its end
 copies that page and goes on from there. The first `shared` rows see each other, so their keys are
 part of every hash.
+
+What is kept beside the pages comes on top of their bytes: a hidden state of E numbers per root, one
+more per placeholder where they were computed, and the notes. Of items there are no more such roots
+than pages: each has a partly filled page of its own, or ends with a full one.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ class PrefixCache:
     def match(self, keys: np.ndarray, shared: int = 0) -> Match:
         """Longest cached beginning of a root. keys [n] int64. References to its pages are taken."""
         size, n = self._page_size, keys.shape[0]
-        digests = self._page_digests(keys, shared)
+        raw = _raw(keys)
+        digests = self._page_digests(raw, shared)
         touched: list[Digest] = []
         pages: list[int] = []
         for digest in digests[1:]:
@@ -79,7 +84,7 @@ class PrefixCache:
         full = len(pages) * size
         length, partial, tail, ahead, notes = full, None, None, None, RootNotes()
         for end in range(min(n, full + size - 1), full - 1, -1):
-            digest = self._tail_digest(digests[len(pages)], keys[full:end])
+            digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
@@ -114,25 +119,30 @@ class PrefixCache:
     ) -> None:
         """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
         size = self._page_size
-        digests = self._page_digests(keys, shared)
+        raw = _raw(keys)
+        digests = self._page_digests(raw, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
         whole = _Entry(last, tail, ahead, notes or RootNotes())
-        self._put(self._tail_digest(digests[full], keys[full * size :]), whole)
+        self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
 
-    def forget(self, keys: np.ndarray, shared: int = 0) -> None:
-        """Drop a root and every page of it, also where others share it."""
-        size = self._page_size
-        digests = self._page_digests(keys, shared)
+    def forget(self, keys: np.ndarray, shared: int = 0, kept: int = 0) -> None:
+        """Drop a root and every page of it, also where others share it, and all beginnings of it.
+
+        kept: roots of no more than so many of its first rows stay, and full pages of these rows.
+        """
+        size, raw = self._page_size, _raw(keys)
+        digests = self._page_digests(raw, shared)
         tails = [
-            self._tail_digest(digests[start // size], keys[start:end])
-            for start in range(0, keys.shape[0] + 1, size)
+            self._tail_digest(digests[start // size], raw[start * 8 : end * 8])
+            for start in range(kept - kept % size, keys.shape[0] + 1, size)
             for end in range(start, min(start + size, keys.shape[0] + 1))
+            if end > kept or not kept
         ]
-        for digest in [*tails, *digests[1:]]:
+        for digest in [*tails, *digests[1 + kept // size :]]:
             entry = self._entries.pop(digest, None)
             if entry is not None and entry.page is not None:
                 self._allocator.release([entry.page])
@@ -166,10 +176,9 @@ class PrefixCache:
             self._entries[digest] = replace(self._entries[digest], ahead=entry.ahead)
         self._entries.move_to_end(digest)
 
-    def _page_digests(self, keys: np.ndarray, shared: int) -> list[Digest]:
+    def _page_digests(self, raw: bytes, shared: int) -> list[Digest]:
         """Chain of hashes: before the first page, then after each full page."""
         size = self._page_size
-        raw = np.ascontiguousarray(keys, dtype=np.int64).tobytes()
         digest = blake2b(raw[: shared * 8] + shared.to_bytes(8, "little"), digest_size=16).digest()
         digests = [digest]
         for start in range(0, len(raw) - size * 8 + 1, size * 8):
@@ -178,6 +187,10 @@ class PrefixCache:
         return digests
 
     @staticmethod
-    def _tail_digest(before: Digest, keys: np.ndarray) -> Digest:
-        raw = np.ascontiguousarray(keys, dtype=np.int64).tobytes()
+    def _tail_digest(before: Digest, raw: bytes) -> Digest:
         return blake2b(before + raw, digest_size=16, person=b"tail").digest()
+
+
+def _raw(keys: np.ndarray) -> bytes:
+    """Keys as they are hashed, 8 bytes each."""
+    return np.ascontiguousarray(keys, dtype=np.int64).tobytes()

@@ -36,6 +36,11 @@ class UserEvents:
         part = slice(int(log.offsets[user]), int(log.offsets[user + 1]))
         return UserEvents(log.item_rows[part], log.times[part], log.types[part], log.values[part])
 
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All that is known of the events, [n] each."""
+        return (self.rows, self.times, self.types, self.values)
+
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 

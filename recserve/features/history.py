@@ -80,6 +80,56 @@ class StoredEvent:
             raise ValueError(f"value is {self.value}; expected a finite 32-bit float")
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """The stored event with the key of `event` becomes it.
+
+    keeps_time: it stays at the time, and in the place, that it has; the event's own time is not
+    read.
+    """
+
+    event: StoredEvent
+    keeps_time: bool = False
+
+    @property
+    def event_key(self) -> int:
+        """Of the stored event."""
+        return self.event.event_key
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The stored event with this key goes; its key is then as good as never seen."""
+
+    event_key: int
+
+
+Correction = Replacement | Removal
+Change = StoredEvent | Correction
+
+
+@dataclass(frozen=True)
+class Revised:
+    """A history that events were put into, changed in or taken out of, not only added at its end.
+
+    before, after: EVENT_DTYPE arrays.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of changes. taken: per change, whether it was done; False for a duplicate event
+    and for a correction of what is not stored. revised: None where events at its end are all that
+    is new.
+    """
+
+    taken: list[bool]
+    revised: Revised | None = None
+
+
 class HistoryStore(Protocol):
     """Histories of all users: EVENT_DTYPE arrays, read-only, oldest first, at most `2 * cap` long.
     For one user it asks as for many.
@@ -98,20 +148,23 @@ class HistoryStore(Protocol):
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Events of each user, one round trip for all; a damaged value is reported in its place."""
 
-    def append(self, user_id: str, events: Sequence[StoredEvent]) -> list[bool]:
-        """Add events in order of time; per event, whether it was accepted (no duplicate).
+    def append(self, user_id: str, changes: Sequence[Change]) -> list[bool]:
+        """Add events in order of time, and correct what is stored; per change, whether it was done.
 
-        An accepted event is on disk, or in the server, when this returns. Raises CorruptHistory.
+        What was done is on disk, or in the server, when this returns. Raises CorruptHistory.
         """
-        accepted = self.append_many({user_id: events})[user_id]
-        if isinstance(accepted, CorruptHistory):
-            raise accepted
-        return accepted
+        applied = self.append_many({user_id: changes})[user_id]
+        if isinstance(applied, CorruptHistory):
+            raise applied
+        return applied.taken
 
     def append_many(
-        self, events: Mapping[str, Sequence[StoredEvent]]
-    ) -> dict[str, list[bool] | CorruptHistory]:
-        """`append` for several users in one round trip; damage is reported in its place."""
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """`append` for several users in one round trip; damage is reported in its place.
+
+        A user's changes are made in the order given, all together: nobody reads or writes between.
+        """
 
     def delete(self, user_id: str) -> bool:
         """Forget a user; whether anything was stored. Works on damaged values too."""
@@ -208,30 +261,6 @@ def read_stored(value: bytes | None) -> np.ndarray | CorruptHistory:
         return unpack(value)
     except CorruptHistory as error:
         return error
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A history after an append. accepted: per new event."""
-
-    history: np.ndarray
-    accepted: list[bool]
-
-
-def merge(history: np.ndarray, events: Sequence[StoredEvent], cap: int) -> Merged:
-    """Add events: duplicates left out, in order of time, trimmed to cap at twice the cap.
-
-    Among equal times the later arrival comes last.
-    """
-    new = records(events)
-    known = set(history["event_key"].tolist())
-    accepted = []
-    for key in new["event_key"].tolist():
-        accepted.append(key not in known)
-        known.add(key)
-    joined = np.concatenate([history, new[accepted]])
-    joined = joined[np.argsort(joined["time_us"], kind="stable")]
-    return Merged(joined[-cap:] if len(joined) > 2 * cap else joined, accepted)
 
 
 def _checksum(head: bytes, body: bytes | memoryview) -> bytes:

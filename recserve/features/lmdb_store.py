@@ -14,15 +14,16 @@ import numpy as np
 
 from recserve.features.history import (
     DEFAULT_CAP,
+    Applied,
+    Change,
     CorruptHistory,
     HistoryStore,
-    StoredEvent,
     StoreUnavailable,
-    merge,
     pack,
     read_stored,
     user_key,
 )
+from recserve.features.history_merge import merge
 
 MAX_READERS = 512
 
@@ -53,21 +54,23 @@ class LmdbStore(HistoryStore):
         return [read_stored(value) for value in values]
 
     def append_many(
-        self, events: Mapping[str, Sequence[StoredEvent]]
-    ) -> dict[str, list[bool] | CorruptHistory]:
-        """Add events of several users in one transaction, synced to disk once."""
-        keys = {user_id: user_key(user_id) for user_id in events}
-        answers: dict[str, list[bool] | CorruptHistory] = {}
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """Make changes of several users in one transaction, synced to disk once."""
+        keys = {user_id: user_key(user_id) for user_id in changes}
+        answers: dict[str, Applied | CorruptHistory] = {}
         with self._failures(), self._environment.begin(write=True) as transaction:
             for user_id, key in keys.items():
                 history = read_stored(transaction.get(key))
                 if isinstance(history, CorruptHistory):
                     answers[user_id] = history
                     continue
-                merged = merge(history, events[user_id], self.cap)
-                answers[user_id] = merged.accepted
-                if any(merged.accepted):
+                merged = merge(history, changes[user_id], self.cap)
+                answers[user_id] = merged.applied
+                if any(merged.applied.taken) and merged.history.size:
                     transaction.put(key, pack(merged.history))
+                elif any(merged.applied.taken):
+                    transaction.delete(key)
         return answers
 
     def delete(self, user_id: str) -> bool:

@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages import MAX_ID_LENGTH, EventsBody, InvalidRequest
+from recserve.messages import MAX_ID_LENGTH, InvalidRequest
+from recserve.messages_events import EventsBody
 from recserve.server.exchange import Exchange, json_response
 
 BODY = msgspec.json.Decoder(EventsBody)

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from recserve import messages as m
+from recserve import messages_events as e
 from recserve import messages_scoring as s
 from recserve import messages_text as t
 
@@ -19,7 +20,7 @@ BODIES = {
     "recommend": m.RecommendBody,
     "rank": m.RankBody,
     "rank_batch": m.RankBatchBody,
-    "add_events": m.EventsBody,
+    "add_events": e.EventsBody,
     "put_items": m.ItemsBody,
     "rollback_items": m.RollbackBody,
     "complete": t.CompletionBody,
@@ -32,13 +33,13 @@ ANSWERS = {
     "recommend": m.RecommendAnswer,
     "rank": m.RankAnswer,
     "rank_batch": m.RankBatchAnswer,
-    "add_events": m.EventsAnswer,
+    "add_events": e.EventsAnswer,
     "complete": t.CompletionAnswer,
     "chat": t.ChatAnswer,
     "rerank": s.RerankAnswer,
     "rerank_v2": s.RerankAnswer,
     "generative_scoring": s.GenerativeScoringAnswer,
-    "history": m.HistoryAnswer,
+    "history": e.HistoryAnswer,
     "item": m.ItemAnswer,
     "put_items": m.ItemsAnswer,
     "hide_item": m.HiddenAnswer,

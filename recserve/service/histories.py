@@ -12,20 +12,16 @@ import numpy as np
 
 from recserve.features.history import (
     EVENT_TYPES,
+    Applied,
+    Change,
     CorruptHistory,
     HistoryStore,
+    StoredEvent,
     StoreUnavailable,
     user_key,
 )
-from recserve.messages import (
-    EventsAnswer,
-    EventsBody,
-    HistoryAnswer,
-    HistoryEvent,
-    InvalidRequest,
-    Rejection,
-    UserRef,
-)
+from recserve.messages import InvalidRequest, Rejection, UserRef
+from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
 from recserve.service.incoming import POSITIONS_BELOW_US, Incoming
 from recserve.service.snapshot import Snapshot
 
@@ -65,6 +61,22 @@ NOTHING = History(
 )
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """A history that is not what it was with events at its end: as it was, and as it is."""
+
+    before: History
+    after: History
+
+
+@dataclass(frozen=True)
+class Added:
+    """What became of the events of a call, and histories that were not only added to, by user."""
+
+    answer: EventsAnswer
+    rewritten: dict[str, Rewritten]
+
+
 class Histories:
     """Reads and writes the store.
 
@@ -99,23 +111,20 @@ class Histories:
             return replace(NOTHING, degraded=("history_damaged",))
         return _known(stored, snapshot)
 
-    def add(self, body: EventsBody, snapshot: Snapshot) -> EventsAnswer:
-        """Store events; each is judged by itself. Raises StoreUnavailable."""
+    def add(self, body: EventsBody, snapshot: Snapshot) -> Added:
+        """Store events and corrections; each is judged by itself. Raises StoreUnavailable."""
         incoming = Incoming(snapshot, self.default_value)
         for index, event in enumerate(body.events):
             incoming.take(index, event)
-        rejected = list(incoming.rejected)
-        accepted = duplicates = 0
-        stored = self.store.append_many({u: [e for _, e in es] for u, es in incoming.users.items()})
-        for user_id, outcome in stored.items():
-            if isinstance(outcome, CorruptHistory):
-                reason = "the stored history of this user is damaged; delete the user first"
-                rejected += [Rejection(index=i, reason=reason) for i, _ in incoming.users[user_id]]
-                continue
-            accepted += sum(outcome)
-            duplicates += len(outcome) - sum(outcome)
-        rejected.sort(key=lambda rejection: rejection.index)
-        return EventsAnswer(accepted=accepted, duplicates=duplicates, rejected=rejected)
+        taken = _Taken(rejected=list(incoming.rejected))
+        rewritten: dict[str, Rewritten] = {}
+        stored = self.store.append_many({u: [c for _, c in cs] for u, cs in incoming.users.items()})
+        for user_id, applied in stored.items():
+            taken.note(incoming.users[user_id], applied)
+            if isinstance(applied, Applied) and (revised := applied.revised) is not None:
+                before, after = (_known(h, snapshot) for h in (revised.before, revised.after))
+                rewritten[user_id] = Rewritten(before, after)
+        return Added(taken.answer(), rewritten)
 
     def listed(self, user_id: str, snapshot: Snapshot) -> HistoryAnswer:
         """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
@@ -151,6 +160,43 @@ class Histories:
         values = np.full(rows.size, self.default_value, dtype=np.float32)
         degraded = ("unknown_history_items",) if rows.size < len(found) else ()
         return History(rows, zeros, zeros, values, len(found), degraded)
+
+
+@dataclass
+class _Taken:
+    """What became of the events of a call, so far."""
+
+    rejected: list[Rejection]
+    accepted: int = 0
+    duplicates: int = 0
+    corrected: int = 0
+
+    def note(
+        self, changes: Sequence[tuple[int, Change]], applied: Applied | CorruptHistory
+    ) -> None:
+        """Count the changes of a user. changes: index and change."""
+        if isinstance(applied, CorruptHistory):
+            reason = "the stored history of this user is damaged; delete the user first"
+            self.rejected += [Rejection(index=index, reason=reason) for index, _ in changes]
+            return
+        for (index, change), done in zip(changes, applied.taken, strict=True):
+            if isinstance(change, StoredEvent):
+                self.accepted += done
+                self.duplicates += not done
+            elif done:
+                self.corrected += 1
+            else:
+                reason = "event_id: no stored event of this user has it, or has it any more"
+                self.rejected.append(Rejection(index=index, reason=reason))
+
+    def answer(self) -> EventsAnswer:
+        """Rejections by index."""
+        return EventsAnswer(
+            accepted=self.accepted,
+            duplicates=self.duplicates,
+            corrected=self.corrected,
+            rejected=sorted(self.rejected, key=lambda rejection: rejection.index),
+        )
 
 
 def _known(stored: np.ndarray, snapshot: Snapshot) -> History:

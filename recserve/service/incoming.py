@@ -14,13 +14,17 @@ from recserve.bundle import EVENTS, Bundle
 from recserve.features.catalog import item_key
 from recserve.features.history import (
     EVENT_TYPES,
+    Change,
     HistoryStore,
+    Removal,
+    Replacement,
     StoredEvent,
     event_key,
     event_type,
     user_key,
 )
-from recserve.messages import MAX_ID_LENGTH, EventBody, Rejection
+from recserve.messages import MAX_ID_LENGTH, Rejection
+from recserve.messages_events import REMOVE, REPLACE, EventBody
 from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -35,35 +39,48 @@ USERS_AT_ONCE = 2000
 
 
 class Incoming:
-    """Events of one call. users: index and event of those that can be stored, by user."""
+    """Events of one call. users: index and change of those that can be stored, by user."""
 
     def __init__(self, snapshot: Snapshot, default_value: float) -> None:
         self.rows = snapshot.rows
         self.default_value = default_value
         self.now_us = time.time_ns() // 1000
-        self.users: dict[str, list[tuple[int, StoredEvent]]] = {}
+        self.users: dict[str, list[tuple[int, Change]]] = {}
         self.rejected: list[Rejection] = []
 
     def take(self, index: int, event: EventBody) -> None:
         """Keep an event, or note why not."""
         try:
-            stored = self._stored(event)
+            change = self._change(event)
         except ValueError as error:
             self.rejected.append(Rejection(index=index, reason=str(error)))
         else:
-            self.users.setdefault(event.user_id, []).append((index, stored))
+            self.users.setdefault(event.user_id, []).append((index, change))
 
-    def _stored(self, event: EventBody) -> StoredEvent:
+    def _change(self, event: EventBody) -> Change:
         """Raises ValueError in words for the client."""
         if len(event.user_id) > MAX_ID_LENGTH:
             raise ValueError(f"user_id: at most {MAX_ID_LENGTH} characters, got more")
         user_key(event.user_id)
-        if self.rows.get(event.item_id) < 0:
-            raise ValueError(f"unknown item {event.item_id[:80]!r}")
         if event.event_id is not None and not 1 <= len(event.event_id) <= MAX_ID_LENGTH:
             raise ValueError(
                 f"event_id: expected 1 to {MAX_ID_LENGTH} characters, got {len(event.event_id)}"
             )
+        if event.correction is None:
+            return self._stored(event)
+        if event.correction not in (REPLACE, REMOVE):
+            came = f"{event.correction[:40]!r}"
+            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {came}")
+        if event.event_id is None:
+            raise ValueError("event_id: is required with a correction")
+        if event.correction == REMOVE:
+            return Removal(event_key(event.event_id))
+        return Replacement(self._stored(event), keeps_time=event.timestamp is None)
+
+    def _stored(self, event: EventBody) -> StoredEvent:
+        assert event.item_id is not None, "only a removal needs none"
+        if self.rows.get(event.item_id) < 0:
+            raise ValueError(f"unknown item {event.item_id[:80]!r}")
         kind = event_type(event.type) if event.type is not None else 0
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
         value = self.default_value if event.value is None else event.value

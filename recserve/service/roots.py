@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +31,19 @@ from recserve.service.histories import History
 from recserve.service.snapshot import Snapshot
 
 MAX_KEPT = 256
+Parts = tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class GrownRoot:
+    """The longest root of a history within one window; the others are its beginnings.
+
+    keys [n] int64, shared: as in Root. kept: its first rows, which are not to be forgotten.
+    """
+
+    keys: np.ndarray
+    shared: int
+    kept: int
 
 
 class RecommenderRoots:
@@ -49,11 +63,16 @@ class RecommenderRoots:
         tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
         return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
-    def keys(self, snapshot: Snapshot, rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-        """Keys and shared rows of every root that this history has had while it grew."""
-        starts = {self._start(n): n for n in range(rows.size + 1)}
+    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[GrownRoot]:
+        """Every root that this history has had while it grew, but for those of the beginning that
+        it shares with the history `left`. rows, left: [n] item rows, oldest first.
+        """
+        same = _same_beginning([(rows, left)])
+        starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
         for start, stop in starts.items():
-            yield self._tokens(snapshot, rows[start:stop]), 0
+            tokens = self._tokens(snapshot, rows[start:stop])
+            kept = self._tokens(snapshot, rows[start:same]).size if same > start else 0
+            yield GrownRoot(tokens, 0, kept)
 
     def _start(self, num_events: int) -> int:
         return window_start(num_events, self.config.max_history_items, self.block)
@@ -70,7 +89,7 @@ class RankerRoots:
         self.settings = tables.settings
         self.salt = salt
         self.device = device
-        self._kept: OrderedDict[bytes, tuple[RankingRoot, UserSide]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
     def root(
@@ -92,19 +111,22 @@ class RankerRoots:
         """The user's root alone."""
         return self._root(self._kept_of(snapshot, history)[0])
 
-    def keys(self, snapshot: Snapshot, history: History) -> Iterator[tuple[np.ndarray, int]]:
-        """Keys and shared rows of every root that this history has had while it grew."""
+    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[GrownRoot]:
+        """As RecommenderRoots.grown. Nothing of a window is kept where an event before its recent
+        ones changed: all of its rows see the profile and the long history.
+        """
         events, tables = self._events(history), _tables(snapshot)
-        windows = {split_history(n, self.settings): n for n in range(len(events) + 1)}
+        same = _same_beginning(list(zip(events.columns, self._events(left).columns, strict=True)))
+        windows = {split_history(n, self.settings): n for n in range(same + 1, len(events) + 1)}
         for (start, split), stop in windows.items():
             columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
-            yield columns.keys, columns.shared
+            kept = 1 + same - start if same >= max(split, 1) else 0
+            yield GrownRoot(columns.keys, columns.shared, kept)
 
     def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
         """What does not depend on the candidates, for users who come back before they act."""
         events = self._events(history)
-        parts = (events.rows.data, events.times.data, events.types.data, events.values.data)
-        key = b"".join((*parts, snapshot.items.number.to_bytes(8)))
+        key = (_parts(events), snapshot.items.number)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -120,10 +142,15 @@ class RankerRoots:
     def _root(self, columns: RankingRoot) -> Root:
         return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
-    def forget(self) -> None:
-        """Drop all kept columns: nothing of a deleted user stays."""
+    def forget(self, history: History | None) -> None:
+        """Drop the kept columns of a history and of its beginnings; None: all there are, for
+        nothing of a deleted user stays, also of events that are not stored any more.
+        """
+        whole = None if history is None else _parts(self._events(history))
         with self._lock:
-            self._kept.clear()
+            for parts, number in list(self._kept):
+                if whole is None or all(map(bytes.startswith, whole, parts)):
+                    del self._kept[parts, number]
 
     def _events(self, history: History) -> UserEvents:
         """The history in the ranker's own numbering of types; a type it does not know is none."""
@@ -137,6 +164,20 @@ class RankerRoots:
             return inputs
         moved = {name: getattr(inputs, name).to(self.device) for name in arrays}
         return NodeInputs(**moved)
+
+
+def _parts(events: UserEvents) -> Parts:
+    return tuple(column.tobytes() for column in events.columns)
+
+
+def _same_beginning(columns: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """How many entries two histories begin with alike. columns: of the one and of the other."""
+    size = min(len(columns[0][0]), len(columns[0][1]))
+    differ = np.zeros(size + 1, dtype=bool)
+    differ[size] = True
+    for one, other in columns:
+        differ[:size] |= one[:size] != other[:size]
+    return int(differ.argmax())
 
 
 def _tables(snapshot: Snapshot) -> RankingTables:

@@ -28,10 +28,7 @@ from recserve.features.item_journal import ItemJournal
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.ranking_tables import RankingTables
 from recserve.messages import (
-    EventsAnswer,
-    EventsBody,
     HiddenAnswer,
-    HistoryAnswer,
     ItemAnswer,
     ItemsAnswer,
     ItemsBody,
@@ -43,6 +40,7 @@ from recserve.messages import (
     RollbackAnswer,
     RollbackBody,
 )
+from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer
 from recserve.metrics import Gauges
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.live_items import LiveItems
@@ -251,9 +249,14 @@ class Service:
         self.runtime.engine.cancel(future)
 
     def add_events(self, body: EventsBody) -> EventsAnswer:
-        """Store events, and compute roots anew where asked. Raises StoreUnavailable."""
+        """Store events and corrections, drop roots of what is not so any more, and compute roots
+        anew where asked. Raises StoreUnavailable.
+        """
         self._check_open()
-        answer = self.runtime.histories.add(body, self.runtime.snapshot)
+        added = self.runtime.histories.add(body, self.runtime.snapshot)
+        for user_id, rewritten in added.rewritten.items():
+            self._warming.forget(user_id, rewritten.before, rewritten.after)
+        answer = added.answer
         if not body.warm:
             return answer
         refused = {rejection.index for rejection in answer.rejected}

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from recserve.core.request import QueueFull, Request, Result, WarmRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.messages import UserRef
-from recserve.service.histories import History
+from recserve.service.histories import NOTHING, History
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
@@ -54,17 +54,20 @@ class Warming:
                 break
         return begun
 
-    def forget(self, user_id: str, history: History) -> None:
-        """Drop what is under way for a user, and every root that the history has had."""
+    def forget(self, user_id: str, history: History, now: History | None = None) -> None:
+        """Drop what is under way for a user, and every root that the history has had.
+
+        now: what the history has become, None: the user is gone. What the two begin with stays.
+        """
         self._drop(user_id)
-        runtime = self.runtime
+        runtime, left = self.runtime, NOTHING if now is None else now
         if self.recommender is not None:
-            for keys, shared in self.recommender.keys(runtime.snapshot, history.rows):
-                runtime.engine.forget(keys, shared)
+            for root in self.recommender.grown(runtime.snapshot, history.rows, left.rows):
+                runtime.engine.forget(root.keys, root.shared, root.kept)
         if self.ranker is not None:
-            for keys, shared in self.ranker.keys(runtime.snapshot, history):
-                runtime.engine.forget(keys, shared)
-            self.ranker.forget()
+            for root in self.ranker.grown(runtime.snapshot, history, left):
+                runtime.engine.forget(root.keys, root.shared, root.kept)
+            self.ranker.forget(None if now is None else history)
 
     def _requests(self, user_id: str) -> list[Request]:
         snapshot = self.runtime.snapshot
