@@ -37,7 +37,15 @@ from report import Report, options_of
 from rich.console import Console
 from rich.table import Table
 
-from recserve.core.request import LikelihoodRequest, RankRequest, Request, Root, Scores, Timing
+from recserve.core.request import (
+    LikelihoodRequest,
+    RankRequest,
+    Request,
+    Root,
+    RootKeys,
+    Scores,
+    Timing,
+)
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.inputs import NodeInputs
 
@@ -184,7 +192,7 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
 
         if name == "cold":
             for root in task.roots:
-                task.engine.forget(root.keys, root.shared)
+                task.engine.forget(RootKeys(root.keys, root.shared))
         out.runs[name] = measure(answer, options.repeats, budget, clock)
         if timings:
             out.stages[name] = timings[len(timings) // 2]

@@ -13,7 +13,7 @@ from baselines.llama import to_llama
 from baselines.loops import bare_tree, kv_copy
 from drawn import Catalogue, drawn_recommender, drawn_roots
 
-from recserve.core.request import RecommendRequest, Request, Root, Slate
+from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate
 from recserve.engine.engine import Engine, EngineConfig
 
 HISTORY_TOKENS = 200
@@ -99,7 +99,7 @@ def answers(
 
     def forgetting(roots: list[Root]) -> list[Slate]:
         for root in roots:
-            model.engine.forget(root.keys)
+            model.engine.forget(RootKeys(root.keys))
         return engine(roots)
 
     generate = Generate(model.theirs, search, length)

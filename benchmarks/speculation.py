@@ -30,7 +30,7 @@ from report import Report, options_of
 from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
-from recserve.core.request import Root, Slate, WarmDraftRequest, WarmRequest
+from recserve.core.request import Root, RootKeys, Slate, WarmDraftRequest, WarmRequest
 from recserve.engine.plan_choice import MANY, Group, PlanChoice
 from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.calibration import DraftPlan
@@ -108,7 +108,7 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
     def before(roots: list[Root]) -> None:
         if cell.visit != "again":
             for root in roots:
-                subject.engine.forget(root.keys)
+                subject.engine.forget(RootKeys(root.keys))
         if cell.visit == "first":
             subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
         if cell.visit == "warmed":

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from subjects import Subject, drawn_subject, grown, trained_subject
 
-from recserve.core.request import Root
+from recserve.core.request import Root, RootKeys
 
 VISITS = ("warm", "event", "cold")
 UNTRAINED = ("speculative", "specgr")
@@ -56,7 +56,7 @@ def visits(
 
     def cold(number: int) -> None:
         for root in group(subject.roots, number):
-            subject.engine.forget(root.keys)
+            subject.engine.forget(RootKeys(root.keys))
         warm(number)
 
     for number in range(count):

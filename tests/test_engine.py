@@ -17,6 +17,7 @@ from recserve.core.request import (
     RankRequest,
     RecommendRequest,
     Root,
+    RootKeys,
 )
 from recserve.engine import engine as engine_module
 from recserve.engine.engine import EngineConfig
@@ -242,7 +243,7 @@ def test_a_returning_user_costs_only_new_events(page_size):
         assert slate.timing.root_cached == before
         assert slate.rows.tolist() == fresh.rows.tolist()
         np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
-    engine.forget(root.keys)
+    engine.forget(RootKeys(root.keys))
     assert engine.run(RecommendRequest(root, trie, 5, 10)).timing.root_cached == 0
 
 

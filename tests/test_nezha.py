@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest
+from recserve.core.request import RecommendRequest, RootKeys
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels.tree import AUXILIARY
@@ -134,7 +134,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
     again = engine.run(request)
     assert len(pieces) == 1 and again.timing.nodes == 0
     assert again.rows.tolist() == first.rows.tolist()
-    engine.forget(root.keys)
+    engine.forget(RootKeys(root.keys))
     engine.run(replace(request, strategy="beam"))
     pieces.clear()
     third = engine.run(request)

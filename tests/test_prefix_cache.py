@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.request import RootKeys
 from recserve.engine.pages import OutOfPages, PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 
@@ -105,7 +106,7 @@ def test_forget_drops_every_length_of_a_root():
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(5))
     store(cache, allocator, np.arange(7))
-    cache.forget(np.arange(7))
+    cache.drop(cache.digests_of(RootKeys(np.arange(7))))
     assert allocator.num_free == 10 and cache.num_pages == 0
     assert found(cache, allocator, np.arange(5)).length == 0
 
@@ -120,7 +121,8 @@ def test_there_are_no_more_roots_than_pages():
         lengths[user] = rng.integers(1, 15) if rng.random() < 0.1 else lengths[user] % 14 + 1
         root = np.arange(lengths[user]) + 100 * user
         if rng.random() < 0.1:
-            cache.forget(root, 0, int(rng.integers(len(root))))
+            kept = int(rng.integers(len(root)))
+            cache.drop(cache.digests_of(RootKeys(root, 0, kept)))
             continue
         match = cache.match(root)
         pages = -(-len(root) // SIZE)
@@ -143,7 +145,7 @@ def test_forget_keeps_the_first_rows(kept):
     cache = PrefixCache(allocator, SIZE)
     for length in range(1, 9):
         store(cache, allocator, np.arange(length))
-    cache.forget(np.arange(8), 0, kept)
+    cache.drop(cache.digests_of(RootKeys(np.arange(8), 0, kept)))
     for length in range(1, 9):
         tail = found(cache, allocator, np.arange(length)).tail
         assert (tail is TAIL) == (length <= kept)

@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.request import LikelihoodRequest, RecommendRequest
+from recserve.core.request import LikelihoodRequest, RecommendRequest, RootKeys
 from recserve.draft import guided
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
@@ -174,7 +174,7 @@ def test_no_index_fails_alone(world):
     bare = RecommendRequest(draw_root(world.model, 3, 1), world.trie, 5, 5, "specgr")
     right = ask(world, 2, 5)
     for request in (bare, right):  # neither root is cached, so that they start together
-        world.engine.forget(request.root.keys)
+        world.engine.forget(RootKeys(request.root.keys))
     futures = [world.engine.submit(r) for r in (right, bare)]
     while world.engine.step():
         pass

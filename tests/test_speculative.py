@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest
+from recserve.core.request import RecommendRequest, RootKeys
 from recserve.engine import costs as costs_module
 from recserve.engine import step_costs as step_costs_module
 from recserve.engine.costs import Cost, forward_cost, measured
@@ -387,7 +387,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
         if other.allowed is None:
             engine.run(replace(other))
             assert len(drafts) == count
-    engine.forget(root.keys)
+    engine.forget(RootKeys(root.keys))
     engine.run(others[-1])
     assert len(drafts) == len(others) + 2
 

@@ -11,6 +11,7 @@ from recserve.core.request import (
     DeadlineExceeded,
     QueueFull,
     RecommendRequest,
+    RootKeys,
     WarmDraftRequest,
     Warmed,
     WarmRequest,
@@ -80,7 +81,7 @@ def test_what_is_kept_is_what_the_proof_needs():
     again = engine.run(warmed(asked))
     assert made.timing.nodes > 0 == again.timing.nodes and again.timing.root_computed == 0
     slate = engine.run(asked)
-    engine.forget(asked.root.keys)
+    engine.forget(RootKeys(asked.root.keys))
     learned = [engine.run(asked).timing.nodes for _ in range(3)]
     assert slate.timing.nodes == learned[2] <= learned[1]
 
@@ -101,7 +102,7 @@ def test_another_question_is_answered_as_if_nothing_were_kept():
         slate, plain = engine.run(other), engine.run(replace(other, strategy="beam"))
         assert slate.exact and slate.rows.tolist() == plain.rows.tolist()
         np.testing.assert_allclose(slate.scores, plain.scores, atol=2e-5)
-    engine.forget(asked.root.keys)
+    engine.forget(RootKeys(asked.root.keys))
     engine.run(warmed(replace(asked, allowed=AllowedItems.of(allowed))))
     found = engine._lanes["recommender"].cache.match(asked.root.keys)
     assert found.tail is not None and found.notes.draft is None
@@ -178,7 +179,7 @@ def test_a_deleted_root_leaves_no_page_behind():
     engine.step()
     assert not future.done()
     engine.cancel(future)
-    engine.forget(root.keys)
+    engine.forget(RootKeys(root.keys))
     while engine.step():
         pass
     assert lane.cache.match(root.keys).length == 0

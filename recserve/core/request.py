@@ -67,6 +67,18 @@ class RecommendRequest:
 
 
 @dataclass(frozen=True)
+class RootKeys:
+    """A root that is to be forgotten, and its beginnings with it.
+
+    keys [n] int64, shared: as in Root. kept: its first rows, whose pages and roots stay.
+    """
+
+    keys: np.ndarray
+    shared: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
 class LikelihoodRequest:
     """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
 

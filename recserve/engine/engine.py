@@ -15,11 +15,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, overload
 
-import numpy as np
 import torch
 
 from recserve.core.drafting import Strategy
-from recserve.core.request import RecommendRequest, Request, Result
+from recserve.core.request import RecommendRequest, Request, Result, RootKeys
 from recserve.core.text import Drafter
 from recserve.core.text_request import Completion, TextRequest
 from recserve.draft.none import NoDrafter
@@ -198,13 +197,13 @@ class Engine:
         """Its answer is not wanted any more: work not yet begun is not begun."""
         future.cancel()
 
-    def forget(self, keys: np.ndarray, shared: int = 0, kept: int = 0) -> None:
-        """Drop a root (its keys as in Root), but for its first `kept` rows, from every prefix
-        cache.
-        """
+    def forget(self, *roots: RootKeys) -> None:
+        """Drop roots from every prefix cache, all between the same two steps."""
+        caches = [lane.cache for lane in self._lanes.values()]
+        gone = [(cache, cache.digests_of(root)) for cache in caches for root in roots]
         with self._stepping:
-            for lane in self._lanes.values():
-                lane.cache.forget(keys, shared, kept)
+            for cache, digests in gone:
+                cache.drop(digests)
 
     def forget_all(self) -> None:
         """Drop every cached root."""

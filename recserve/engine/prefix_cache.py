@@ -2,10 +2,9 @@
 
 Full pages are found by a chain of hashes over the keys of all rows up to their end, so two users
 with the same beginning share them. A root's last, partly filled page and its final hidden state are
-kept under the
-hash of the whole root: the same history again costs nothing, and one with new events at its end
-copies that page and goes on from there. The first `shared` rows see each other, so their keys are
-part of every hash.
+kept under the hash of the whole root: the same history again costs nothing, and one with new events
+at its end copies that page and goes on from there. The first `shared` rows see each other, so their
+keys are part of every hash.
 
 What is kept beside the pages comes on top of their bytes: a hidden state of E numbers per root, one
 more per placeholder where they were computed, and the notes. Of items there are no more such roots
@@ -15,12 +14,14 @@ than pages: each has a partly filled page of its own, or ends with a full one.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 from torch import Tensor
 
+from recserve.core.request import RootKeys
 from recserve.core.root_notes import RootNotes
 from recserve.engine.pages import PageAllocator
 
@@ -129,20 +130,25 @@ class PrefixCache:
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], _Entry(pages[number]))
 
-    def forget(self, keys: np.ndarray, shared: int = 0, kept: int = 0) -> None:
-        """Drop a root and every page of it, also where others share it, and all beginnings of it.
-
-        kept: roots of no more than so many of its first rows stay, and full pages of these rows.
+    def digests_of(self, root: RootKeys) -> list[Digest]:
+        """Of every entry that a root, its pages and its beginnings can have here, but for roots of
+        no more rows than are kept and full pages of these. Reads nothing that changes.
         """
-        size, raw = self._page_size, _raw(keys)
-        digests = self._page_digests(raw, shared)
+        size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
+        pages = self._page_digests(raw, root.shared)
         tails = [
-            self._tail_digest(digests[start // size], raw[start * 8 : end * 8])
-            for start in range(kept - kept % size, keys.shape[0] + 1, size)
-            for end in range(start, min(start + size, keys.shape[0] + 1))
+            self._tail_digest(pages[start // size], raw[start * 8 : end * 8])
+            for start in range(kept - kept % size, n + 1, size)
+            for end in range(start, min(start + size, n + 1))
             if end > kept or not kept
         ]
-        for digest in [*tails, *digests[1 + kept // size :]]:
+        return [*tails, *pages[1 + kept // size :]]
+
+    def drop(self, digests: Iterable[Digest]) -> None:
+        """Forget these entries, those that are here, and their pages, also where others share
+        them.
+        """
+        for digest in digests:
             entry = self._entries.pop(digest, None)
             if entry is not None and entry.page is not None:
                 self._allocator.release([entry.page])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from recserve.core.request import Root
+from recserve.core.request import Root, RootKeys
 from recserve.features.cross_features import UserSide
 from recserve.features.encoding import root_tokens, window_start
 from recserve.features.event_features import UserEvents
@@ -34,18 +33,6 @@ MAX_KEPT = 256
 Parts = tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class GrownRoot:
-    """The longest root of a history within one window; the others are its beginnings.
-
-    keys [n] int64, shared: as in Root. kept: its first rows, which are not to be forgotten.
-    """
-
-    keys: np.ndarray
-    shared: int
-    kept: int
-
-
 class RecommenderRoots:
     """Roots of the recommender: the tokens of the last items, in a window that slides in blocks."""
 
@@ -63,16 +50,17 @@ class RecommenderRoots:
         tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
         return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
-    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[GrownRoot]:
+    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[RootKeys]:
         """Every root that this history has had while it grew, but for those of the beginning that
-        it shares with the history `left`. rows, left: [n] item rows, oldest first.
+        it shares with the history `left`: the longest of each window, the others are its
+        beginnings. rows, left: [n] item rows, oldest first.
         """
         same = _same_beginning([(rows, left)])
         starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
         for start, stop in starts.items():
             tokens = self._tokens(snapshot, rows[start:stop])
             kept = self._tokens(snapshot, rows[start:same]).size if same > start else 0
-            yield GrownRoot(tokens, 0, kept)
+            yield RootKeys(tokens, 0, kept)
 
     def _start(self, num_events: int) -> int:
         return window_start(num_events, self.config.max_history_items, self.block)
@@ -111,7 +99,7 @@ class RankerRoots:
         """The user's root alone."""
         return self._root(self._kept_of(snapshot, history)[0])
 
-    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[GrownRoot]:
+    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[RootKeys]:
         """As RecommenderRoots.grown. Nothing of a window is kept where an event before its recent
         ones changed: all of its rows see the profile and the long history.
         """
@@ -121,7 +109,7 @@ class RankerRoots:
         for (start, split), stop in windows.items():
             columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
             kept = 1 + same - start if same >= max(split, 1) else 0
-            yield GrownRoot(columns.keys, columns.shared, kept)
+            yield RootKeys(columns.keys, columns.shared, kept)
 
     def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
         """What does not depend on the candidates, for users who come back before they act."""

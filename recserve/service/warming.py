@@ -62,11 +62,11 @@ class Warming:
         self._drop(user_id)
         runtime, left = self.runtime, NOTHING if now is None else now
         if self.recommender is not None:
-            for root in self.recommender.grown(runtime.snapshot, history.rows, left.rows):
-                runtime.engine.forget(root.keys, root.shared, root.kept)
+            runtime.engine.forget(
+                *self.recommender.grown(runtime.snapshot, history.rows, left.rows)
+            )
         if self.ranker is not None:
-            for root in self.ranker.grown(runtime.snapshot, history, left):
-                runtime.engine.forget(root.keys, root.shared, root.kept)
+            runtime.engine.forget(*self.ranker.grown(runtime.snapshot, history, left))
             self.ranker.forget(None if now is None else history)
 
     def _requests(self, user_id: str) -> list[Request]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest, Request, Root, Slate, StrategyName
+from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate, StrategyName
 from recserve.core.retrieval import VectorIndex
 from recserve.engine.engine import Engine
 from recserve.engine.heads import Heads
@@ -75,7 +75,7 @@ class Slates:
     def forget(self, cases: Cases, which: Ints) -> None:
         """Drop these cases' roots from the engine's cache: the next answers are to strangers."""
         for case in which.tolist():
-            self.engine.forget(self._tokens(cases.history(case)))
+            self.engine.forget(RootKeys(self._tokens(cases.history(case))))
 
     def _request(self, history: Ints, k: int, options: SlateOptions) -> RecommendRequest:
         tokens = self._tokens(history)
