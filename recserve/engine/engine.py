@@ -33,6 +33,7 @@ from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.search_graphs import SearchGraphs, cuda_searches
 from recserve.engine.stats import EngineStats, stats_of
+from recserve.engine.step_lock import StepLock
 from recserve.engine.strategies import (
     RankStrategy,
     SpeculativeStrategy,
@@ -113,7 +114,7 @@ class Engine:
         self._waiting: deque[Waiting] = deque()
         self._behind: deque[Waiting] = deque()
         self._changed = threading.Condition()
-        self._stepping = threading.Lock()
+        self._stepping = StepLock()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._cancelled = Cancellations()

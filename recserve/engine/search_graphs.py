@@ -32,6 +32,7 @@ from recserve.engine.fixed_search import (
 )
 from recserve.engine.runner import Runner
 from recserve.engine.search_scorers import HeadScorer, Scorer, TargetScorer
+from recserve.engine.step_lock import StepLock
 from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.engine.strategies.nezha import NezhaStrategy
 from recserve.kernels.fixed_trie import ROOM, FixedTrie
@@ -119,7 +120,7 @@ class SearchGraphs:
         self._recording = threading.Lock()
 
     @torch.inference_mode()
-    def record(self, version: AnyTrie, stepping: threading.Lock, go_on: Callable[[], bool]) -> None:
+    def record(self, version: AnyTrie, stepping: StepLock, go_on: Callable[[], bool]) -> None:
         """Record for the base of a version; these replace the records that there were.
 
         stepping: held while one is made; between two it is free for as long as the last one took.
