@@ -73,15 +73,6 @@ def recorded(
     return graphs
 
 
-def unrecorded(graphs: SearchGraphs) -> list[str]:
-    """Names of the wanted searches that are not recorded."""
-    names = {made.bucket.name for made in graphs.recorded}
-    weighs = graphs.model.config.dense_head
-    shapes = [shape for shape in graphs.limits.shapes if weighs or not shape.weighed]
-    wanted = (f"{strategy} {shape.name}" for shape in shapes for strategy in ("beam", "nezha"))
-    return [name for name in wanted if name not in names]
-
-
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:
     """BOS and a drawn history, on the model's device."""
     g = torch.Generator().manual_seed(seed)
@@ -334,7 +325,7 @@ def lost(
     """Records searches; a row of what could not be, which is launched where it is asked for."""
     with complaints() as heard:
         row = attempted(f"searches of {name}: recorded", lambda: {
-            "lost": unrecorded(recorded(engine, model, trie, shapes, room))
+            "lost": recorded(engine, model, trie, shapes, room).unrecorded
         })  # fmt: skip
     if "ok" in row:
         yield row

@@ -25,7 +25,6 @@ from gpu_engine import (
     requests_of,
     small_catalogue,
     timed,
-    unrecorded,
 )
 
 from recserve.engine.fixed_search import SearchShape
@@ -59,7 +58,7 @@ def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             with complaints() as heard:
                 graphs = recorded(made.engine, made.model, getattr(made, trie), SMALL, 64)
             spoil(graphs.runner)
-            reasons.extend([*heard, *unrecorded(graphs)])
+            reasons.extend([*heard, *graphs.unrecorded])
         return made
 
     def compared(form: str, strategy: str, how: str, against: str) -> float:

@@ -175,13 +175,6 @@ def text_engine(
     return engine
 
 
-def unrecorded(engine: Engine, shapes: tuple[StepShape, ...]) -> list[str]:
-    """Names of the steps of these shapes that are not recorded."""
-    lane: Any = engine._lanes["text"]
-    names = {made.bucket.name for made in lane.graphs.recorded}
-    return [b.name for b in lane.graphs._wanted(shapes) if b.name not in names]
-
-
 def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     """Texts of recorded steps against those of launched ones, here and on the CPU."""
     reasons: list[str] = []
@@ -198,7 +191,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return made
 
     def missing() -> float:
-        lost = unrecorded(engine("recorded"), CHECKED)
+        lost = engine("recorded").stats().unrecorded
         if lost:
             raise RuntimeError(f"{'; '.join(reasons)}; not recorded: {', '.join(lost)}")
         return 0.0
@@ -256,8 +249,7 @@ def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, A
         except Exception as error:
             yield failure(f"text steps, {how}: the engine's start", error)
             continue
-        lost = unrecorded(engine, shapes) if shapes is not None else []
-        if lost:
+        if lost := engine.stats().unrecorded:
             yield failure(f"text steps {', '.join(lost)}: not recorded", "; ".join(heard))
         start_s = time.perf_counter() - began
         cells = product(PARAMETERS, ("none", "walk"), (1,) if smoke else (1, 8, 32))
