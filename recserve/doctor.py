@@ -198,13 +198,29 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
     if device.type != "cuda":
-        return Finding("graphs", "ok", f"none: steps are launched one by one on {device.type}")
+        none = f"none: steps are launched one by one on {device.type}"
+        return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
     return describe_graphs(Engine(text=network, drafters=named).stats())
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
     """Seconds and memory of each recorded step of an engine, and what was not recorded."""
     return _records("graphs", "steps", "nodes x texts", stats)
+
+
+def vocabulary_limit(vocabulary: int) -> str:
+    """Whether a vocabulary leaves memory for the steps that a GPU records last."""
+    from recserve.engine.graphs import GraphLimits
+
+    limits = GraphLimits()
+    last, size = "drafters' heads, rejection, mixed", f"{limits.bytes / 2**20:.0f} MiB"
+    found = f"the vocabulary of {vocabulary:,} tokens"
+    if vocabulary < limits.vocabulary:
+        return f"on a GPU {found} leaves memory for all steps in {size}"
+    return (
+        f"on a GPU {found} uses up {size} before those of {last}, which are launched; about "
+        f"{limits.vocabulary:,} tokens are the limit"
+    )
 
 
 def check_searches(path: Path) -> Finding:

@@ -156,6 +156,13 @@ def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
     assert f"{2 * count} searches" in doctor.plan_searches(weighs, ("beam", "nezha"), "cpu").detail
 
 
+def test_the_doctor_says_which_vocabulary_is_too_large():
+    """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
+    assert "leaves memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
+    said = doctor.vocabulary_limit(151_936)
+    assert "rejection, mixed, which are launched; about 100,726 tokens" in said
+
+
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
     findings = {f.name: f for f in doctor.examine(llm=tmp_path / "none")}
     assert findings["graphs"].state == "fail" and "no folder" in findings["graphs"].detail

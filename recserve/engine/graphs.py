@@ -43,6 +43,9 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
+# Of [T, V] float32 that a step with every parameter holds at once (tests/test_record_memory.py);
+# records share that memory, so the largest of them says what all take.
+TABLES = 10.25
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class GraphLimits:
     room: Room = Room()
     seconds: float = 60.0
     bytes: int = 2 * 2**30
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens from which on the last record with every parameter leaves no memory for what is
+        recorded behind it: drafters' heads, `rejection` and `mixed`.
+        """
+        return int(self.bytes / (4 * TABLES * max(shape.nodes for shape in self.shapes)))
 
 
 @dataclass(frozen=True)
