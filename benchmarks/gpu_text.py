@@ -17,7 +17,7 @@ import torch
 from drawn import drawn_language_model, walk
 from failures import attempted, complaints, failure, once
 from gpu_checks import Task, spoil
-from timing import back_to_back_milliseconds
+from timing import Deadline, back_to_back_milliseconds
 
 from recserve.core.text import (
     Budget,
@@ -233,7 +233,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
                 )
 
 
-def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def text_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step, recorded and launched; what of a recorded one is not the
     device's: the host's share.
     """
@@ -241,6 +241,8 @@ def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, A
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = drawn_language_model(hidden, layers, vocabulary, dtype).to(device)
     for shapes in (MEASURED, None):
+        if deadline.passed():
+            return
         recorded, began = shapes is not None, time.perf_counter()
         how = "recorded" if recorded else "launched"
         try:
@@ -254,7 +256,7 @@ def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, A
         start_s = time.perf_counter() - began
         cells = product(PARAMETERS, ("none", "walk"), (1,) if smoke else (1, 8, 32))
         for name, drafter, texts in cells:
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 return
             case = f"{hidden}x{layers} {name}, drafter {drafter}, {texts} texts"
             fixed = {"dtype": str(dtype)[6:], "recorded": recorded, "start_s": start_s}
