@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -12,7 +11,7 @@ import attention
 import torch
 from attention import Shape
 from failures import attempted
-from timing import alternating, graph_milliseconds, host_microseconds, milliseconds
+from timing import Deadline, alternating, graph_milliseconds, host_microseconds, milliseconds
 
 TEXT, ITEMS = (32, 8, 128), (4, 4, 64)
 FIRST_SHAPES = 2  # of which a goal speaks
@@ -76,14 +75,14 @@ def attention_rows(
     shapes: Iterable[tuple[int, Shape]],
     dtype: torch.dtype,
     device: str,
-    deadline: float = float("inf"),
+    deadline: Deadline,
     cpu_s: float = 4.0,
 ) -> Iterator[dict[str, Any]]:
-    """One row per shape, numbered; those behind the deadline (time.monotonic) are left out. cpu_s:
+    """One row per shape, numbered; those behind the deadline are left out. cpu_s:
     seconds for one shape on a CPU.
     """
     for number, shape in shapes:
-        if time.monotonic() > deadline:
+        if deadline.passed():
             return
         measure = on_cpu if device == "cpu" else on_cuda
         how = partial(measure, shape, dtype, number, cpu_s)
@@ -120,13 +119,13 @@ def flex_row(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def flex_rows(
-    shapes: Iterable[tuple[int, Shape]], dtype: torch.dtype, deadline: float
+    shapes: Iterable[tuple[int, Shape]], dtype: torch.dtype, deadline: Deadline
 ) -> Iterator[dict[str, Any]]:
     """One row for each of the first shapes; those behind the deadline are left out."""
     for number, shape in shapes:
         if number >= FLEX_SHAPES:
             continue
-        if time.monotonic() > deadline:
+        if deadline.passed():
             return
         yield attempted(f"attention {shape.name()}, flex", partial(flex_row, shape, dtype))
 

@@ -6,8 +6,9 @@
 
 Needs torch, numpy, safetensors and triton, nothing else; from a checkout that is not installed,
 with PYTHONPATH=. before it. Exits 2 without a CUDA device, 1 if a check failed. Every part runs in
-a process of its own and for its own time at most, so that none loses the others; the JSON is
-written after every row. Outputs start as NaN (torch fills what it allocates) while the checks run.
+a process of its own and within its share of the time, so that none loses the others; what was cut
+is said in the end and in the JSON, which is written after every row. Outputs start as NaN (torch
+fills what it allocates) while the checks run.
 
 A kernel takes seconds to compile, and there are a hundred forms of them: checks run side by side,
 and then what is to be measured runs once side by side, its figures thrown away, to be compiled.
@@ -36,7 +37,7 @@ from gpu_searches import search_checks, search_rows
 from gpu_text import text_checks, text_rows
 from parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side, this_file
 from small_kernels import small_kernels
-from timing import ceilings, machine
+from timing import Deadline, ceilings, machine
 from tuning import tuning_rows
 
 Rows = Iterator[dict[str, Any]]
@@ -48,12 +49,11 @@ EVERYTHING = slice(0, None, 1)
 @dataclass(frozen=True)
 class Part:
     """What one process does. rows: of (device, smoke, deadline, share). stage: where they belong in
-    the report. seconds: it may take, its start included; where it dies, checks go on behind the
-    death. shares: processes for it where several run side by side.
+    the report. Where it dies, checks go on behind the death. shares: processes for it where several
+    run side by side.
     """
 
     stage: str
-    seconds: float
     rows: Callable[..., Rows]
     shares: int = 1
 
@@ -69,10 +69,10 @@ def checked(
 ) -> Callable[..., Rows]:
     """The rows of checks, begun one by one, within `around`."""
 
-    def rows(device: str, smoke: bool, deadline: float, share: slice = EVERYTHING) -> Rows:
+    def rows(device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING) -> Rows:
         with around():
             for task in islice(tasks(device, smoke), share.start, None, share.step):
-                if time.monotonic() > deadline:
+                if deadline.passed():
                     note = "not reached in the time of its part"
                     yield {"name": task.name, "ok": False, "note": note}
                     return
@@ -82,7 +82,7 @@ def checked(
 
 
 def measured_attention(
-    device: str, smoke: bool, deadline: float, share: slice = EVERYTHING
+    device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING
 ) -> Rows:
     """Tree attention and its rivals, the most telling shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -94,12 +94,11 @@ def measured_attention(
             yield from flex_rows(some, dtype, deadline)
 
 
-def measured_kernels(device: str, smoke: bool, deadline: float, _: slice = EVERYTHING) -> Rows:
+def measured_kernels(device: str, smoke: bool, deadline: Deadline, _: slice = EVERYTHING) -> Rows:
     """The other kernels."""
-    for row in small_kernels(device, smoke):
+    rows = small_kernels(device, smoke)
+    while not deadline.passed() and (row := next(rows, None)) is not None:
         yield row
-        if time.monotonic() > deadline:
-            return
 
 
 @contextmanager
@@ -115,22 +114,42 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-TOTAL_S = 535.0
-COMPILE_S = 60.0  # for what is to be measured
-PARTS = {
-    "machine": Part("machine", 25, lambda device, smoke, *_: iter([facts(device, smoke)])),
-    "kernel checks": Part("checks", 110, checked(kernel_checks, poisoned), 4),
-    "engine checks": Part("checks", 110, checked(engine_checks, poisoned), 4),
-    "text checks": Part("checks", 110, checked(text_checks)),
-    "search checks": Part("checks", 110, checked(search_checks)),
-    # First what the goals speak of.
-    "attention": Part("attention", 80, measured_attention, 4),
-    "text": Part("text", 55, lambda *how: text_rows(*how[:3])),
-    "searches": Part("engine", 50, lambda *how: search_rows(*how[:3])),
-    "engine": Part("engine", 70, lambda *how: engine_rows(*how[:3])),
-    "kernels": Part("kernels", 30, measured_kernels),
-    "tuning": Part("tuning", 45, lambda *how: tuning_rows(*how), 4),
+# Of one command, in all.
+LIMIT_S = 540.0
+# Seconds of each stage in the order in which they run, starts and last rows of its processes
+# included: first what must be right, then what the goals speak of. What one leaves is for those
+# behind it. A CPU, where the logic is tried, takes what it takes.
+SHARES_S = {
+    "start": 10,  # of this process, before its clock
+    "machine": 25,
+    "checks": 125,
+    "compiling": 75,
+    "attention": 80,
+    "text": 60,
+    "searches": 55,
+    "engine": 50,
+    "kernels": 30,
+    "tuning": 25,
 }
+PARTS = {
+    "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
+    "kernel checks": Part("checks", checked(kernel_checks, poisoned), 4),
+    "engine checks": Part("checks", checked(engine_checks, poisoned), 4),
+    "text checks": Part("checks", checked(text_checks)),
+    "search checks": Part("checks", checked(search_checks)),
+    "attention": Part("attention", measured_attention, 4),
+    "text": Part("text", lambda *how: text_rows(*how[:3])),
+    "searches": Part("engine", lambda *how: search_rows(*how[:3])),
+    "engine": Part("engine", lambda *how: engine_rows(*how[:3])),
+    "kernels": Part("kernels", measured_kernels),
+    "tuning": Part("tuning", lambda *how: tuning_rows(*how), 4),
+}
+
+
+def end_s(stage: str) -> float:
+    """Seconds behind the begin of the run at which a stage has ended."""
+    stages = list(SHARES_S)
+    return float(sum(SHARES_S[name] for name in stages[1 : stages.index(stage) + 1]))
 
 
 def facts(device: str, smoke: bool) -> dict[str, Any]:
@@ -142,9 +161,10 @@ def run_part(
     name: str, device: str, smoke: bool, skip: int, seconds: float, share: slice = EVERYTHING
 ) -> int:
     """The rows of a part, or of a share of it, but for the first `skip`, as lines for the process
-    above; DEAD where the device answers nothing any more.
+    above, and a last one where it was cut; DEAD where the device answers nothing any more.
     """
-    rows = PARTS[name].rows(device, smoke, time.monotonic() + seconds, share)
+    deadline = Deadline(seconds)
+    rows = PARTS[name].rows(device, smoke, deadline, share)
     for number, row in enumerate(rows):
         task = row.get("task")
         if number < skip:
@@ -159,6 +179,8 @@ def run_part(
             except Exception as error:
                 print(error, file=sys.stderr)
                 return DEAD
+    if deadline.cut:
+        found({"cut": name, "note": "its time was used up"})
     return 0
 
 
@@ -167,7 +189,7 @@ class Report:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.content: dict[str, Any] = {"checks": []}
+        self.content: dict[str, Any] = {"shares_s": SHARES_S, "checks": [], "cut": []}
 
     def add(self, stage: str, row: dict[str, Any]) -> None:
         """One line on the terminal, one entry in the file. A row that is not `ok` is a check."""
@@ -175,7 +197,7 @@ class Report:
             self.content |= row
             print(json.dumps(row), flush=True)
         else:
-            stage = "checks" if "ok" in row else stage
+            stage = "cut" if "cut" in row else "checks" if "ok" in row else stage
             if stage in ("attention", "kernels") and "ceilings" in self.content:
                 row = with_share(row, self.content["ceilings"])
             self.content.setdefault(stage, []).append(row)
@@ -193,6 +215,8 @@ class Report:
 
 def shown(row: dict[str, Any]) -> str:
     """A row for the terminal."""
+    if "cut" in row:
+        return f"CUT    {row['cut']}: {row['note']}"
     if "ok" not in row:
         return line(row) if "share" in row else json.dumps(row)
     word = "ok    " if row["ok"] else "FAILED"
@@ -209,36 +233,38 @@ class Run:
     workers: int
     began: float
 
-    def rows(self, name: str, most_s: float = float("inf"), share: str = "0/1") -> Rows:
-        """What a part finds, within its seconds and what is left of them all."""
-        part = PARTS[name]
+    def rows(self, name: str, stage: str, share: str = "0/1") -> Rows:
+        """What a part finds before its stage has to end."""
         how = ["--part", name, "--share", share, "--device", self.device]
         command = this_file(__file__, *how, *(["--smoke"] if self.smoke else []))
-        left = self.began + TOTAL_S - GRACE_S - time.monotonic()
-        yield from rows_of(command, name, min(part.seconds, most_s, left), part.stage == "checks")
+        left = self.began + end_s(stage) - GRACE_S - time.monotonic()
+        seconds = left if self.device == "cuda" else float("inf")
+        yield from rows_of(command, name, seconds, stage == "checks")
 
     def checks(self) -> Rows:
         """Of all parts that check, side by side."""
         names = [name for name, part in PARTS.items() if part.stage == "checks"]
-        yield from side_by_side(self.jobs(names), self.workers)
+        yield from side_by_side(self.jobs(names, "checks"), self.workers)
 
-    def compiled(self) -> None:
+    def compiled(self) -> Rows:
         """What is measured has run once; alone on one worker it compiles as it is measured. What
-        failed is told here, and fails again where it is measured.
+        failed is told here, and fails again where it is measured. Rows of what was cut.
         """
         if self.workers > 1:
             names = [name for name, part in PARTS.items() if part.measures]
-            for row in side_by_side(self.jobs(names, COMPILE_S), self.workers):
+            for row in side_by_side(self.jobs(names, "compiling"), self.workers):
+                if "cut" in row:
+                    yield row | {"cut": f"compiling {row['cut']}"}
                 if not row.get("ok", True):
                     print(f"while compiling: {shown(row)}", file=sys.stderr, flush=True)
 
-    def jobs(self, names: list[str], most_s: float = float("inf")) -> list[Callable[[], Rows]]:
+    def jobs(self, names: list[str], stage: str) -> list[Callable[[], Rows]]:
         """One for each share of each part."""
         found = []
         for name in names:
             shares = PARTS[name].shares if self.workers > 1 else 1
             for number in range(shares):
-                how = (name, most_s, f"{number}/{shares}")
+                how = (name, stage, f"{number}/{shares}")
                 found.append(lambda how=how: self.rows(*how))
         return found
 
@@ -247,13 +273,14 @@ def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
     """All parts; true if every check passed."""
     start, report = time.monotonic(), Report(path)
     everything = Run(device, smoke, workers, start)
-    for row in everything.rows("machine"):
+    for row in everything.rows("machine", "machine"):
         report.add("machine", row)
     for row in everything.checks():
         report.add("checks", row)
-    everything.compiled()
+    for row in everything.compiled():
+        report.add("cut", row)
     for name, part in PARTS.items():
-        for row in everything.rows(name) if part.measures else ():
+        for row in everything.rows(name, name) if part.measures else ():
             report.add(part.stage, row)
     checks = report.content["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]
@@ -263,6 +290,8 @@ def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
     print(f"{passed} of {len(checks)} checks passed in {seconds:.0f} s")
     for name in failed:
         print(f"FAILED {name}")
+    for name in dict.fromkeys(row["cut"] for row in report.content["cut"]):
+        print(f"CUT {name}")
     return not failed
 
 

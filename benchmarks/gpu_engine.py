@@ -15,6 +15,7 @@ from device_worlds import ranking, recommending, text_engine, text_scores, texts
 from drawn import Catalogue, drawn_catalogue, drawn_ranker, drawn_ranking_root, drawn_recommender
 from failures import attempted, complaints, failure, once
 from gpu_checks import Task
+from timing import Deadline
 
 from recserve.core.request import RankRequest, RecommendRequest, Root
 from recserve.engine.cuda_recorder import CudaRecorder
@@ -71,15 +72,6 @@ def recorded(
     engine.replay(graphs)
     engine.record(trie)
     return graphs
-
-
-def unrecorded(graphs: SearchGraphs) -> list[str]:
-    """Names of the wanted searches that are not recorded."""
-    names = {made.bucket.name for made in graphs.recorded}
-    weighs = graphs.model.config.dense_head
-    shapes = [shape for shape in graphs.limits.shapes if weighs or not shape.weighed]
-    wanted = (f"{strategy} {shape.name}" for shape in shapes for strategy in ("beam", "nezha"))
-    return [name for name in wanted if name not in names]
 
 
 def recommend_root(model: Recommender, events: int, seed: int) -> Root:
@@ -264,15 +256,19 @@ def timed(engine: Engine, asked: Callable[[int], list[Any]]) -> dict[str, Any]:
     return row
 
 
-def engine_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def engine_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
     """Milliseconds of whole requests: rankings; then slates, cold and warm, strategies and batches,
     of each model launched and recorded.
     """
     for count in (40,) if smoke else (500, 4000):
+        if deadline.passed():
+            return
         name = f"rank {count} candidates, warm"
         yield attempted(name, partial(ranked, device, smoke, count, name))
     catalogue = small_catalogue() if smoke else drawn_catalogue(12_101)
     for size in ((64, 1),) if smoke else ((256, 4), (1024, 12)):
+        if deadline.passed():
+            return
         try:
             yield from slates(device, smoke, deadline, catalogue, size)
         except Exception as error:
@@ -297,7 +293,7 @@ def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
 
 
 def slates(
-    device: str, smoke: bool, deadline: float, catalogue: Catalogue, size: tuple[int, int]
+    device: str, smoke: bool, deadline: Deadline, catalogue: Catalogue, size: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     """Of one model."""
     hidden, layers = size
@@ -315,7 +311,7 @@ def slates(
             shapes = tuple(SearchShape(*cell) for cell in cells)
             yield from lost(f"{hidden}x{layers}", engine, model, trie, shapes, 64)
         for strategy, (batch, width) in product(strategies, cells):
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 return
             name = f"recommend {hidden}x{layers} {strategy}, {how}, batch {batch} beam {width}"
             asked = partial(requests_of, model, trie, strategy, (batch, width), 50)
@@ -334,7 +330,7 @@ def lost(
     """Records searches; a row of what could not be, which is launched where it is asked for."""
     with complaints() as heard:
         row = attempted(f"searches of {name}: recorded", lambda: {
-            "lost": unrecorded(recorded(engine, model, trie, shapes, room))
+            "lost": recorded(engine, model, trie, shapes, room).unrecorded
         })  # fmt: skip
     if "ok" in row:
         yield row

@@ -5,7 +5,6 @@ On CUDA the record is a CUDA graph; on a CPU the same function runs anew each ti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -25,8 +24,8 @@ from gpu_engine import (
     requests_of,
     small_catalogue,
     timed,
-    unrecorded,
 )
+from timing import Deadline
 
 from recserve.engine.fixed_search import SearchShape
 from recserve.kernels.trie import build_trie
@@ -59,7 +58,7 @@ def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             with complaints() as heard:
                 graphs = recorded(made.engine, made.model, getattr(made, trie), SMALL, 64)
             spoil(graphs.runner)
-            reasons.extend([*heard, *unrecorded(graphs)])
+            reasons.extend([*heard, *graphs.unrecorded])
         return made
 
     def compared(form: str, strategy: str, how: str, against: str) -> float:
@@ -94,7 +93,7 @@ def wide_catalogue(items: int, codes: int, levels: int = 3) -> Catalogue:
     return Catalogue(f"{items:,} items", drawn, build_trie(drawn, (codes,) * levels))
 
 
-def search_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def search_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
     """Milliseconds of whole requests at the shape of the goals, recorded and launched."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     catalogue = small_catalogue() if smoke else wide_catalogue(1_000_000, 8192)
@@ -105,13 +104,15 @@ def search_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str,
     events = 8 if smoke else 333  # of three codes: a context of 1,000
     shapes = tuple(SearchShape(batch, width, 64) for batch in batches)
     for how in ("recorded", "launched"):
+        if deadline.passed():
+            return
         engine = recommender_engine(model, 2**24 if smoke else 2**33)
         if how == "recorded":
             yield from lost("the goal shape", engine, model, trie, shapes, 64 if smoke else 4096)
         # Where nothing is drafted, `speculative` replays what `beam` does.
         strategies = ("beam", "nezha") + (("speculative",) if how == "launched" else ())
         for batch, strategy in product(batches, strategies):
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 return
             name = f"goal shape, {strategy}, {how}, batch {batch}, beam {width}"
             asked = partial(requests_of, model, trie, strategy, (batch, width), events)

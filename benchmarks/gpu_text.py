@@ -17,7 +17,7 @@ import torch
 from drawn import drawn_language_model, walk
 from failures import attempted, complaints, failure, once
 from gpu_checks import Task, spoil
-from timing import back_to_back_milliseconds
+from timing import Deadline, back_to_back_milliseconds
 
 from recserve.core.text import (
     Budget,
@@ -175,13 +175,6 @@ def text_engine(
     return engine
 
 
-def unrecorded(engine: Engine, shapes: tuple[StepShape, ...]) -> list[str]:
-    """Names of the steps of these shapes that are not recorded."""
-    lane: Any = engine._lanes["text"]
-    names = {made.bucket.name for made in lane.graphs.recorded}
-    return [b.name for b in lane.graphs._wanted(shapes) if b.name not in names]
-
-
 def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     """Texts of recorded steps against those of launched ones, here and on the CPU."""
     reasons: list[str] = []
@@ -198,7 +191,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return made
 
     def missing() -> float:
-        lost = unrecorded(engine("recorded"), CHECKED)
+        lost = engine("recorded").stats().unrecorded
         if lost:
             raise RuntimeError(f"{'; '.join(reasons)}; not recorded: {', '.join(lost)}")
         return 0.0
@@ -240,7 +233,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
                 )
 
 
-def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def text_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step, recorded and launched; what of a recorded one is not the
     device's: the host's share.
     """
@@ -248,6 +241,8 @@ def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, A
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = drawn_language_model(hidden, layers, vocabulary, dtype).to(device)
     for shapes in (MEASURED, None):
+        if deadline.passed():
+            return
         recorded, began = shapes is not None, time.perf_counter()
         how = "recorded" if recorded else "launched"
         try:
@@ -256,13 +251,12 @@ def text_rows(device: str, smoke: bool, deadline: float) -> Iterator[dict[str, A
         except Exception as error:
             yield failure(f"text steps, {how}: the engine's start", error)
             continue
-        lost = unrecorded(engine, shapes) if shapes is not None else []
-        if lost:
+        if lost := engine.stats().unrecorded:
             yield failure(f"text steps {', '.join(lost)}: not recorded", "; ".join(heard))
         start_s = time.perf_counter() - began
         cells = product(PARAMETERS, ("none", "walk"), (1,) if smoke else (1, 8, 32))
         for name, drafter, texts in cells:
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 return
             case = f"{hidden}x{layers} {name}, drafter {drafter}, {texts} texts"
             fixed = {"dtype": str(dtype)[6:], "recorded": recorded, "start_s": start_s}

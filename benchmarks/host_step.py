@@ -134,10 +134,13 @@ def once(search: Callable[[], Leaves]) -> Callable[[], Leaves]:
     return lambda: found
 
 
+@torch.inference_mode()
 def measured(
     engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
 ) -> dict[str, Any]:
-    """Texts that run side by side for so many replayed steps."""
+    """Texts that run side by side for so many replayed steps, in the mode that the engine's thread
+    enters once and not at every step.
+    """
     rng = np.random.default_rng(0)
     rule = RULES.get(drafter, ("sample",))[0]
     words = Speculation(drafter, rule, num_tokens=NODES)

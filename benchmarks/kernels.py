@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from attention_rows import (
     with_share,
 )
 from small_kernels import small_kernels
-from timing import ceilings, machine
+from timing import Deadline, ceilings, machine
 
 
 def main() -> None:
@@ -45,7 +44,7 @@ def main() -> None:
         parser.error("no CUDA device here; --cpu measures the CPU path")
     if not arguments.cpu and (arguments.grid or arguments.dtype):
         parser.error("--grid and --dtype are of the CPU path; add --cpu")
-    deadline = time.monotonic() + arguments.budget_s
+    deadline = Deadline(arguments.budget_s)
     device, dtype, shapes = "cuda", torch.bfloat16, cuda_shapes()
     if arguments.cpu:
         torch.set_num_threads(arguments.threads)

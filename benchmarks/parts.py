@@ -22,7 +22,7 @@ from typing import IO, Any
 BEGUN, FOUND = "BEGUN ", "FOUND "
 DEAD = 3  # how a child ends whose device answers nothing any more, behind the row that tells so
 DEATHS = 4  # after which a part is given up
-GRACE_S = 15.0  # for its start, and for a row that began in time
+GRACE_S = 15.0  # behind its seconds, for a row that began in time
 TAIL = 600  # characters of what a child wrote to its stderr
 QUIET_S = 0.5  # after which a child that has ended has nothing more to say
 
@@ -38,7 +38,8 @@ def found(row: dict[str, Any]) -> None:
 
 
 def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Iterator[dict[str, Any]]:
-    """Rows that a child found, and one that is not `ok` for each time it died.
+    """Rows that a child found, and one that is not `ok` for each time it died. It ends after the
+    seconds and GRACE_S, whatever becomes of it; a measurement that did not is `cut`.
 
     command: what starts the child; the rows to leave out and its seconds are added. again: where it
     dies in a row that it had begun, another goes on behind that row; else what is left is lost.
@@ -53,7 +54,7 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
                 [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
             )
             current, told = f"{name}, its start", False
-            for line in _lines(child, time.monotonic() + left + GRACE_S):
+            for line in _lines(child, until + GRACE_S):
                 if line.startswith(BEGUN):
                     current, told = line.removeprefix(BEGUN).strip(), True
                 elif line.startswith(FOUND):
@@ -71,6 +72,8 @@ def rows_of(command: list[str], name: str, seconds: float, again: bool) -> Itera
         if current or not (late or code == DEAD):
             rows += told
             yield {"name": current or f"{name}, behind row {rows}", "ok": False, "note": note}
+        if late and not again:
+            yield {"cut": name, "note": note}
         if not again or late or deaths == DEATHS or not (told or code == DEAD):
             lost = {"name": f"{name}, what was left of it", "ok": False, "note": note}
             yield from [lost] if again or code == DEAD else []

@@ -15,6 +15,21 @@ from recserve.kernels.processor import processor
 FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
 
 
+class Deadline:
+    """A moment behind which no row is begun. cut: whether one was left out because of it."""
+
+    def __init__(self, seconds: float = float("inf")) -> None:
+        """seconds: from now on."""
+        self.moment_s = time.monotonic() + seconds
+        self.cut = False
+
+    def passed(self) -> bool:
+        """To be asked before each row."""
+        late = time.monotonic() > self.moment_s
+        self.cut = self.cut or late
+        return late
+
+
 def milliseconds(
     call: Callable[[], object], device: str = "cpu", budget_s: float = 0.3, most: int = 100
 ) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import attention
 import torch
 from attention import Shape
-from timing import milliseconds
+from timing import Deadline, milliseconds
 
 TEXT = (32, 8, 128)
 SHAPES = [
@@ -60,7 +59,7 @@ def constants(variant: tuple[int, ...]) -> Iterator[None]:
 
 
 def tuning_rows(
-    device: str, smoke: bool, deadline: float, share: slice = slice(None)
+    device: str, smoke: bool, deadline: Deadline, share: slice = slice(None)
 ) -> Iterator[dict[str, Any]]:
     """Microseconds of each variant, or of a share of them, at each shape; nothing on a CPU, which
     has no such kernel.
@@ -70,7 +69,7 @@ def tuning_rows(
     shapes = SHAPES[1:2] if smoke else SHAPES
     problems = [attention.draw(shape, torch.bfloat16, device) for shape in shapes]
     for variant in VARIANTS[share]:
-        if time.monotonic() > deadline:
+        if deadline.passed():
             return
         row: dict[str, Any] = dict(zip(NAMES, variant, strict=True))
         with constants(variant):

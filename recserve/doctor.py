@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -47,7 +48,8 @@ def examine(
     llm: Path | None = None,
     drafters: tuple[str, ...] = (),
 ) -> list[Finding]:
-    """All findings. bundle: verified in full when given. store: a history store's URL, asked once.
+    """All findings. bundle: verified in full when given, and loaded, to see which of its searches
+    are recorded on a GPU. store: a history store's URL, asked once.
     llm: a language model's folder, and its drafters as `serve` names them: loaded, to see which of
     its steps are recorded.
 
@@ -63,6 +65,7 @@ def examine(
     }
     if bundle is not None:
         checks["bundle"] = lambda: check_bundle(bundle)
+        checks["searches"] = lambda: check_searches(bundle)
     if store is not None:
         checks["store"] = lambda: check_store(store)
     if llm is not None:
@@ -195,21 +198,102 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
     if device.type != "cuda":
-        return Finding("graphs", "ok", f"none: steps are launched one by one on {device.type}")
+        none = f"none: steps are launched one by one on {device.type}"
+        return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
     return describe_graphs(Engine(text=network, drafters=named).stats())
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
-    """Seconds and memory of each recorded step of an engine."""
+    """Seconds and memory of each recorded step of an engine, and what was not recorded."""
+    return _records("graphs", "steps", "nodes x texts", stats)
+
+
+def vocabulary_limit(vocabulary: int) -> str:
+    """Whether a vocabulary leaves memory for the steps that a GPU records last."""
+    from recserve.engine.graphs import GraphLimits
+
+    limits = GraphLimits()
+    last, size = "drafters' heads, rejection, mixed", f"{limits.bytes / 2**20:.0f} MiB"
+    found = f"the vocabulary of {vocabulary:,} tokens"
+    if vocabulary < limits.vocabulary:
+        return f"on a GPU {found} leaves memory for all steps in {size}"
+    return (
+        f"on a GPU {found} uses up {size} before those of {last}, which are launched; about "
+        f"{limits.vocabulary:,} tokens are the limit"
+    )
+
+
+def check_searches(path: Path) -> Finding:
+    """Which searches for items a server records for a bundle on a GPU, and what it launches as it
+    comes. On a GPU they are recorded, to see what each takes.
+    """
+    from recserve.bundle import Bundle
+    from recserve.engine.engine import Engine
+    from recserve.service.loading import load_models, resolve_device
+    from recserve.service.snapshot import Snapshot
+
+    bundle, device = Bundle.open(path), resolve_device("auto")
+    snapshot = Snapshot.of(bundle.catalog(), device)
+    models = load_models(bundle, snapshot, device)
+    if models.recommender is None:
+        return Finding("searches", "ok", "none: the bundle holds no recommender")
+    engine = Engine(models.recommender, heads=models.heads)
+    if "beam" not in engine.strategies:
+        return Finding("searches", "ok", "none: `parallel` scores all levels at once")
+    if device.type != "cuda":
+        return plan_searches(models.recommender.config.dense_head, engine.strategies, device.type)
+    engine.record(snapshot.trie)
+    return describe_searches(engine.stats(), engine.strategies)
+
+
+def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
+    """What would be recorded on a GPU, told on another device. weighs: with a dense head beside."""
+    from recserve.engine.search_graphs import SearchLimits, buckets_of
+
+    limits = SearchLimits()
+    names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
+    most = f"until {limits.seconds:.0f} s or {limits.bytes / 2**20:.0f} MiB are taken"
+    wanted = f"on a GPU {len(names)} searches (requests x beams), {most}: {', '.join(names)}"
+    return Finding("searches", "ok", f"none on {device}; {wanted}; {_launched(strategies)}")
+
+
+def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
+    """Seconds and memory of each recorded search of an engine, and what is launched."""
+    found = _records("searches", "searches", "requests x beams", stats)
+    return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
+
+
+def _launched(strategies: Seq[str]) -> str:
+    """What is recorded for no bundle, with the reason."""
+    from recserve.engine.search_graphs import REPLAYED, SearchLimits
+
+    limits = SearchLimits()
+    others = ", ".join(sorted(set(strategies) - set(REPLAYED)))
+    requests = max(shape.requests for shape in limits.shapes)
+    width = max(shape.width for shape in limits.shapes)
+    reasons = [
+        f"what fits no pair, so more than {requests} requests or {width} beams (size)",
+        f"versions with more than {limits.room:,} new items (version)",
+        *([f"{others} (no beam search)"] if others else []),
+        *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),
+    ]
+    return f"launched as they come: {', '.join(reasons)}"
+
+
+def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
     made = [
-        f"{name} {seconds:.1f} s {stats.graph_bytes[name] / 2**20:.0f} MiB"
-        for name, seconds in stats.graph_seconds.items()
+        f"{bucket} {seconds:.1f} s {stats.graph_bytes[bucket] / 2**20:.0f} MiB"
+        for bucket, seconds in stats.graph_seconds.items()
     ]
     if not made:
-        return Finding("graphs", "warn", "no step was recorded; the log says why")
+        return Finding(name, "warn", f"no {what} were recorded; the log says why")
     total_s, size = sum(stats.graph_seconds.values()), sum(stats.graph_bytes.values())
-    total = f"{len(made)} steps in {total_s:.0f} s, {size / 2**20:.0f} MiB"
-    return Finding("graphs", "ok", f"{total} (nodes x texts): {', '.join(made)}")
+    total = f"{len(made)} {what} in {total_s:.0f} s, {size / 2**20:.0f} MiB"
+    detail = f"{total} ({sizes}): {', '.join(made)}"
+    if stats.unrecorded:
+        left = f"launched, the log says why: {', '.join(stats.unrecorded)}"
+        return Finding(name, "warn", f"{detail}; {left}")
+    return Finding(name, "ok", detail)
 
 
 def without_password(url: str) -> str:

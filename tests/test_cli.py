@@ -261,6 +261,7 @@ def test_doctor_examines_bundle_and_store(bundle, store):
     result = run("doctor", "--bundle", bundle, "--store", store)
     assert result.exit_code == 0, result.output
     assert "fail" not in result.stdout
+    assert "beam" in result.stdout and "launched as they come" in " ".join(result.stdout.split())
     assert run("doctor", "--store", "redis://127.0.0.1:1/0").exit_code == 1
 
 

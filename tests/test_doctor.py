@@ -53,7 +53,7 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch):
 
 def test_a_bundle_that_is_not_there_fails(tmp_path):
     findings = {f.name: f for f in doctor.examine(bundle=tmp_path / "none")}
-    assert findings["bundle"].state == "fail"
+    assert findings["bundle"].state == "fail" and findings["searches"].state == "fail"
 
 
 def test_stores_are_asked(tmp_path):

@@ -248,6 +248,8 @@ def test_no_record_is_begun_without_time_or_memory(model):
     )
     assert [each.bytes for each in graphs.recorded] == [2, 2]
     assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
+    wanted = engine.stats().unrecorded
+    assert wanted[:2] == ["2x1", "16x1"] and graphs.unrecorded == wanted[2:]
 
 
 class OutOfResources(Exception):

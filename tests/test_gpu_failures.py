@@ -12,6 +12,7 @@ import timing
 import torch
 from attention_rows import FLEX_SHAPES
 from failures import attempted, complaints, once
+from timing import Deadline
 
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.search_graphs import SearchGraphs
@@ -36,7 +37,7 @@ def split(rows):
 def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
     monkeypatch.setattr(StepGraphs, "_record", failing(StepGraphs._record, "16x8"))
     monkeypatch.setattr(gpu_text, "PARAMETERS", {"greedy": gpu_text.PARAMETERS["greedy"]})
-    rows, (failed,) = split(gpu_text.text_rows("cpu", True, float("inf")))
+    rows, (failed,) = split(gpu_text.text_rows("cpu", True, Deadline()))
     assert "16x8" in failed["name"] and not failed["ok"] and "no room" in failed["note"]
     assert [row["recorded"] for row in rows] == [True, True, False, False]
     assert rows[0]["replayed"] > 0.5 and rows[0]["host_us"]  # 2x1 and 16x1 came before it
@@ -48,7 +49,7 @@ def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
 def test_searches_are_measured_with_what_was_recorded(monkeypatch):
     for name in ("nezha 1x10", "nezha 3x8"):
         monkeypatch.setattr(SearchGraphs, "_recorded", failing(SearchGraphs._recorded, name))
-    rows, (failed,) = split(gpu_searches.search_rows("cpu", True, float("inf")))
+    rows, (failed,) = split(gpu_searches.search_rows("cpu", True, Deadline()))
     assert "nezha 1x10" in failed["name"] and "no room" in failed["note"]
     assert len(rows) == 5 and [row.get("replayed") for row in rows[:2]] == [15, 0]
     tasks = {task.name: task for task in gpu_searches.search_checks("cpu", smoke=True)}
@@ -67,7 +68,7 @@ def test_one_kernel_that_fails_is_one_row(monkeypatch):
     monkeypatch.setattr(attention_rows.attention, "ours", broken)
     monkeypatch.setattr(attention_rows, "alternating", None)
     shapes = attention_rows.cuda_shapes(smoke=True)
-    rows = attention_rows.attention_rows(enumerate(shapes), torch.float32, "cpu")
+    rows = attention_rows.attention_rows(enumerate(shapes), torch.float32, "cpu", Deadline())
     assert [row["ok"] for row in rows] == [False] * len(shapes)
 
 
@@ -77,7 +78,7 @@ def test_the_goals_come_first(monkeypatch):
     monkeypatch.setattr(
         attention_rows, "flex_row", lambda shape, _: {"shape": f"{shape.name()}, flex"}
     )
-    names = [row["shape"] for row in gpu.measured_attention("cuda", False, float("inf"))]
+    names = [row["shape"] for row in gpu.measured_attention("cuda", False, Deadline())]
     heads = "H32/8-D128"
     assert names[:2] == [f"tree B1 R{root} N64 {heads}" for root in (8192, 32768)]
     assert names[2:4] == [f"{name}, flex" for name in names[:2]]
@@ -86,7 +87,7 @@ def test_the_goals_come_first(monkeypatch):
     shared = [
         row["shape"]
         for share in shares
-        for row in gpu.measured_attention("cuda", False, float("inf"), share)
+        for row in gpu.measured_attention("cuda", False, Deadline(), share)
     ]
     assert sorted(shared) == sorted(names)
     measured = [name for name, part in gpu.PARTS.items() if part.measures]
@@ -96,7 +97,7 @@ def test_the_goals_come_first(monkeypatch):
 def test_recorded_checks_see_the_operators_of_serving():
     """Those of kernels alone begin with memory filled with NaN."""
     for name, poisoned in (("kernel checks", True), ("text checks", False)):
-        rows = gpu.PARTS[name].rows("cpu", True, float("inf"))
+        rows = gpu.PARTS[name].rows("cpu", True, Deadline())
         next(rows)
         assert torch.are_deterministic_algorithms_enabled() is poisoned
         rows.close()

@@ -123,6 +123,46 @@ def test_the_doctor_names_them_too(engine):
     assert doctor.describe_graphs(bare).state == "warn"
 
 
+def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
+    """The third record fails: two are there, two are launched, each by its name."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    world, made = recommending("cpu"), []
+
+    def record(step):
+        made.append(step)
+        if len(made) == 3:
+            raise RuntimeError("out of memory")
+        return step
+
+    shapes = (SearchShape(2, 8), SearchShape(1, 8, None))
+    with_searches(world, world.trie, record, shapes)
+    finding = doctor.describe_searches(world.engine.stats(), ("beam", "nezha", "dense"))
+    assert finding.state == "warn" and "2 searches in" in finding.detail
+    recorded, launched = finding.detail.split("; ", 1)
+    assert "beam 2x8 " in recorded and " s 0 MiB" in recorded and "filtered" not in recorded
+    assert "beam 1x8 filtered, nezha 1x8 filtered; " in launched
+    assert launched.endswith("dense (no beam search)")
+
+
+@pytest.mark.parametrize(("weighs", "count"), [(False, 14), (True, 28)])
+def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
+    """Seven pairs of requests and beams, excluded items by list and by bitmap, per search."""
+    detail = doctor.plan_searches(weighs, ("beam", "speculative"), "cpu").detail
+    assert f"none on cpu; on a GPU {count} searches" in detail and "60 s or 2048 MiB" in detail
+    assert "beam 16x64, " in detail and "beam 1x512 filtered" in detail and "nezha" not in detail
+    assert ("weighed" in detail) is weighs
+    assert "more than 16 requests or 512 beams (size)" in detail and "16,384 new items" in detail
+    assert "speculative where a draft pays" in detail
+    assert f"{2 * count} searches" in doctor.plan_searches(weighs, ("beam", "nezha"), "cpu").detail
+
+
+def test_the_doctor_says_which_vocabulary_is_too_large():
+    """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
+    assert "leaves memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
+    said = doctor.vocabulary_limit(151_936)
+    assert "rejection, mixed, which are launched; about 100,726 tokens" in said
+
+
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
     findings = {f.name: f for f in doctor.examine(llm=tmp_path / "none")}
     assert findings["graphs"].state == "fail" and "no folder" in findings["graphs"].detail

@@ -245,6 +245,9 @@ def test_a_record_that_fails_ends_the_recording(kind, caplog):
     assert len(graphs.recorded) == 2 and "such searches are launched" in caplog.text
     assert len(world.engine.run(world.ask("beam")[0]).rows) == 5
     assert graphs.counts["replayed"] == 1
+    stats = world.engine.stats()
+    assert set(stats.graph_seconds) == {"beam 1x8", "nezha 1x8"}
+    assert stats.unrecorded[:2] == ["beam 4x16", "nezha 4x16"] and len(stats.unrecorded) == 14
 
 
 def test_a_closing_engine_records_no_more():

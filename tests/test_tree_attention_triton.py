@@ -97,17 +97,37 @@ def test_blocks_that_no_row_sees_are_not_read(shared, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
+def close_in(dtype, batch, query, keys, values):
+    """As far from the reference in float32 as two roundings to dtype allow: one of each weight, in
+    sum at most half a unit of the mean of |v|, and one of the result.
+    """
+    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+    expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
+    got = tree_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
+    sizes = reference.tree_attention(query.float(), keys.float(), values.float().abs(), batch)
+    unit = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
+    assert got.dtype == dtype
+    over = (got.float() - expected).abs() - unit * (sizes + expected.abs())
+    assert over.max() < 2e-5
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
 @pytest.mark.parametrize("heads,kv_heads", [(4, 2), (7, 1), (8, 1), (3, 3)])
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype):
-    kinds = [("tree", 13), ("branches", 5)]
-    batch, query, keys, values = draw_batch(kinds, [37, 0], heads, kv_heads, dim)
-    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-    expected = reference.tree_attention(query.double().float(), keys.float(), values.float(), batch)
-    got = tree_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
-    tolerance = 2e-3 if dtype == torch.float16 else 2e-5
-    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+    drawn = draw_batch([("tree", 13), ("branches", 5)], [37, 0], heads, kv_heads, dim)
+    close_in(dtype, *drawn)
+
+
+@pytest.mark.parametrize("nodes", [1, 17, 64])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_trees_of_halves(splits, nodes, dim, dtype):
+    """Four query heads for each of two of keys, roots whole and in three parts."""
+    close_in(dtype, *draw_batch([("tree", nodes)], [37], 8, 2, dim))
 
 
 def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):

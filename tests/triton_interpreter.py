@@ -1,8 +1,15 @@
-"""Imported before kernels: skips where Triton is missing, and mends its interpreter."""
+"""Imported before kernels: skips where Triton is missing, and mends its interpreter.
+
+Of bfloat16 the interpreter (Triton 3.6, as NumPy has no such type) keeps the bits in uint16. Loads,
+stores and casts know that, but `tl.dot` multiplies the bits as whole numbers (results of 1e9), and
+a cast from float32 cuts the lower half off where a GPU rounds to the nearest even.
+"""
 
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="NO triton on this machine: its kernels were not tested")
 
@@ -24,6 +31,34 @@ def allow_newer_numpy():
 
 
 allow_newer_numpy()
+
+
+def teach_bfloat16():
+    """Products of the numbers, not of their bits, and casts that round."""
+    builder = interpreter.InterpreterBuilder
+    cast, dot, handle = builder.cast_impl, builder.create_dot, interpreter.TensorHandle
+    bfloat16, float32 = interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def widened(x):
+        if x.dtype.scalar != bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), float32)
+
+    def rounded(self, source, target):
+        if (source.dtype.scalar, target.scalar) != (float32, bfloat16):
+            return cast(self, source, target)
+        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.uint16)
+        return handle(bits.numpy(), bfloat16)
+
+    def product(self, a, b, *others):
+        return dot(self, widened(a), widened(b), *others)
+
+    builder.create_dot = product
+    # Casts between floats are names of their own for what casts in general.
+    builder.cast_impl = builder.create_fp_trunc = rounded
+
+
+teach_bfloat16()
 
 
 class Far:

@@ -304,6 +304,8 @@ class Engine:
         a request that comes meanwhile waits for no more than that. A text, which goes on for
         seconds, does not hold it up.
         """
+        if not (self._behind or any([lane.num_running for lane in self._background.values()])):
+            return
         if any(lane.num_running for lane in self._lanes.values() if isinstance(lane, Lane)):
             return
         if self._behind and not self._closing:

@@ -43,6 +43,9 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
+# Of [T, V] float32 that a step with every parameter holds at once (tests/test_record_memory.py);
+# records share that memory, so the largest of them says what all take.
+TABLES = 10.25
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class GraphLimits:
     room: Room = Room()
     seconds: float = 60.0
     bytes: int = 2 * 2**30
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens from which on the last record with every parameter leaves no memory for what is
+        recorded behind it: drafters' heads, `rejection` and `mixed`.
+        """
+        return int(self.bytes / (4 * TABLES * max(shape.nodes for shape in self.shapes)))
 
 
 @dataclass(frozen=True)
@@ -141,8 +151,9 @@ class StepGraphs:
         self._draws = any(map(draws, (drafters or {}).values()))
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
+        self._wanted = self._buckets(limits.shapes)
         began, left = time.monotonic(), list[str]()
-        for bucket in self._wanted(limits.shapes):
+        for bucket in self._wanted:
             if time.monotonic() - began > limits.seconds or taken() > limits.bytes:
                 left.append(bucket.name)
                 continue
@@ -154,7 +165,7 @@ class StepGraphs:
         if left:
             log.warning("no time or memory is left to record the steps %s", ", ".join(left))
 
-    def _wanted(self, shapes: Seq[StepShape]) -> list[Bucket]:
+    def _buckets(self, shapes: Seq[StepShape]) -> list[Bucket]:
         """In the order in which they are recorded. Texts without a draft need no heads, and drawn
         drafts, most of them chains, need no place for more nodes than chains have.
         """
@@ -209,6 +220,12 @@ class StepGraphs:
     def recorded(self) -> list[RecordedStep]:
         """All of them, small ones of each kind first."""
         return [made for some in self._recorded.values() for made in some]
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Names of what was to be recorded and is not: the log says why."""
+        made = {recorded.bucket for recorded in self.recorded}
+        return [bucket.name for bucket in self._wanted if bucket not in made]
 
     def step(self, groups: Seq[TextGroup], with_prompts: bool) -> Replayed | None:
         """Forward, judgement and move of the group in the smallest bucket that holds it; None if

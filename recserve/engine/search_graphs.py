@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 # catalogue version it is over.
 SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
+# By what `excluded` of a shape says.
+Filters = dict[int | None, FixedFilter]
 # Which search answers for a strategy.
 REPLAYED = {"beam": "beam", "speculative": "beam", "nezha": "nezha"}
 BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512))
@@ -72,11 +74,10 @@ class SearchLimits:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one record is for. filters: of the form that the shape names."""
+    """What one record is for."""
 
     strategy: str
     shape: SearchShape
-    filters: FixedFilter
 
     @property
     def name(self) -> str:
@@ -95,11 +96,20 @@ class RecordedSearch:
     replay: Callable[[], Leaves]
 
 
+def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[Bucket]:
+    """In the order in which they are recorded. weighs: whether the recommender has a dense head.
+    nezha: whether there is a head of `nezha`.
+    """
+    strategies = ("beam", "nezha") if nezha else ("beam",)
+    kept = [shape for shape in shapes if weighs or not shape.weighed]
+    return [Bucket(strategy, shape) for shape, strategy in product(kept, strategies)]
+
+
 class SearchGraphs:
     """The recorded searches of one recommender, over one base trie and what came after it.
 
     counts: searches by what became of them, SEARCH_RESULTS. recorded: in the order in which they
-    are tried.
+    are tried. unrecorded: names of what was to be recorded and is not: the log says why.
     """
 
     def __init__(
@@ -115,6 +125,7 @@ class SearchGraphs:
         self.runner, self.model, self.head, self.limits = runner, model, head, limits
         self.counts: dict[SearchResult, int] = dict.fromkeys(SEARCH_RESULTS, 0)
         self.recorded: list[RecordedSearch] = []
+        self.unrecorded: list[str] = []
         self._record, self._taken = record, taken
         self._trie: FixedTrie | None = None
         self._recording = threading.Lock()
@@ -128,12 +139,13 @@ class SearchGraphs:
         """
         base = version if isinstance(version, Trie) else version.base
         with self._recording:
-            made = list[RecordedSearch]()
+            made, weighs = list[RecordedSearch](), self.model.config.dense_head
+            buckets = buckets_of(weighs, self.head is not None, self.limits.shapes)
             with stepping:
                 if self._trie is not None and self._trie.base is base:
                     return
                 trie = FixedTrie(base, self.limits.room)
-                buckets = self._buckets(trie)
+                filters = _filters(trie, buckets)
             began, before, left = time.monotonic(), self._taken(), list[str]()
             for bucket in buckets:
                 late = time.monotonic() - began > self.limits.seconds
@@ -144,7 +156,7 @@ class SearchGraphs:
                     return
                 try:
                     with stepping:
-                        made.append(self._recorded(trie, bucket))
+                        made.append(self._recorded(trie, filters, bucket))
                 except Exception:  # Triton's errors have no other base
                     log.exception("no record of %s: such searches are launched", bucket.name)
                     break
@@ -154,8 +166,10 @@ class SearchGraphs:
             if left:
                 log.warning("no time or memory is left to record the searches %s", ", ".join(left))
             made.sort(key=lambda one: one.bucket.shape.requests * one.bucket.shape.width)
+            names = {one.bucket.name for one in made}
             with stepping:
                 self._trie, self.recorded = trie, made
+                self.unrecorded = [b.name for b in buckets if b.name not in names]
 
     def serve(self, strategies: Mapping[str, Strategy]) -> None:
         """Let the strategies of these names replay what is recorded for them."""
@@ -192,20 +206,7 @@ class SearchGraphs:
                     return made
         return "size"
 
-    def _buckets(self, trie: FixedTrie) -> list[Bucket]:
-        """In the order in which they are recorded."""
-        weighs = self.model.config.dense_head
-        shapes = [shape for shape in self.limits.shapes if weighs or not shape.weighed]
-        most = max((shape.requests for shape in shapes), default=0)
-        forms = {shape.excluded for shape in shapes}
-        filters = {excluded: FixedFilter(trie, most, excluded) for excluded in forms}
-        strategies = ("beam",) if self.head is None else ("beam", "nezha")
-        return [
-            Bucket(strategy, shape, filters[shape.excluded])
-            for shape, strategy in product(shapes, strategies)
-        ]
-
-    def _recorded(self, trie: FixedTrie, bucket: Bucket) -> RecordedSearch:
+    def _recorded(self, trie: FixedTrie, filters: Filters, bucket: Bucket) -> RecordedSearch:
         began, before, shape = time.monotonic(), self._taken(), bucket.shape
         scorer: Scorer
         if bucket.strategy == "nezha":
@@ -214,10 +215,17 @@ class SearchGraphs:
         else:
             columns, rivals = columns_of(trie.widths, shape.width), shape.width * shape.weighed
             scorer = TargetScorer(self.model, self.runner, trie, columns, shape.requests, rivals)
-        search = FixedSearch(scorer, trie, bucket.filters, shape)
+        search = FixedSearch(scorer, trie, filters[shape.excluded], shape)
         replay = self._record(search)
         seconds, size = time.monotonic() - began, self._taken() - before
         return RecordedSearch(bucket, seconds, size, search, replay)
+
+
+def _filters(trie: FixedTrie, buckets: Seq[Bucket]) -> Filters:
+    """Of every form that buckets ask for."""
+    shapes = [bucket.shape for bucket in buckets]
+    most = max((shape.requests for shape in shapes), default=0)
+    return {form: FixedFilter(trie, most, form) for form in {s.excluded for s in shapes}}
 
 
 def cuda_searches(

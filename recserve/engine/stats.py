@@ -17,8 +17,8 @@ class EngineStats:
 
     background: requests that nobody waits for, waiting or running; not part of the others.
     graph_steps: text steps by what became of them (engine/graphs.py), graph_searches: searches
-    (engine/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name. Empty
-    where nothing is recorded.
+    (engine/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name;
+    unrecorded: names of those that were to be made and were not. Empty where nothing is recorded.
     """
 
     queue_depth: int
@@ -33,6 +33,7 @@ class EngineStats:
     graph_searches: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)
     graph_bytes: Mapping[str, int] = field(default_factory=dict)
+    unrecorded: Seq[str] = ()
 
 
 def stats_of(
@@ -45,6 +46,7 @@ def stats_of(
     """Lanes that share a pool are counted once. graphs: of the text lane."""
     recorded = list[RecordedStep | RecordedSearch](graphs.recorded if graphs else [])
     recorded += searches.recorded if searches else []
+    missing = [name for some in (graphs, searches) if some for name in some.unrecorded]
     pools = {id(lane.cache): lane for lane in lanes}.values()
     return EngineStats(
         queue_depth,
@@ -59,4 +61,5 @@ def stats_of(
         {} if searches is None else {str(name): n for name, n in searches.counts.items()},
         {made.bucket.name: made.seconds for made in recorded},
         {made.bucket.name: made.bytes for made in recorded},
+        missing,
     )

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from operator import is_
 
 import torch
 
-from recserve.core.sampling_table import SamplingTable, sampling_table
-from recserve.core.text import TextContext, TextDraft
+from recserve.core.sampling_table import sampling_table
+from recserve.core.text import TextDraft, empty_draft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import TextGroup
 from recserve.verify.rules import FOR_ALL, GREEDY, MIXED, SAMPLE
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a group is beside its drafts, kept while the same texts step together."""
-
-    rule: str
-    rules: tuple[str, ...]
-    sequences: list[TextSequence]
-    contexts: list[TextContext]
-    table: SamplingTable
 
 
 class TextGroups:
@@ -33,26 +22,30 @@ class TextGroups:
     def __init__(self, device: torch.device, together: bool) -> None:
         self.device, self.together = device, together
         self._stepped: list[TextSequence] = []
-        self._parts: list[_Part] = []
+        # As where no text has a draft, kept while the same texts step together.
+        self._bare: list[TextGroup] = []
 
     def of(
         self, sequences: Seq[TextSequence], drafts: dict[TextSequence, TextDraft]
     ) -> list[TextGroup]:
         """drafts: of at least these sequences."""
         if self._stepped != sequences:
-            self._parts, self._stepped = self._parted(sequences), list(sequences)
+            self._bare, self._stepped = self._parted(sequences), list(sequences)
         groups = []
-        for part in self._parts:
-            own = [drafts[sequence] for sequence in part.sequences]
+        for bare in self._bare:
+            own = [drafts[sequence] for sequence in bare.sequences]
+            if all(map(is_, own, bare.drafts)):
+                groups.append(bare)
+                continue
             sizes = tuple([draft.num_nodes for draft in own])
             depth = max([draft.depth for draft in own])
             group = TextGroup(
-                part.rule, part.rules, part.sequences, own, part.table, part.contexts, sizes, depth
+                bare.rule, bare.rules, bare.sequences, own, bare.table, bare.contexts, sizes, depth
             )
             groups.append(group)
         return groups
 
-    def _parted(self, sequences: Seq[TextSequence]) -> list[_Part]:
+    def _parted(self, sequences: Seq[TextSequence]) -> list[TextGroup]:
         greedy, asked = self._rule_of_greedy(sequences), [s.request for s in sequences]
         rules = [greedy if r.params.greedy else r.speculation.verifier for r in asked]
         groups: dict[str, list[TextSequence]] = {}
@@ -61,16 +54,17 @@ class TextGroups:
         else:
             for sequence, rule in zip(sequences, rules, strict=True):
                 groups.setdefault(rule, []).append(sequence)
-        before = {part.rule: part for part in self._parts}
-        parts = []
+        before = {bare.rule: bare for bare in self._bare}
+        bares = []
         for rule, own in groups.items():
-            part = before.get(rule)
-            if part is None or part.sequences != own:
+            bare = before.get(rule)
+            if bare is None or bare.sequences != own:
                 table = sampling_table([s.request.params for s in own], self.device)
                 each = tuple(rules) if rule == MIXED else (rule,) * len(own)
-                part = _Part(rule, each, own, [s.context for s in own], table)
-            parts.append(part)
-        return parts
+                contexts, none = [s.context for s in own], [empty_draft()] * len(own)
+                bare = TextGroup(rule, each, own, none, table, contexts, (0,) * len(own), 0)
+            bares.append(bare)
+        return bares
 
     def _rule_of_greedy(self, sequences: Seq[TextSequence]) -> str:
         if not self.together:
