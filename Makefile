@@ -21,7 +21,7 @@ demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
 
 test: $(DEV) redis
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check
@@ -52,7 +52,7 @@ cuda-versions: redis | $(BIN)/python
 	@mkdir -p build && $(BIN)/python -m venv $(CUDA) && grep -v '^torch==' constraints.txt > $(CUDA)/constraints.txt
 	@$(CUDA)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CUDA)/constraints.txt torch==2.11.0 --editable '.[dev]'
 	@$(CUDA)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
-	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

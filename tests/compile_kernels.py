@@ -3,11 +3,11 @@
 python tests/compile_kernels.py 90
 """
 
+import io
 import re
-import subprocess
 import sys
-import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import triton
 from gpu_checks import FORMS
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 
 from recserve.kernels import (
     accept,
@@ -198,25 +197,36 @@ def rare_forms():
     yield trie("bf16", trie_topk.EXCLUDED, True, 11, block=4, steps=20)
 
 
-def spilled_bytes(code, capability):
-    """What the assembler says it writes to local memory because registers run out."""
-    ptxas = get_ptxas(capability).path
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(code)
-        file.flush()
-        name = f"sm_{capability}" + "a" * (capability >= 90)
-        told = subprocess.run(
-            [ptxas, "-v", "--gpu-name", name, file.name, "-o", "/dev/null"],
-            check=True, capture_output=True, text=True,
-        ).stderr  # fmt: skip
+def distinct(wanted):
+    """Forms that are asked for twice, once; with what the first allows, which is the least."""
+    found = {}
+    for form, most_spilled in wanted:
+        kernel, constants, kinds, *launch = form
+        key = (kernel.__name__, *constants.items(), *kinds.items(), *launch)
+        assert most_spilled >= found.setdefault(key, (form, most_spilled))[1]
+    return found.values()
+
+
+def compiled(source, capability, options):
+    """The kernel, and what the assembler said of it on the way."""
+    told = io.StringIO()
+    with redirect_stdout(told):
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options=options), told.getvalue()
+
+
+def spilled_bytes(told):
+    """What the assembler writes to local memory because registers run out."""
     return max(int(number) for number in re.findall(r"(\d+) bytes spill stores", told))
 
 
 def main():
     capability = int(sys.argv[1])
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # the assembler says nothing of what is cached
     rare = rare_forms() if capability >= 90 else ()
     wanted = [*((form, SPILLED) for form in forms(capability)), *((form, SPILLS) for form in rare)]
-    for (kernel, constants, kinds, *launch), most_spilled in wanted:
+    for (kernel, constants, kinds, *launch), most_spilled in distinct(wanted):
         began = time.perf_counter()
         signature = {
             name: "constexpr" if name in constants else kinds.get(name, "*i64")
@@ -231,7 +241,7 @@ def main():
         source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
         options = {"enable_fp_fusion": "accept" not in kernel.__module__}
         options |= dict(zip(("num_warps", "num_stages"), launch, strict=False))
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        built, told = compiled(source, capability, options)
         code = built.asm["ptx"]
         shared = built.metadata.shared
         assert len(built.asm["cubin"]) > 1000
@@ -240,7 +250,7 @@ def main():
             assert "fma.rn.f32" not in code, f"{kernel.__name__}: a fused multiply-add rounds once"
         half = kernel is tree_attention._attend and kinds["query"] != "*fp32"
         if half and capability >= 90:  # where it is to be fast; on sm_80 a few dozen bytes spill
-            spilled = spilled_bytes(code, capability)
+            spilled = spilled_bytes(told)
             assert spilled <= most_spilled, f"{constants}: {spilled} bytes spilled"
         seconds = time.perf_counter() - began
         print(f"compiled {kernel.__name__} sm_{capability}: {shared} B shared, {seconds:.1f} s")

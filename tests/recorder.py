@@ -24,11 +24,24 @@ class AsksTheDevice(BaseException):
 
 
 def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def is_view(func, arguments, out):
+    """Whether an operation only named memory of its arguments anew: a replay finds the names where
+    they were left. One like `reshape` may copy instead, so its outputs are looked at.
+    """
+    names = [value.alias_info for value in func._schema.returns]
+    if not names or any(name is None or name.is_write for name in names):
+        return False
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors(arguments)}
+    return all(made.untyped_storage().data_ptr() in given for made in out)
+
+
 class Recording(TorchDispatchMode):
-    """Operations in order, with what they read and where they wrote."""
+    """Operations in order, but for views: with what they read and where they wrote."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +59,9 @@ class Recording(TorchDispatchMode):
         if asks:
             raise AsksTheDevice(name)
         out = func(*args, **kwargs)
-        self.operations.append((func, args, kwargs, out))
+        left = tensors(out)
+        if not is_view(func, (args, kwargs), left):
+            self.operations.append((func, args, kwargs, left))
         return out
 
 
@@ -74,8 +89,8 @@ def record(step):
             patch.stop()
 
     def replay():
-        for func, args, kwargs, out in recording.operations:
-            for kept, new in zip(tensors(out), tensors(func(*args, **kwargs)), strict=True):
+        for func, args, kwargs, left in recording.operations:
+            for kept, new in zip(left, tensors(func(*args, **kwargs)), strict=True):
                 if kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
         return outputs

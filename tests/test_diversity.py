@@ -23,20 +23,21 @@ from tests.test_speculative import make_head
 CONFIG = EngineConfig(kv_bytes=16 * 2**20)
 
 
-def groups_of(row, caps):
-    """Every group of an item, with its cap's number and limit."""
-    return {
-        ((c, group), cap.limit)
-        for c, cap in enumerate(caps)
-        for group in cap.groups.of(np.array([row]))[1].tolist()
-    }
+def groups_of(rows, caps):
+    """By item row: every group of it, with its cap's number and limit."""
+    found = {row: set() for row in rows}
+    for c, cap in enumerate(caps):
+        places, groups = cap.groups.of(np.array(rows, np.int64))
+        for place, group in zip(places.tolist(), groups.tolist(), strict=True):
+            found[rows[place]].add(((c, group), cap.limit))
+    return found
 
 
 def plain_first_k(rows, caps, k):
     """Item rows, one after the other, each if all of its groups have a place left."""
-    counts, kept = Counter(), []
+    counts, kept, groups = Counter(), [], groups_of(rows, caps)
     for row in rows:
-        mine = groups_of(row, caps)
+        mine = groups[row]
         if len(kept) < k and all(counts[key] < limit for key, limit in mine):
             counts.update(key for key, _ in mine)
             kept.append(row)
@@ -45,11 +46,12 @@ def plain_first_k(rows, caps, k):
 
 def plain_open(rows, caps, items):
     """Of the items those that could stand beside the chosen ones."""
-    counts = Counter(key for row in rows for key, _ in groups_of(row, caps))
+    groups = groups_of([*rows, *items], caps)
+    counts = Counter(key for row in rows for key, _ in groups[row])
     return [
         row
         for row in items
-        if row not in rows and all(counts[key] < limit for key, limit in groups_of(row, caps))
+        if row not in rows and all(counts[key] < limit for key, limit in groups[row])
     ]
 
 
@@ -147,6 +149,16 @@ WORLDS = {
 @pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
 def world(request):
     return World(*request.param)
+
+
+def test_groups_of_many_items_are_those_of_each_alone(world):
+    """On which the plain loops here lean as the searches do."""
+    rows = list(range(len(world.codes)))
+    for seed in range(9):
+        caps = world.drawn(seed).caps
+        alone = [groups_of([row], caps)[row] for row in rows]
+        assert list(groups_of(rows, caps).values()) == alone
+        assert any(alone)
 
 
 @pytest.mark.parametrize("strategy", ["beam", "nezha"])

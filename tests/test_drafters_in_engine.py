@@ -4,6 +4,8 @@ In float32; logits of a tree differ from plain ones in the last bits, and the dr
 ties that close.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 from conftest import reference
@@ -29,6 +31,12 @@ def model():
     return drawn_model(1)
 
 
+@pytest.fixture(scope="module")
+def plain(model):
+    """By parameters: what is written without drafts."""
+    return cache(lambda name: engine_for(model).run_many(requests("none", name)))
+
+
 def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextRequest]:
     """Eight texts, every other one with parameters of another kind."""
     fields = [PARAMETERS[parameters], PARAMETERS["warm"]]
@@ -44,20 +52,20 @@ def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextR
 
 @pytest.mark.parametrize("parameters", ["greedy", "hot", "stops", "everything"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_text_is_the_plain_text(name, parameters, model):
+def test_the_text_is_the_plain_text(name, parameters, model, plain):
     """Alone; eight together; eight together with so few pages that some are set aside."""
     drafter = MAKERS[name](model)
     drafted = requests(name, parameters)
-    plain = engine_for(model).run_many(requests("none", parameters))
+    expected_texts = plain(parameters)
     for pages in (200, 14):
         engine = engine_for(model, pages, {name: drafter})
         answers = engine.run_many(drafted)
-        for answer, expected in zip(answers, plain, strict=True):
+        for answer, expected in zip(answers, expected_texts, strict=True):
             assert answer.tokens.tolist() == expected.tokens.tolist()
             assert answer.finish_reason == expected.finish_reason
         assert_no_leak(engine)
     alone = engine_for(model, drafters={name: drafter}).run(drafted[0])
-    assert alone.tokens.tolist() == plain[0].tokens.tolist()
+    assert alone.tokens.tolist() == expected_texts[0].tokens.tolist()
     assert sum(answer.counts.num_drafts for answer in answers) > 0
     assert_forgotten(drafter)
 

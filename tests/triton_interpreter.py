@@ -6,6 +6,7 @@ a cast from float32 cuts the lower half off where a GPU rounds to the nearest ev
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="NO triton on this machine: its kernels were not tested")
 
+from triton.language import core  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 
@@ -59,6 +61,81 @@ def teach_bfloat16():
 
 
 teach_bfloat16()
+
+
+def patch_the_language_once():
+    """Triton 3.6 patches its language for the interpreter again at every call of a device function
+    from a kernel; within a launch one patch for each module that kernels come from is enough.
+    """
+    original, patched = interpreter._patch_lang, set()
+
+    class Launch:
+        """What a launch ends with: nothing is patched any more."""
+
+        def __init__(self, scope):
+            self.scope = scope
+
+        def restore(self):
+            patched.clear()
+            self.scope.restore()
+
+    def patch(fn):
+        module = id(fn.__globals__)
+        if module in patched:
+            return None  # of a device function: what it returns is not looked at
+        scope = original(fn)
+        patched.add(module)
+        return Launch(scope)
+
+    interpreter._patch_lang = patch
+
+
+def compute_no_unread_overflows():
+    """The interpreter computes each integer operation a second time in 64 bits, for an assertion
+    that is made under its option `debug` only, and that option is never on.
+    """
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def make_types_once():
+    """Types are values, and the interpreter makes several for each operation: the same ones again
+    and again, with a name that is written out each time. Each is made once here.
+    """
+    number_type, shape_type = interpreter._get_np_dtype, core._type_for_tuple_values
+    numbers, shapes, blocks = {}, {}, {}
+
+    def get_np_dtype(dtype):
+        if dtype.name not in numbers:
+            numbers[dtype.name] = number_type(dtype)
+        return numbers[dtype.name]
+
+    def type_for_tuple_values(values, fields=None):
+        key = tuple([x.value if type(x) is core.constexpr else x for x in values])
+        if fields is not None or not all(type(x) is int for x in key):
+            return shape_type(values, fields)
+        if key not in shapes:
+            shapes[key] = shape_type(values)
+        return shapes[key]
+
+    def block(element_type, shape):
+        """shape: of a block type, so that it was looked at before."""
+        space = getattr(element_type, "address_space", None)
+        key = (element_type.name, space, *shape.values)
+        if key not in blocks:
+            blocks[key] = core.block_type(element_type, shape)
+        return blocks[key]
+
+    interpreter._get_np_dtype = get_np_dtype
+    core._type_for_tuple_values = type_for_tuple_values
+    core.block_type.with_element_ty = lambda self, element_type: block(element_type, self.shape)
+    interpreter.InterpreterBuilder.get_block_ty = lambda self, *of: block(*of)
+
+
+patch_the_language_once()
+compute_no_unread_overflows()
+make_types_once()
 
 
 class Far:

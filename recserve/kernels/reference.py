@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.fp8 import Stored, copy_rows, put
+from recserve.kernels.fp8 import Fp8, Stored, copy_rows, put
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 
@@ -88,14 +88,20 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
     mask = torch.cat([width < roots.lengths[trees, None], inside], dim=1)
     nodes = batch.slots.expand(query.shape[0], -1)
     slots = torch.cat([roots.slots[roots.rows[trees]], nodes], dim=1)
-    shown = mask[:, :, None, None]
-    # An unseen place may hold no slot at all yet: it is read as the node's own.
+    # An unseen place may hold no slot at all yet: the node's own is read there, and counts 0.
     slots = torch.where(mask, slots, own[:, None])
-    key = torch.where(shown, keys[slots].float(), 0.0).repeat_interleave(groups, dim=2)
-    value = torch.where(shown, values[slots].float(), 0.0).repeat_interleave(groups, dim=2)
-    scores = torch.einsum("nhd,nmhd->hnm", query.float(), key) * query.shape[-1] ** -0.5
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
-    return torch.einsum("hnm,nmhd->nhd", weights, value).to(query.dtype)
+    key, value = (_rows(pool, slots) for pool in (keys, values))
+    heads = query.float().reshape(query.shape[0], keys.shape[1], groups, query.shape[2])
+    scores = torch.einsum("nkgd,nmkd->nkgm", heads, key) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores.masked_fill(~mask[:, None, None], float("-inf")), dim=-1)
+    return torch.einsum("nkgm,nmkd->nkgd", weights, value).flatten(1, 2).to(query.dtype)
+
+
+def _rows(pool: Stored, slots: Tensor) -> Tensor:
+    """[n, m, K, D] float32 of slots [n, m]; a CPU reads rows faster by number than by index."""
+    flat = slots.flatten()
+    rows = pool.rows(flat) if isinstance(pool, Fp8) else pool.index_select(0, flat)
+    return rows.float().view(*slots.shape, *pool.shape[1:])
 
 
 def move_paths(
