@@ -209,18 +209,17 @@ def describe_graphs(stats: EngineStats) -> Finding:
 
 
 def vocabulary_limit(vocabulary: int) -> str:
-    """Whether a vocabulary leaves memory for the steps that a GPU records last."""
-    from recserve.engine.graphs import GraphLimits
+    """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
+    from recserve.engine.graphs import Bucket, GraphLimits
 
     limits = GraphLimits()
-    last, size = "drafters' heads, rejection, mixed", f"{limits.bytes / 2**20:.0f} MiB"
-    found = f"the vocabulary of {vocabulary:,} tokens"
-    if vocabulary < limits.vocabulary:
-        return f"on a GPU {found} leaves memory for all steps in {size}"
-    return (
-        f"on a GPU {found} uses up {size} before those of {last}, which are launched; about "
-        f"{limits.vocabulary:,} tokens are the limit"
-    )
+    found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
+    steps = [Bucket(shape, everything=True) for shape in limits.shapes]
+    large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
+    size = f"{limits.bytes / 2**20:.0f} MiB"
+    if not large:
+        return f"{found} there is memory for all steps in {size}"
+    return f"{found} steps of more than {size} are launched: {', '.join(large)}"
 
 
 def check_searches(path: Path) -> Finding:

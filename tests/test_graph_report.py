@@ -158,9 +158,11 @@ def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
 
 def test_the_doctor_says_which_vocabulary_is_too_large():
     """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
-    assert "leaves memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
+    assert "there is memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
     said = doctor.vocabulary_limit(151_936)
-    assert "rejection, mixed, which are launched; about 100,726 tokens" in said
+    assert said.endswith("steps of more than 2048 MiB are launched: 520x8+")
+    assert "all steps" in doctor.vocabulary_limit(100_725)
+    assert "520x8+" in doctor.vocabulary_limit(100_727)
 
 
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):

@@ -46,6 +46,23 @@ class Draws:
 
 
 @torch.inference_mode()
+def test_what_is_too_large_is_launched_and_the_rest_recorded():
+    """Smaller steps of every kind, though they come after it."""
+    vocabulary, small = 500, StepShape(16, 4, 8)
+    model = drawn_language_model(64, 1, vocabulary, torch.float32)
+    runner = engine_for(model)._lanes["text"].runner
+    between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
+    limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
+    graphs = StepGraphs(runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()})
+    large = {f"40x4{kind}" for kind in ("+", " rejection", "+ rejection", "+ mixed")}
+    assert set(graphs.unrecorded) == large
+    made = {recorded.bucket.name for recorded in graphs.recorded}
+    assert made == {"40x4"} | {
+        f"16x4{n}" for n in ("", "+", " rejection", "+ rejection", "+ mixed")
+    }
+
+
+@torch.inference_mode()
 def test_a_step_holds_so_many_tables(monkeypatch):
     """What the fused kernels need no memory for is not counted, as on a GPU."""
     monkeypatch.setattr(dispatch, "accept", accept.accept)

@@ -43,28 +43,22 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 # Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
-# Of [T, V] float32 that a step with every parameter holds at once (tests/test_record_memory.py);
-# records share that memory, so the largest of them says what all take.
+# Of [T, V] float32 that a step with every parameter holds at once, or one that is not judged by
+# `sample` (tests/test_record_memory.py). Records share that memory: the largest says what all take.
 TABLES = 10.25
 
 
 @dataclass(frozen=True)
 class GraphLimits:
     """shapes: what is recorded, in this order, first for texts whose only parameter is the
-    temperature. seconds, bytes: no record is begun after so long, or with so much memory taken.
+    temperature. seconds, bytes: no record is begun after so long, with so much memory taken, or
+    that takes more by itself.
     """
 
     shapes: tuple[StepShape, ...] = SHAPES
     room: Room = Room()
     seconds: float = 60.0
     bytes: int = 2 * 2**30
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens from which on the last record with every parameter leaves no memory for what is
-        recorded behind it: drafters' heads, `rejection` and `mixed`.
-        """
-        return int(self.bytes / (4 * TABLES * max(shape.nodes for shape in self.shapes)))
 
 
 @dataclass(frozen=True)
@@ -93,6 +87,11 @@ class Bucket:
     def kind(self) -> Kind:
         """All but the shape."""
         return self.everything, self.drafter, self.rule
+
+    def bytes(self, vocabulary: int) -> int:
+        """What grows with the vocabulary of all that such a step holds at once."""
+        plain = self.rule == SAMPLE and not self.everything
+        return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,8 @@ class StepGraphs:
         self._wanted = self._buckets(limits.shapes)
         began, left = time.monotonic(), list[str]()
         for bucket in self._wanted:
-            if time.monotonic() - began > limits.seconds or taken() > limits.bytes:
+            late = time.monotonic() - began > limits.seconds
+            if late or max(taken(), bucket.bytes(vocabulary)) > limits.bytes:
                 left.append(bucket.name)
                 continue
             try:
