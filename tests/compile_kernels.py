@@ -127,18 +127,16 @@ def small_kernels(dtype):
     }  # fmt: skip
 
 
-def trie(dtype, kind, normalized, overlay=0, block=256, steps=11, ranks="*i32"):
+def trie(dtype, kind, normalized, overlay=False, block=256, ranks="*i32"):
     """ranks: what recorded searches exclude is in 64 bits."""
     arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
     constants = {
-        "BLOCK": block, "FILTER": kind.value, "STEPS": steps, "NORMALIZED": normalized,
-        "OVERLAY_STEPS": overlay,
+        "BLOCK": block, "FILTER": kind.value, "NORMALIZED": normalized, "OVERLAY": overlay
     }  # fmt: skip
-    numbers = ["beams", "num_codes", "width", "num_ranks", "num_words", "base_nodes", "num_grown"]
     return trie_topk.children_kernel, constants, {
         **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
         "normalizers": "*fp32", "ranks": ranks,
-        **dict.fromkeys([*numbers, "num_inserted"], "i32"),
+        **dict.fromkeys(trie_topk.COUNTS, "i32"),
     }  # fmt: skip
 
 
@@ -161,8 +159,8 @@ def forms(capability):
         yield attention("bf16", 96, 8, silu=True)
         yield from acceptance("fp32", False)
         yield trie("fp32", trie_topk.ALLOWED, True)
-        yield trie("bf16", trie_topk.EXCLUDED, False, overlay=20)
-        yield trie("bf16", trie_topk.ALLOWED, True, overlay=20)
+        yield trie("bf16", trie_topk.EXCLUDED, False, overlay=True)
+        yield trie("bf16", trie_topk.ALLOWED, True, overlay=True)
         yield trie("bf16", trie_topk.NO_FILTER, False)
 
 
@@ -192,9 +190,9 @@ def rare_forms():
     yield merge("fp32", 128, splits=2)
     yield from small_kernels("fp16")
     yield from small_kernels("fp32")
-    yield trie("bf16", trie_topk.EXCLUDED, False, 20, block=512, ranks="*i64")
-    yield trie("fp32", trie_topk.ALLOWED, False, 20, block=512)
-    yield trie("bf16", trie_topk.EXCLUDED, True, 11, block=4, steps=20)
+    yield trie("bf16", trie_topk.EXCLUDED, False, True, block=512, ranks="*i64")
+    yield trie("fp32", trie_topk.ALLOWED, False, True, block=512)
+    yield trie("bf16", trie_topk.EXCLUDED, True, True, block=4)
 
 
 def distinct(wanted):

@@ -239,9 +239,8 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
         trie.first_child, trie.node_codes, trie.first_leaf, trie.last_leaf, *[nodes] * 7,
         far(nodes, 1), far(log_probs, 1), far(logits, codes), far(log_probs, 1), *filters,
         far(keys, width), beams, codes, width, ranks.shape[1] * (form != "allowed"),
-        words.shape[1], trie.num_nodes, 0, 0,
-        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value,
-        STEPS=0 if form == "allowed" else size.bit_length(), NORMALIZED=False, OVERLAY_STEPS=0,
+        words.shape[1], trie.num_nodes, 0, 0, 0 if form == "allowed" else size.bit_length(), 0,
+        BLOCK=2 ** (width - 1).bit_length(), FILTER=kind.value, NORMALIZED=False, OVERLAY=False,
     )  # fmt: skip
     got = unpacked(keys, width, 12)
     torch.testing.assert_close(got.log_probs, expected.log_probs)

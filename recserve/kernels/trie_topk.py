@@ -24,6 +24,7 @@ NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What differs from level to level and from version to version: one code serves.
 COUNTS = ["beams", "num_codes", "width"]
 COUNTS += ["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"]
+COUNTS += ["rank_steps", "overlay_steps"]
 ARRAYS = [
     *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
     *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
@@ -33,11 +34,13 @@ FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
 
 
 @triton.jit
-def _below(sorted_ranks, size, rank, mask, STEPS: tl.constexpr):
-    """How many of the sorted ranks are lower: a binary search per lane."""
+def _below(sorted_ranks, size, rank, mask, steps):
+    """How many of the sorted ranks are lower: a binary search per lane, in so many steps. Unrolled,
+    five of them in a kernel compiled for nine seconds instead of one.
+    """
     count = rank * 0
-    for step in tl.static_range(STEPS):
-        probe = count + (1 << (STEPS - 1 - step))
+    for step in range(steps):
+        probe = count + (1 << (steps - 1 - step))
         inside = mask & (probe <= size)
         lower = tl.load(sorted_ranks + probe - 1, mask=inside, other=2147483647) < rank
         count = tl.where(lower, probe, count)
@@ -57,9 +60,9 @@ def _allowed_before(words, counts, rank, mask):
 
 
 @triton.jit
-def _grown_place(grown_nodes, num_grown, node, mask, STEPS: tl.constexpr):
+def _grown_place(grown_nodes, num_grown, node, mask, steps):
     """Where nodes stand in a sorted list, and whether they do."""
-    place = _below(grown_nodes, num_grown, node, mask, STEPS)
+    place = _below(grown_nodes, num_grown, node, mask, steps)
     there = mask & (place < num_grown)
     return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
 
@@ -67,17 +70,17 @@ def _grown_place(grown_nodes, num_grown, node, mask, STEPS: tl.constexpr):
 @triton.jit
 def _block(
     node_codes, later_codes, logits, first, count, later, total, start, row, num_codes, base_nodes,
-    BLOCK: tl.constexpr, OVERLAY_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
 ):  # fmt: skip
     """Children number `start` and on of one beam: nodes, whether they are there, and logits."""
     step = start + tl.arange(0, BLOCK)
     child = first + step
-    if OVERLAY_STEPS:
+    if OVERLAY:
         child = tl.where(step < count, child, later + step - count)
     valid = step < total
     child = tl.where(valid, child, 0)
     code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
-    if OVERLAY_STEPS:
+    if OVERLAY:
         own = valid & (child >= base_nodes)
         code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
     logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf"))
@@ -89,12 +92,11 @@ def children_kernel(
     first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
     later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
     ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words, base_nodes,
-    num_grown, num_inserted,
-    BLOCK: tl.constexpr, FILTER: tl.constexpr, STEPS: tl.constexpr, NORMALIZED: tl.constexpr,
-    OVERLAY_STEPS: tl.constexpr,
+    num_grown, num_inserted, rank_steps, overlay_steps,
+    BLOCK: tl.constexpr, FILTER: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAY: tl.constexpr,
 ):  # fmt: skip
-    """All children of one beam, a block at a time. OVERLAY_STEPS: 0 without what came after the
-    trie was built.
+    """All children of one beam, a block at a time. OVERLAY: with what came after the trie was
+    built.
     """
     row = tl.program_id(0).to(tl.int64)
     request = row // beams
@@ -103,10 +105,10 @@ def children_kernel(
     first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
     count = tl.load(first_child + node + 1, mask=built, other=0) - first
     total, later = count, first
-    if OVERLAY_STEPS:
+    if OVERLAY:
         # The first is filler where nothing came: then nothing is looked for.
         some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
-        place, found = _grown_place(grown_nodes, num_grown, node, some, OVERLAY_STEPS)
+        place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
         later = tl.load(later_first + place, mask=found, other=0)
         total = count + tl.load(later_count + place, mask=found, other=0)
     total = tl.where(before > float("-inf"), total, 0)
@@ -119,7 +121,7 @@ def children_kernel(
         for start in range(0, width, BLOCK):
             _, _, logit = _block(
                 node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
-                base_nodes, BLOCK, OVERLAY_STEPS,
+                base_nodes, BLOCK, OVERLAY,
             )  # fmt: skip
             higher = tl.maximum(peak, tl.max(logit, 0))
             # A beam without children keeps a finite peak, so that no inf - inf appears.
@@ -130,7 +132,7 @@ def children_kernel(
     for start in range(0, width, BLOCK):
         child, valid, logit = _block(
             node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
-            base_nodes, BLOCK, OVERLAY_STEPS,
+            base_nodes, BLOCK, OVERLAY,
         )  # fmt: skip
         score = before + ((logit - peak) - spread)
         if FILTER != NO_FILTER:
@@ -140,17 +142,17 @@ def children_kernel(
                 own_words, own_counts = words + request * num_words, counts + request * num_words
                 left = _allowed_before(own_words, own_counts, high, valid)
                 left -= _allowed_before(own_words, own_counts, low, valid)
-            if OVERLAY_STEPS:
+            if OVERLAY:
                 low, high = low.to(tl.int64), high.to(tl.int64)
-                moved = _below(inserted, num_inserted, low + 1, valid & some, OVERLAY_STEPS)
+                moved = _below(inserted, num_inserted, low + 1, valid & some, overlay_steps)
                 spot, held = _grown_place(
-                    grown_nodes, num_grown, child, valid & some, OVERLAY_STEPS
+                    grown_nodes, num_grown, child, valid & some, overlay_steps
                 )
                 low = tl.where(held, tl.load(grown_first + spot, mask=held, other=0), low + moved)
                 high = tl.where(held, tl.load(grown_last + spot, mask=held, other=0), high + moved)
             own_ranks = ranks + request * num_ranks
-            listed = _below(own_ranks, num_ranks, high, valid, STEPS)
-            listed -= _below(own_ranks, num_ranks, low, valid, STEPS)
+            listed = _below(own_ranks, num_ranks, high, valid, rank_steps)
+            listed -= _below(own_ranks, num_ranks, low, valid, rank_steps)
             if FILTER == EXCLUDED:
                 left = (high - low) - listed
             else:
@@ -198,15 +200,9 @@ def best_children(
         nodes.contiguous(), log_probs.contiguous(), logits.contiguous(),
         log_probs if normalizers is None else normalizers,
         unused if ranks is None else ranks.contiguous(), *words, keys, beams, logits.shape[1],
-        width, num_ranks, num_words, base.num_nodes, *sizes,
+        width, num_ranks, num_words, base.num_nodes, *sizes, num_ranks.bit_length(),
+        max(sizes).bit_length(),
         BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
-        STEPS=_steps(num_ranks) if num_ranks else 0,
-        NORMALIZED=normalizers is not None,
-        OVERLAY_STEPS=_steps(max(sizes)) if base is not trie else 0,
+        NORMALIZED=normalizers is not None, OVERLAY=base is not trie,
     )  # fmt: skip
     return unpacked(keys, width, keep)
-
-
-def _steps(size: int) -> int:
-    """Of a binary search among so many: few different ones, each is a machine code of its own."""
-    return next(steps for steps in (11, 20, 32) if size < 2**steps)
