@@ -130,9 +130,10 @@ INLINE float number(int type, const char *data, int64_t at) {
     return x;
 }
 
-/* Whether a beam's children are few among the codes of their level. */
+/* Whether a beam's children are few among the codes of their level; a state of less than a vector
+ * is multiplied by all as fast. */
 INLINE int are_few(const Search *s, int64_t level, Children below) {
-    return (below.count + below.more) * SHARE <= s->heads[level].size;
+    return s->size >= LANES && (below.count + below.more) * SHARE <= s->heads[level].size;
 }
 
 /* Of sixteen codes the products with elements j .. j + count of a state, added up. */
