@@ -219,7 +219,7 @@ def vocabulary_limit(vocabulary: int) -> str:
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:
         return f"{found} there is memory for all steps in {size}"
-    return f"{found} steps of more than {size} are launched: {', '.join(large)}"
+    return f"{found} steps of more than {size} are launched, with any rule: {', '.join(large)}"
 
 
 def check_searches(path: Path) -> Finding:

@@ -35,7 +35,7 @@ class EventBody(_Body, frozen=True, kw_only=True, gc=False):
     correction: Correcting | None = None
 
     def __post_init__(self) -> None:
-        if self.item_id is None and self.correction != REMOVE:
+        if self.item_id is None and self.correction is None:
             # The words for any field that is required, so that it is refused like one.
             raise ValueError("Object missing required field `item_id`")
 

@@ -206,7 +206,7 @@ def test_events_at_the_end_forget_nothing_and_read_nothing(opened, ids, monkeypa
     with opened() as one:
         add(*[event(ids, n) for n in range(5)])
         found = []
-        monkeypatch.setattr(one._warming, "forget", lambda *given: found.append(given[0]))
+        monkeypatch.setattr(one._warming, "forget", found.extend)
         monkeypatch.setattr(one.runtime.histories.store, "get_many", found.append)
         answer = add(event(ids, 5), event(ids, 6), event(ids, 6), removal(40))
         assert (answer.accepted, answer.duplicates, answer.corrected) == (2, 1, 0)
@@ -242,11 +242,17 @@ def test_corrections_are_judged_one_by_one(opened, ids):
         assert (answer["corrected"], answer["accepted"], answer["duplicates"]) == (1, 1, 1)
         times = [e["timestamp"] for e in client.get(f"/v1/users/{USER}/history").json()["events"]]
         assert times == ["2026-03-01T10:00:00Z", "2026-03-20T10:00:00Z"]
-        for lacking in ({"correction": "replace"}, {}):
-            refused = {"events": [{"user_id": USER, "event_id": "e0", **lacking}]}
-            answer = client.post("/v1/events", json=refused)
-            assert answer.status_code == 422
-            assert answer.json()["error"]["message"] == "events[0].item_id: is required"
+        lacking = {"user_id": USER, "event_id": "e0"}
+        answer = client.post("/v1/events", json={"events": [lacking]})
+        assert answer.status_code == 422
+        assert answer.json()["error"]["message"] == "events[0].item_id: is required"
+        wrong = [lacking | {"correction": word} for word in ("replace", "Remove")]
+        answer = post(client, *wrong, event(ids, 30, day=25))
+        assert answer["accepted"] == 1
+        assert [r["reason"] for r in answer["rejected"]] == [
+            "item_id: is required with correction replace",
+            "correction: expected replace or remove, got 'Remove'",
+        ]
         said = client.get("/openapi.json").json()["components"]["schemas"]
         assert "corrected" in said["EventsAnswer"]["required"]
         assert said["EventBody"]["required"] == ["user_id"]

@@ -160,7 +160,7 @@ def test_the_doctor_says_which_vocabulary_is_too_large():
     """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
     assert "there is memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
     said = doctor.vocabulary_limit(151_936)
-    assert said.endswith("steps of more than 2048 MiB are launched: 520x8+")
+    assert said.endswith("steps of more than 2048 MiB are launched, with any rule: 520x8+")
     assert "all steps" in doctor.vocabulary_limit(100_725)
     assert "520x8+" in doctor.vocabulary_limit(100_727)
 

@@ -196,7 +196,9 @@ def test_changes_of_one_call_are_made_in_their_order(store: HistoryStore) -> Non
 
 
 def test_only_a_history_that_was_rewritten_comes_back(store: HistoryStore) -> None:
-    """As it was and as it is: after late events and corrections, not after events at the end."""
+    """As it was and as it is: after late events, corrections and trims, not after events at the
+    end.
+    """
 
     def revised(*changes: Change) -> tuple[list[int], list[int]] | None:
         applied = store.append_many({"u": changes})["u"]
@@ -214,7 +216,7 @@ def test_only_a_history_that_was_rewritten_comes_back(store: HistoryStore) -> No
     assert revised(Replacement(other(60, 0), keeps_time=True)) is None
     late = revised(*(event(n, 1) for n in range(100, 110)))
     assert late is not None and late[1] == keys(store.get("u")) and len(late[1]) == 8
-    assert revised(*(event(n) for n in range(200, 209))) is None  # trimmed, but added at the end
+    assert revised(*(event(n) for n in range(200, 209))) == (late[1], list(range(201, 209)))
     assert keys(store.get("u")) == list(range(201, 209))
 
 

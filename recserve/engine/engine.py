@@ -200,6 +200,8 @@ class Engine:
 
     def forget(self, *roots: RootKeys) -> None:
         """Drop roots from every prefix cache, all between the same two steps."""
+        if not roots:
+            return
         caches = [lane.cache for lane in self._lanes.values()]
         gone = [(cache, cache.digests_of(root)) for cache in caches for root in roots]
         with self._stepping:

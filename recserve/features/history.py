@@ -123,7 +123,7 @@ class Revised:
 class Applied:
     """What became of changes. taken: per change, whether it was done; False for a duplicate event
     and for a correction of what is not stored. revised: None where events at its end are all that
-    is new.
+    is new, and nothing was trimmed.
     """
 
     taken: list[bool]

@@ -41,7 +41,7 @@ def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
         after = done.history
         taken += done.applied.taken
     kept = after[-cap:] if len(after) > 2 * cap else after
-    revised = None if _begins_with(after, history) else Revised(history, kept)
+    revised = None if _begins_with(kept, history) else Revised(history, kept)
     return Merged(kept, Applied(taken, revised))
 
 

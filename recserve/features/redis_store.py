@@ -121,7 +121,10 @@ if changed and #body == 0 then
   redis.call('DEL', KEYS[1])
 elseif changed then
   local cap = tonumber(ARGV[1])
-  if #body > 2 * cap * SIZE then body = string.sub(body, -cap * SIZE) end
+  if #body > 2 * cap * SIZE then
+    body = string.sub(body, -cap * SIZE)
+    revised = stored ~= false
+  end
   local head = 'RH\\1\\1' .. struct.pack('<I4', #body / SIZE)
   redis.call('SET', KEYS[1], head .. checksum(head, body) .. body)
 end

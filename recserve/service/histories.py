@@ -63,10 +63,12 @@ NOTHING = History(
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A history that is not what it was with events at its end: as it was, and as it is."""
+    """A history that is not what it was with events at its end: as it was, and as it is; None where
+    the user is gone.
+    """
 
     before: History
-    after: History
+    after: History | None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Incoming:
         return Replacement(self._stored(event), keeps_time=event.timestamp is None)
 
     def _stored(self, event: EventBody) -> StoredEvent:
-        assert event.item_id is not None, "only a removal needs none"
+        if event.item_id is None:
+            raise ValueError(f"item_id: is required with correction {REPLACE}")
         if self.rows.get(event.item_id) < 0:
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
         kind = event_type(event.type) if event.type is not None else 0

@@ -59,7 +59,7 @@ class RecommenderRoots:
         starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
         for start, stop in starts.items():
             tokens = self._tokens(snapshot, rows[start:stop])
-            kept = self._tokens(snapshot, rows[start:same]).size if same > start else 0
+            kept = self._tokens(snapshot, rows[start : max(same, start)]).size
             yield RootKeys(tokens, 0, kept)
 
     def _start(self, num_events: int) -> int:

@@ -43,6 +43,7 @@ from recserve.messages import (
 from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer
 from recserve.metrics import Gauges
 from recserve.service.errors import ServiceClosed, UnknownModel
+from recserve.service.histories import Rewritten
 from recserve.service.live_items import LiveItems
 from recserve.service.loading import Device, Models
 from recserve.service.opening import open_parts
@@ -254,8 +255,7 @@ class Service:
         """
         self._check_open()
         added = self.runtime.histories.add(body, self.runtime.snapshot)
-        for user_id, rewritten in added.rewritten.items():
-            self._warming.forget(user_id, rewritten.before, rewritten.after)
+        self._warming.forget(added.rewritten)
         answer = added.answer
         if not body.warm:
             return answer
@@ -275,7 +275,7 @@ class Service:
         history = runtime.histories.delete(user_id, runtime.snapshot)
         if self._items.was_read_otherwise(history):
             runtime.engine.forget_all()
-        self._warming.forget(user_id, history)
+        self._warming.forget({user_id: Rewritten(history, None)})
 
     def item(self, item_id: str) -> ItemAnswer:
         """One item of the catalogue. Raises UnknownItem."""

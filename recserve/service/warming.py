@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
-from recserve.core.request import QueueFull, Request, Result, WarmRequest
+from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
 from recserve.engine.lane import RequestTooLarge
 from recserve.messages import UserRef
-from recserve.service.histories import NOTHING, History
+from recserve.service.histories import NOTHING, History, Rewritten
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.snapshot import Snapshot
@@ -54,20 +54,22 @@ class Warming:
                 break
         return begun
 
-    def forget(self, user_id: str, history: History, now: History | None = None) -> None:
-        """Drop what is under way for a user, and every root that the history has had.
-
-        now: what the history has become, None: the user is gone. What the two begin with stays.
+    def forget(self, rewritten: Mapping[str, Rewritten]) -> None:
+        """Drop what is under way for these users, and every root that their histories have had, but
+        for what the histories begin with still.
         """
+        roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
+        self.runtime.engine.forget(*roots)
+
+    def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[RootKeys]:
         self._drop(user_id)
-        runtime, left = self.runtime, NOTHING if now is None else now
+        before, snapshot = rewritten.before, self.runtime.snapshot
+        left = NOTHING if rewritten.after is None else rewritten.after
         if self.recommender is not None:
-            runtime.engine.forget(
-                *self.recommender.grown(runtime.snapshot, history.rows, left.rows)
-            )
+            yield from self.recommender.grown(snapshot, before.rows, left.rows)
         if self.ranker is not None:
-            runtime.engine.forget(*self.ranker.grown(runtime.snapshot, history, left))
-            self.ranker.forget(None if now is None else history)
+            yield from self.ranker.grown(snapshot, before, left)
+            self.ranker.forget(None if rewritten.after is None else before)
 
     def _requests(self, user_id: str) -> list[Request]:
         snapshot = self.runtime.snapshot
