@@ -242,11 +242,11 @@ def test_no_record_is_begun_without_time_or_memory(model):
         lane.runner,
         model,
         4,
-        GraphLimits(SHAPES, seconds=float("inf"), bytes=2),
+        GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30),
         record,
-        lambda: 2 * len(made),
+        lambda: 2 * 2**30 * len(made),
     )
-    assert [each.bytes for each in graphs.recorded] == [2, 2]
+    assert [each.bytes for each in graphs.recorded] == [2 * 2**30] * 2
     assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
     wanted = engine.stats().unrecorded
     assert wanted[:2] == ["2x1", "16x1"] and graphs.unrecorded == wanted[2:]

@@ -168,7 +168,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     """
     model, wanted = shared_model(), []
     lane = engine_for(model)._lanes["text"]
-    limits = GraphLimits(ALL, seconds=float("inf"), bytes=18)
+    limits = GraphLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
 
     def record(step):
         wanted.append(step)
@@ -178,12 +178,12 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
         wanted.clear()
         names = {"far": drafters_of(model)["far"]}
         return StepGraphs(
-            lane.runner, model, 4, limits, record, lambda: len(wanted), drafters=names
+            lane.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
         )
 
     drawn = [made for made in made_by(limits).recorded if made.bucket.rule == "rejection"]
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
-    graphs = made_by(GraphLimits(ALL, seconds=float("inf")))
+    graphs = made_by(GraphLimits(ALL, seconds=float("inf"), bytes=2**40))
     drawn = [made for made in graphs.recorded if made.bucket.rule == "rejection"]
     sizes = ["16x1", "16x8", "40x32", "72x8", "72x64", "264x32"]
     assert [made.bucket.name for made in drawn] == [
