@@ -328,7 +328,7 @@ static void begin(const Search *s, int64_t b, Work *work) {
         if (score > -INFINITY)
             work->beams[work->count++] = (Candidate){score, s->level ? path[s->level - 1] : 0, w};
     }
-    memset(work->own, 0, work->count * sizeof *work->own);
+    memset(work->own, 0, s->columns * sizeof *work->own);
     if (!s->cells) return;
     memcpy(work->states, s->tails + b * each, each);
     for (int64_t level = 0; level < s->level; level++) {
@@ -410,14 +410,22 @@ static void deepen(const Search *s, int64_t b, int64_t level, Work *work) {
         s->log_probs[at + i] = one->score;
         work->above[i] = work->own[one->parent];
     }
-    for (int64_t i = 0, count = 0; i < size; i++) {
+    for (int64_t i = 0; i < size; i++) {
         work->beams[i] = work->heap[i];
         work->beams[i].parent = i;
+    }
+    work->count = size;
+}
+
+/* States of the recurrent head at the level that was just reached, of beams with several items. */
+static void follow(const Search *s, int64_t level, Work *work) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < work->count; i++) {
         Leaves below = leaves(s->trie, work->beams[i].node);
         work->own[i] = below.last - below.first > 1 ? count++ : -1;
         work->codes[i] = last_code(s->trie, work->beams[i].node);
     }
-    work->count = size;
+    step_states(s, level, work);
 }
 
 /* The level that request b reached. */
@@ -451,7 +459,7 @@ static int64_t search_one(const Search *s, int64_t b) {
     for (; level < s->until; level++) {
         if (score(s, b, level, &work) && s->stops) break;
         deepen(s, b, level, &work);
-        if (s->cells && level + 1 < s->levels) step_states(s, level, &work);
+        if (s->cells && level + 1 < s->levels) follow(s, level, &work);
 #pragma omp critical(used)
         if (work.count > s->used[level + 1]) s->used[level + 1] = work.count;
     }
