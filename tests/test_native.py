@@ -1,6 +1,5 @@
 """The C sources against torch's operators and the references, and what happens without them."""
 
-import shutil
 import subprocess
 import sys
 
@@ -220,24 +219,6 @@ def test_without_a_compiler_torch_does_the_same(compiler, tmp_path):
     with torch.inference_mode():
         assert float(said[2]) == pytest.approx(native.silu_mul(x).sum().item(), rel=1e-6)
     assert not list(tmp_path.rglob("*.so"))
-
-
-def test_what_was_compiled_is_kept_and_compiled_again_when_broken(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled = []
-    honest = native._compile
-    monkeypatch.setattr(native, "_compile", lambda *of: compiled.append(of) or honest(*of))
-    load = native.library.__wrapped__
-    kept = tmp_path / "recserve" / f"native-{native._fingerprint(shutil.which('cc'))}.so"
-    kept.parent.mkdir()
-    kept.write_bytes(b"not a library")
-    assert load() is not None and len(compiled) == 1
-    assert load() is not None and len(compiled) == 1 and [*kept.parent.iterdir()] == [kept]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file where a folder should be
-    assert load() is not None and len(compiled) == 2
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", ".")  # never loaded from, never written to
-    assert load() is not None and len(compiled) == 3 and [*kept.parent.iterdir()] == [kept]
 
 
 def test_gradients_take_torchs_way():

@@ -1,35 +1,27 @@
 """What a decoder does on a CPU, in C: products with packed weights, and what lies between them.
 
 Torch composes a norm of seven operators and RoPE of eight, and oneDNN takes ten microseconds to
-begin a product; beside small matrices that is most of a layer's time. The sources in `cpu/` are
-compiled for this processor by the system's C compiler when they are first needed, in two seconds,
-and kept in the user's cache folder. Where there is no compiler, torch does the same.
+begin a product; beside small matrices that is most of a layer's time. `native_library.py` compiles
+the sources. Where there is no compiler, torch does the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.fp8 import Stored
-from recserve.kernels.processor import processor
+from recserve.kernels.native_library import find_compiler, load_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
-FLAGS = "-O3 -march=native -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno"
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 LANES, PANEL = 16, 64  # of the sources
 
@@ -56,70 +48,21 @@ RETURNS = dict.fromkeys(("trie_search", "trie_layout", "wanted_prefixes", "passe
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None, and a line in the log, where they cannot be had."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    """The compiled functions; None, and a line in the log, where there is no usable library."""
+    compiler = find_compiler()
     if compiler is None:
         log.info("no C compiler; torch does what the C sources do")
         return None
     try:
-        loaded = _loaded(compiler)
-    except (subprocess.CalledProcessError, OSError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("the C sources cannot be used; torch does the same: %s", said)
+        loaded = load_library(compiler)
+        for name, arguments in SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, RETURNS.get(name)
+    except (subprocess.CalledProcessError, OSError, AttributeError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.warning("the C sources cannot be used; torch does the same: %s", reason)
         return None
-    for name, arguments in SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, RETURNS.get(name)
     return loaded
-
-
-def _loaded(compiler: str) -> ctypes.CDLL:
-    """The library from the cache folder, or newly compiled and put there if that can be written."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # A relative folder would hold code of whoever owns the place this runs in.
-    kept = home / "recserve" / f"native-{_fingerprint(compiler)}.so" if home.is_absolute() else None
-    if kept is not None:
-        try:
-            return ctypes.CDLL(str(kept))
-        except OSError:
-            log.info("compiling the C sources for this processor")
-    with tempfile.TemporaryDirectory() as folder:
-        built = _compile(compiler, Path(folder))
-        if kept is not None:
-            _keep(built, kept)
-        return ctypes.CDLL(str(built))
-
-
-def _keep(built: Path, kept: Path) -> None:
-    """Whole or not at all: other processes may load it meanwhile."""
-    try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(built, part)
-        part.replace(kept)
-    except OSError as error:
-        log.info("the compiled sources are not kept: %s", error)
-
-
-def _compile(compiler: str, folder: Path) -> Path:
-    """OpenMP is not linked: its functions are those of the runtime that torch has loaded, so that
-    both share its threads.
-    """
-    sources = [source for source in SOURCES if source.suffix == ".c"]
-    for command in (
-        [compiler, "-c", *FLAGS.split(), *map(str, sources)],
-        [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "native.so"],
-    ):
-        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return folder / "native.so"
-
-
-def _fingerprint(compiler: str) -> str:
-    """Of all that the compiled code depends on: sources, flags, compiler, processor."""
-    said = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    about = (FLAGS, processor().name, *sorted(processor().flags))
-    parts = [*map(str.encode, about), said, *(source.read_bytes() for source in SOURCES)]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def compiled() -> ctypes.CDLL:

@@ -1,11 +1,25 @@
-"""The processor that this runs on, as the system describes it."""
+"""The processor that this runs on, as the system describes it, and the instructions we may use.
+
+`RECSERVE_ISA` lowers the instruction set of the C sources, so that a machine can stand in for an
+older one. torch has settings of its own for the same: `ATEN_CPU_CAPABILITY` and
+`ONEDNN_MAX_CPU_ISA`.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+# Names of x86-64's levels, and the flags each adds to the one before.
+LEVELS = {
+    "x86-64": ("sse2",),
+    "x86-64-v2": ("sse4_2", "ssse3", "popcnt"),
+    "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
+    "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+}
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,30 @@ class Processor:
     name: str
     vendor: str
     flags: frozenset[str]
+
+
+def instruction_set() -> str:
+    """The instruction set that the C sources are compiled for: `RECSERVE_ISA`, or "native".
+
+    Raises:
+        ValueError: If the name is unknown, or this processor lacks the instructions.
+    """
+    name = os.environ.get("RECSERVE_ISA") or "native"
+    if name == "native":
+        return name
+    if name not in LEVELS:
+        raise ValueError(f"RECSERVE_ISA is {name!r}; choose one of {['native', *LEVELS]}")
+    missing = missing_flags(name)
+    if missing:
+        raise ValueError(f"RECSERVE_ISA is {name!r}; this processor lacks {', '.join(missing)}")
+    return name
+
+
+def missing_flags(level: str) -> list[str]:
+    """The flags of a level of `LEVELS`, and of those below it, that this processor lacks."""
+    names = list(LEVELS)
+    needed = {flag for name in names[: names.index(level) + 1] for flag in LEVELS[name]}
+    return sorted(needed - processor().flags)
 
 
 @functools.cache
