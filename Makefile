@@ -43,7 +43,7 @@ newest-triton: $(DEV)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --upgrade --no-deps --target build/newest-triton triton
 	@PYTHONPATH=build/newest-triton $(BIN)/python -c 'import triton; print("triton", triton.__version__)'
 	@for capability in 80 90; do \
-		PYTHONPATH=build/newest-triton:. $(BIN)/python tests/compile_kernels.py $$capability || exit 1; \
+		PYTHONPATH=build/newest-triton:. $(BIN)/python tests/support/compile_kernels.py $$capability || exit 1; \
 	done
 
 # The tests with torch and Triton as in the CUDA environment, in a virtual environment of its own; several GB are fetched.

@@ -4,7 +4,7 @@ A product of few rows with a plain matrix repacks the matrix on every call, and 
 that and not by memory. Packed once, a row costs what reading the weights costs. The products are
 those of `kernels/native.py`, whose rows do not know how many there are, or oneDNN's, where a single
 row has an arithmetic of its own over long sums, which `keep_rows_alike` forgoes
-(`tests/test_packing.py`).
+(`tests/models/test_packing.py`).
 """
 
 from __future__ import annotations

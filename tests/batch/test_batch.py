@@ -1,0 +1,287 @@
+"""A batch job: parts, manifest and refused rows, with a stand-in for the model."""
+
+import hashlib
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
+from recserve.batch.job import Job, OutputExists, check, run
+from recserve.batch.together import together
+from recserve.features.history import StoreUnavailable
+from recserve.features.parquet import SchemaError
+from recserve.messages import (
+    InvalidRequest,
+    RecommendAnswer,
+    RecommendBody,
+    RecommendedItem,
+    TimingMs,
+    UserRef,
+)
+from recserve.service import Service
+from tests.support.tiny_bundle import shared_bundle
+
+
+def recommend(bodies, degraded=()):
+    """Item "<user>-<rank>", k of them; a user called "bad" is refused."""
+    results = []
+    for body in bodies:
+        if body.user.id == "bad":
+            results.append(InvalidRequest("strategy", "is not there"))
+            continue
+        items = [
+            RecommendedItem(
+                item_id=f"{body.user.id}-{rank}", score=-rank / 3, rank=rank, source="model"
+            )
+            for rank in range(1, body.k + 1)
+        ]
+        answer = RecommendAnswer(
+            request_id="r",
+            strategy=body.strategy,
+            exact=True,
+            rounds=1,
+            model_version="m1",
+            catalog_version="c1",
+            degraded=list(degraded),
+            attribution_token="",
+            timing_ms=TimingMs(),
+            items=items,
+        )
+        results.append(answer)
+    return results
+
+
+def write(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def read(folder):
+    """All answer parts, one after another, with the schema each file says itself."""
+    tables = [pq.ParquetFile(path).read() for path in sorted(folder.glob("part-*.parquet"))]
+    return pa.concat_tables(tables)
+
+
+def manifest(folder):
+    lines = (folder / "_manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_parts_hold_every_user_in_order(tmp_path):
+    """7 users, 3 per part: parts of 3, 3 and 1 users, 2 items each."""
+    users = [f"u{i}" for i in range(7)]
+    source = write(tmp_path / "in.parquet", user_id=users)
+    seen = []
+    job = Job(source, tmp_path / "out", rows_per_part=3)
+    report = run(job, Generator(recommend, Defaults(k=2), in_flight=2), seen.append)
+    table = read(tmp_path / "out")
+    assert table.schema.equals(ANSWERS)
+    assert table["user_id"].to_pylist() == [u for u in users for _ in range(2)]
+    assert table["rank"].to_pylist() == [1, 2] * 7
+    assert table["item_id"].to_pylist()[:2] == ["u0-1", "u0-2"]
+    assert set(table["model_version"].to_pylist()) == {"m1"}
+    assert [part.users for part in report.parts] == [3, 3, 1]
+    assert (report.users, report.rows, report.errors) == (7, 14, 0)
+    assert [p.done for p in seen] == [2, 3, 5, 6, 7]
+    assert {p.total for p in seen} == {7}
+
+
+def test_manifest_names_rows_and_hash_of_each_part(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=["a", "bad", "c"])
+    run(Job(source, tmp_path / "out", 2), Generator(recommend, Defaults(k=1)), lambda p: None)
+    lines = manifest(tmp_path / "out")
+    assert [(line["first_row"], line["users"], line["rows"], line["errors"]) for line in lines] == [
+        (0, 2, 1, 1),
+        (2, 1, 1, 0),
+    ]
+    for line in lines:
+        content = (tmp_path / "out" / line["part"]).read_bytes()
+        assert line["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_bad_rows_go_to_errors_with_their_row(tmp_path):
+    source = write(
+        tmp_path / "in.parquet",
+        user_id=["a", None, "c", "bad", "e", ""],
+        k=[1, 1, 0, 1, None, 1],
+        history=[["x"], None, None, None, ["x", None], None],
+    )
+    job = Job(source, tmp_path / "out")
+    report = run(job, Generator(recommend, Defaults(k=2), in_flight=4), lambda p: None)
+    assert read(tmp_path / "out")["user_id"].to_pylist() == ["a"]
+    assert report.errors == 5
+    errors = pq.read_table(tmp_path / "out" / "_errors" / "part-00000.parquet").to_pylist()
+    assert [(error["row"], error["user_id"]) for error in errors] == [
+        (1, None),
+        (2, "c"),
+        (3, "bad"),
+        (4, "e"),
+        (5, ""),
+    ]
+    assert "user_id" in errors[0]["reason"]
+    assert errors[1]["reason"] == "k: expected int >= 1, got 0"
+    assert errors[2]["reason"] == "strategy: is not there"
+    assert errors[3]["reason"] == "history[1]: expected str, got null"
+
+
+def test_row_values_override_the_defaults():
+    asked = []
+
+    def remember(bodies):
+        asked.extend(bodies)
+        return recommend(bodies)
+
+    users = pa.table(
+        {
+            "user_id": ["a", "b"],
+            "history": [["x", "y"], None],
+            "k": pa.array([3, None], pa.int16()),
+            "strategy": ["beam", None],
+            "exclude_seen": [False, None],
+        }
+    )
+    Generator(remember, Defaults(k=7, strategy="auto", beam_width=20))(users)
+    first, second = asked
+    assert (first.k, first.strategy, first.exclude.seen) == (3, "beam", False)
+    assert (second.k, second.strategy, second.exclude.seen) == (7, "auto", True)
+    assert (first.history, second.history) == (["x", "y"], None)
+    assert first.beam_width == second.beam_width == 20
+
+
+def test_same_input_gives_the_same_bytes(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=[f"u{i}" for i in range(50)])
+    for name in ("one", "two"):
+        run(Job(source, tmp_path / name, 20), Generator(recommend, Defaults()), lambda p: None)
+    names = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_row_groups_do_not_move_the_parts(tmp_path):
+    """The same 10 rows in groups of 3 and in one group give the same parts."""
+    table = pa.table({"user_id": [f"u{i}" for i in range(10)]})
+    pq.write_table(table, tmp_path / "grouped.parquet", row_group_size=3)
+    pq.write_table(table, tmp_path / "whole.parquet")
+    for name in ("grouped", "whole"):
+        job = Job(tmp_path / f"{name}.parquet", tmp_path / name, rows_per_part=4)
+        run(job, Generator(recommend, Defaults(k=1)), lambda p: None)
+    assert manifest(tmp_path / "grouped") == manifest(tmp_path / "whole")
+    assert [line["users"] for line in manifest(tmp_path / "whole")] == [4, 4, 2]
+
+
+def test_a_failing_model_leaves_no_output(tmp_path):
+    def fail(bodies):
+        raise RuntimeError("device lost")
+
+    source = write(tmp_path / "in.parquet", user_id=["a"])
+    with pytest.raises(RuntimeError, match="device lost"):
+        run(Job(source, tmp_path / "out"), Generator(fail, Defaults()), lambda p: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_a_store_that_is_down_ends_the_job(tmp_path):
+    """Popular slates for everybody are not what was asked for."""
+    source = write(tmp_path / "in.parquet", user_id=["a"])
+
+    def without_store(bodies):
+        return recommend(bodies, ["history_unavailable", "cold_start"])
+
+    with pytest.raises(StoreUnavailable):
+        run(Job(source, tmp_path / "out"), Generator(without_store, Defaults()), lambda p: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_history_refuses_its_row(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=["a", "b"])
+
+    def damaged(bodies):
+        first, *rest = bodies
+        return [*recommend([first], ["history_damaged"]), *recommend(rest)]
+
+    report = run(Job(source, tmp_path / "out"), Generator(damaged, Defaults()), lambda p: None)
+    assert report.errors == 1
+    assert set(read(tmp_path / "out")["user_id"].to_pylist()) == {"b"}
+
+
+def test_an_output_that_is_there_is_kept_unless_told(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=["a"])
+    output = tmp_path / "out"
+    generator = Generator(recommend, Defaults(k=1))
+    run(Job(source, output), generator, lambda p: None)
+    (output / "mine.txt").write_text("x")
+    with pytest.raises(OutputExists, match="needs --overwrite"):
+        run(Job(source, output), generator, lambda p: None)
+    assert (output / "mine.txt").exists()
+    run(Job(source, output, overwrite=True), generator, lambda p: None)
+    assert sorted(p.name for p in output.iterdir()) == ["_manifest.jsonl", "part-00000.parquet"]
+
+
+def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
+    source = write(tmp_path / "in.parquet", user_id=["a"])
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("x")
+    job = Job(source, tmp_path / "home", overwrite=True)
+    with pytest.raises(OutputExists, match="holds no _manifest.jsonl"):
+        run(job, Generator(recommend, Defaults()), lambda p: None)
+    assert (tmp_path / "home" / "letter.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"user": ["a"]}, ["user_id", "missing"]),
+        ({"user_id": [1]}, ["user_id", "int64", "string"]),
+        ({"user_id": ["a"], "history": ["x"]}, ["history", "list<string>"]),
+        ({"user_id": ["a"], "history": [[1]]}, ["history", "list<string>"]),
+        ({"user_id": ["a"], "k": [1.5]}, ["k", "double", "an integer"]),
+        ({"user_id": ["a"], "exclude_seen": ["yes"]}, ["exclude_seen", "bool"]),
+        ({"user_id": pa.array([], pa.string())}, ["no rows"]),
+    ],
+)
+def test_a_wrong_schema_names_file_and_column(tmp_path, columns, words):
+    source = write(tmp_path / "users.parquet", **columns)
+    with pytest.raises(SchemaError) as error:
+        check(Job(source, tmp_path / "out"))
+    for word in ["users.parquet", *words]:
+        assert word in str(error.value)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "in.parquet").write_text("user_id\na\n")
+    with pytest.raises(SchemaError, match="not a readable Parquet file"):
+        check(Job(tmp_path / "in.parquet", tmp_path / "out"))
+    with pytest.raises(SchemaError, match="no such file"):
+        check(Job(tmp_path / "none.parquet", tmp_path / "out"))
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path):
+    schema = pa.schema([("user_id", pa.large_string()), ("exclude_sean", pa.bool_())])
+    assert check_schema(schema, tmp_path / "in.parquet") == ("exclude_sean",)
+
+
+@pytest.mark.parametrize("k", [0, 1001])
+def test_k_has_bounds(k):
+    with pytest.raises(ValueError, match=f"k is {k}; it must be from 1 to 1000"):
+        Defaults(k=k)
+
+
+def test_groups_of_the_real_service_repeat_to_the_last_bit(tmp_path):
+    """150 requests in groups of 50, twice: equal scores, not close ones; a wrong one is refused."""
+    bodies = [
+        RecommendBody(history=[f"item{(7 * i + j) % 500:06d}" for j in range(1 + i % 12)], k=5)
+        for i in range(150)
+    ]
+    bodies[70] = RecommendBody(user=UserRef(id="user000001"), strategy="no such thing")
+    runs = []
+    for name in ("one", "two"):
+        with Service.open(shared_bundle(), f"lmdb:{tmp_path / name}", "cpu") as service:
+            recommend = together(service)
+            answers = [a for start in (0, 50, 100) for a in recommend(bodies[start : start + 50])]
+        assert isinstance(answers[70], InvalidRequest)
+        kept = [a for i, a in enumerate(answers) if i != 70]
+        runs.append([[(item.item_id, item.score) for item in a.items] for a in kept])
+    assert runs[0] == runs[1]
+    assert {len(slate) for slate in runs[0]} == {5}

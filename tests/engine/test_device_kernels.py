@@ -1,0 +1,75 @@
+"""The engine on a pretended CUDA device with its kernels in Triton, interpreted: the CPU's answers.
+
+What a GPU would run, but for the machine code: which kernels are launched, with what, and that
+nothing around them waits.
+"""
+
+import pytest
+from device_worlds import assert_same, ranking, recommending, text_engine, texts
+
+from recserve.kernels import dispatch
+from tests.engine.test_host_waits import RANK, WAITS, assert_waits
+from tests.support import triton_interpreter
+from tests.support.pretend_cuda import PretendCuda
+
+FORWARD = {"rope_kernel", "_attend"}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels launched, by name."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    return triton_interpreter.interpret_pretended(monkeypatch)
+
+
+CASES = [
+    ("beam", "plain", "items", {*FORWARD, "children_kernel"}),
+    ("beam", "filters", "codes", {*FORWARD, "children_kernel"}),
+    ("beam", "live", "items", {*FORWARD, "children_kernel"}),
+    ("speculative", "filters", "items", {*FORWARD, "children_kernel"}),
+    ("nezha", "plain", "items", {*FORWARD, "children_kernel"}),
+    ("likelihood", "plain", "codes", FORWARD),
+]
+
+
+@pytest.mark.parametrize("strategy,how,form,kernels", CASES)
+def test_recommendations(strategy, how, form, kernels, launches):
+    here = recommending("cpu", form)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "KERNELS", "torch")
+        expected = here.engine.run_many(here.ask(strategy, how))
+    with PretendCuda() as device:
+        there = recommending("cuda", form)
+        requests = there.ask(strategy, how)
+        assert_same(there.engine.run_many(requests), expected)
+        assert set(launches) == kernels
+        if strategy == "nezha":
+            assert_waits(device, there.engine, requests, WAITS[strategy])
+
+
+def test_rankings(launches):
+    here = ranking("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "KERNELS", "torch")
+        expected = here.engine.run_many(here.ask())
+    with PretendCuda() as device:
+        there = ranking("cuda")
+        requests = there.ask()
+        assert_same(there.engine.run_many(requests), expected)
+        assert set(launches) == {"_attend"}  # its layers have no rotary positions
+        assert_waits(device, there.engine, requests, RANK)
+
+
+@pytest.mark.parametrize(
+    "drafter,parameters,kernels",
+    [("none", "hot", FORWARD), ("medusa", "greedy", {*FORWARD, "head_kernel"})],
+)
+def test_texts(drafter, parameters, kernels, launches):
+    names = () if drafter == "none" else (drafter,)
+    requests = texts(drafter, "sample", parameters, count=1, most=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "KERNELS", "torch")
+        expected = text_engine("cpu", names).run_many(requests)
+    with PretendCuda():
+        assert_same(text_engine("cuda", names).run_many(requests), expected)
+    assert set(launches) >= kernels

@@ -1,0 +1,49 @@
+"""Every strategy on a pretended CUDA device: the CPU's answers, no mixing of devices."""
+
+import pytest
+from device_worlds import assert_same, ranking, recommending
+
+from recserve.kernels import dispatch
+from tests.support.pretend_cuda import PretendCuda
+
+RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")
+WARMED = ("warm", "warm_draft")
+HOW = {
+    "items": ("plain", "filters", "diversity", "weighed", "live"),
+    "codes": ("plain", "filters", "live"),
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+
+
+@pytest.mark.parametrize("form", HOW)
+@pytest.mark.parametrize("strategy", RECOMMEND + WARMED)
+def test_recommendations_are_the_cpu_s(strategy, form):
+    """Cold and warm, in every way of asking."""
+    here = recommending("cpu", form)
+    asked = [how for how in HOW[form] for _ in range(2)]
+    expected = [here.engine.run_many(here.ask(strategy, how)) for how in asked]
+    with PretendCuda():
+        there = recommending("cuda", form)
+        for how, slates in zip(asked, expected, strict=True):
+            assert_same(there.engine.run_many(there.ask(strategy, how)), slates)
+
+
+def test_level_likelihoods_are_the_cpu_s():
+    here = recommending("cpu", autoregressive=False)
+    expected = here.engine.run_many(here.ask("likelihood"))
+    with PretendCuda():
+        there = recommending("cuda", autoregressive=False)
+        assert_same(there.engine.run_many(there.ask("likelihood")), expected)
+
+
+def test_rankings_are_the_cpu_s():
+    here = ranking("cpu")
+    expected = here.engine.run_many(here.ask())
+    with PretendCuda():
+        there = ranking("cuda")
+        for _ in range(2):
+            assert_same(there.engine.run_many(there.ask()), expected)

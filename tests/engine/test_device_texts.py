@@ -1,0 +1,55 @@
+"""The text lane on a pretended CUDA device: every drafter and every rule writes the CPU's texts."""
+
+import pytest
+from device_worlds import TEXT_PARAMETERS, assert_same, text_engine, text_scores, texts
+
+from recserve.kernels import dispatch
+from tests.support.pretend_cuda import PretendCuda
+
+DRAFTERS = (
+    "none", "ngram", "suffix", "lookahead", "draft_model", "specinfer", "medusa", "merged",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+
+
+def both(names, requests, pages=200):
+    here = text_engine("cpu", names, pages)
+    turns = (requests, requests[:1])  # the second finds its prompt in the cache
+    expected = [here.run_many(turn) for turn in turns]
+    with PretendCuda():
+        there = text_engine("cuda", names, pages)
+        for turn, answers in zip(turns, expected, strict=True):
+            assert_same(there.run_many(turn), answers)
+
+
+CASES = [(d, p) for d in DRAFTERS for p in ("greedy", "everything")]
+CASES += [("suffix", p) for p in TEXT_PARAMETERS if ("suffix", p) not in CASES]
+
+
+@pytest.mark.parametrize("drafter,parameters", CASES)
+def test_texts_are_the_cpu_s(drafter, parameters):
+    names = () if drafter == "none" else (drafter,)
+    both(names, texts(drafter, "sample", parameters))
+
+
+RULES = [(d, r) for d in ("draft_model", "ngram") for r in ("rejection", "block", "typical")]
+RULES += [("specinfer", "multi_step"), ("specinfer", "typical")]
+
+
+@pytest.mark.parametrize("drafter,rule", RULES)
+def test_rules_decide_as_on_the_cpu(drafter, rule):
+    both((drafter,), texts(drafter, rule, "hot"))
+
+
+def test_texts_that_are_set_aside_come_back():
+    both(("suffix",), texts("suffix", "sample", "hot", count=5), pages=14)
+
+
+def test_label_scores_are_the_cpu_s():
+    expected = text_engine("cpu").run_many([text_scores("cpu")] * 2)
+    with PretendCuda():
+        assert_same(text_engine("cuda").run_many([text_scores("cuda")] * 2), expected)

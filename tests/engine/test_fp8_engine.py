@@ -1,0 +1,228 @@
+"""Engines over a pool in FP8: the same answers whatever is drafted, cached or beside."""
+
+from dataclasses import replace
+from functools import partial
+
+import device_worlds
+import numpy as np
+import pytest
+import torch
+from device_worlds import assert_same, ranking, recommending, text_engine, texts
+
+from recserve.config import ServerConfig
+from recserve.core.request import RecommendRequest
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.graphs import GraphLimits, StepGraphs
+from recserve.engine.heads import Heads
+from recserve.engine.text_lane import TextLane
+from recserve.kernels import dispatch
+from recserve.kernels.fp8 import FP8, Fp8, parts
+from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
+from recserve.messages_events import EventBody, EventsBody
+from recserve.models.attention import DenseAttention
+from recserve.models.packing import packable
+from recserve.server.app import load
+from tests.engine import test_invariance
+from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
+from tests.engine.test_fixed_step import SHAPES, Counted
+from tests.engine.test_speculative import make_head
+from tests.engine.test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from tests.support import recorder, text_plain, triton_interpreter
+from tests.support.pretend_cuda import PretendCuda
+from tests.support.text_plain import TableDrafter, drawn_model, plain
+from tests.support.tiny_bundle import shared_bundle
+
+SMALL = EngineConfig(kv_bytes=4 * 2**20, kv_dtype="fp8")
+
+
+class RoundedAttention(DenseAttention):
+    """Attention of a whole text at once, to keys and values as a pool in FP8 gives them back."""
+
+    def __call__(self, layer, query, key, value):
+        return super().__call__(layer, query, Fp8.of(key).float(), Fp8.of(value).float())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Plain decoding, one full forward per token, no pool: of 8 prompts with all parameters."""
+    out, changed = {}, 0
+    for name, fields in PARAMETERS.items():
+        for number, prompt in enumerate(prompts(8)):
+            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(text_plain, "DenseAttention", RoundedAttention)
+                tokens = plain(model, prompt.tolist(), params)[0]
+            changed += number == 0 and tokens != plain(model, prompt.tolist(), params)[0]
+            out[name, number] = params, tokens
+    assert changed, "rounded keys and values ought to change a text"
+    return out
+
+
+def asked(expected, name, drafter="none"):
+    """Requests of 8 texts, every second with other parameters, and their tokens."""
+    others, requests, wanted = list(PARAMETERS), [], []
+    for number, prompt in enumerate(prompts(8)):
+        other = others[(others.index(name) + number) % len(others)] if number % 2 else name
+        params, tokens = expected[other, number]
+        requests.append(TextRequest(prompt, params, Speculation(drafter)))
+        wanted.append(tokens)
+    known = {tuple(r.prompt.tolist()): w for r, w in zip(requests, wanted, strict=True)}
+    return requests, wanted, known
+
+
+@pytest.mark.parametrize("kind", ["none", "right", "tree", "mixed"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
+    """Alone and together, from an empty cache and a warm one, in prefills of three tokens."""
+    requests, wanted, known = asked(expected, name, "table")
+    table = {"table": TableDrafter(kind if kind != "none" else "mixed", known)}
+    engine = engine_for(model, kv_dtype="fp8", drafters=table)
+    if kind == "none":
+        requests = [replace(r, speculation=Speculation()) for r in requests]
+        lane = engine._lanes["text"]
+        lane.limits = replace(lane.limits, prefill_tokens=3)
+    assert engine.run(requests[3]).tokens.tolist() == wanted[3]
+    for _ in range(2):
+        answers = engine.run_many(requests)
+        assert [a.tokens.tolist() for a in answers] == wanted
+    if kind == "right":
+        assert sum(a.counts.num_accepted_tokens for a in answers) > 0
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("name", ["warm", "everything"])
+@pytest.mark.parametrize("record", [recorder.record, lambda step: step], ids=["replay", "anew"])
+def test_recorded_steps_write_the_same(name, record, model, expected):
+    """Steps in fixed shapes over a pool in which what nobody wrote is large."""
+    requests, wanted, known = asked(expected, name, "table")
+    engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
+    lane, counted = engine._lanes["text"], Counted(record)
+    with torch.inference_mode():
+        limits = GraphLimits(SHAPES, seconds=float("inf"))
+        graphs = StepGraphs(lane.runner, model, 64, limits, counted)
+        for stored in (lane.runner.pool.keys, lane.runner.pool.values):
+            codes, exponents = parts(stored)
+            codes.fill_(0x70), exponents.fill_(133)
+    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    answers = [engine.run(requests[0]), *engine.run_many(requests)]
+    assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
+    assert counted.replays > 4
+
+
+def test_as_many_more_tokens_fit_as_bytes_are_saved(model):
+    sizes = {
+        kv_dtype: engine_for(model, pages=200, kv_dtype=kv_dtype).room("text")
+        for kv_dtype in (None, "fp8")
+    }
+    slot = 2 * 2 * 2  # keys and values, layers, heads; of 8 numbers each
+    assert sizes[None] == 800
+    assert sizes["fp8"] == 4 * (800 * slot * 8 * 4 // (4 * slot * 9))
+    assert engine_for(model, kv_dtype="fp8")._lanes["text"].runner.pool.shape.slot_bytes(FP8) == 72
+
+
+def test_another_type_is_refused(model):
+    with pytest.raises(ValueError, match="kv_dtype is 'int8'; choose fp8, or None"):
+        engine_for(model, kv_dtype="int8")
+
+
+@pytest.mark.parametrize("form,normalization", FORMS)
+@pytest.mark.parametrize("catalogue", ["deep", "ordinary"])
+def test_slates_are_the_same_drafted_together_and_warm(catalogue, form, normalization):
+    trained, trie = make(CATALOGUES[catalogue], form, normalization)
+    heads = Heads(make_head(trained, "from-target"))
+
+    def slates(strategy, engine):
+        requests = [
+            RecommendRequest(draw_root(trained, 1 + 9 * i, i), trie, 5, 12, strategy)
+            for i in range(4)
+        ]
+        return engine.run_many(requests), requests
+
+    engine = Engine(trained, config=SMALL, heads=heads)
+    alone, requests = slates("beam", engine)
+    others = [[Engine(trained, config=SMALL).run(r) for r in requests]]
+    others += [slates("beam", engine)[0], slates("speculative", engine)[0]]
+    others.append(slates("speculative", Engine(trained, config=SMALL, heads=heads))[0])
+    for slate in others:
+        for got, wanted in zip(slate, alone, strict=True):
+            assert got.rows.tolist() == wanted.rows.tolist()
+            np.testing.assert_allclose(got.scores, wanted.scores, atol=2e-5)
+    floats = slates("beam", Engine(trained, config=replace(SMALL, kv_dtype=None)))[0]
+    differences = [abs(a.scores[0] - b.scores[0]) for a, b in zip(floats, alone, strict=True)]
+    assert max(differences) > 1e-4
+
+
+@pytest.mark.skipif(not packable(torch.empty(1, 1)), reason="this torch has no oneDNN")
+def test_invariant_texts_have_the_same_bits():
+    """Codes times a power of two lie on the grid that exact sums are made of."""
+    model = test_invariance.packed(test_invariance.long_sums())
+    sizes = replace(test_invariance.SIZES, kv_dtype="fp8")
+    requests, report = test_invariance.asked(), test_invariance.report
+    alone = [report(Engine(text=model, config=sizes), [request])[0] for request in requests]
+    known = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(requests, alone, strict=True)}
+    for kind in ("tree", "mixed"):
+        engine = Engine(text=model, config=sizes, drafters={"t": TableDrafter(kind, known)})
+        for _ in range(2):
+            assert report(engine, test_invariance.asked("t")) == alone, kind
+
+
+def test_it_is_a_setting_of_the_server(tmp_path):
+    """Both models of a bundle answer, a little otherwise, and have room for more."""
+
+    def answered(kv_dtype):
+        config = ServerConfig(
+            bundle=shared_bundle(), store=f"lmdb:{tmp_path}/{kv_dtype}", journal=tmp_path,
+            device="cpu", kv_dtype=kv_dtype,
+        )  # fmt: skip
+        served = load(config)
+        try:
+            service = served.items
+            user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
+            events = [EventBody(user_id="me", item_id=item) for item in ids[50:61]]
+            service.add_events(EventsBody(events=events))
+            candidates = [Candidate(item_id=item) for item in ids[:40]]
+            slate = service.recommend(RecommendBody(user=user, k=10))
+            ranked = service.rank(RankBody(user=user, candidates=candidates))
+            rooms = [served.engine.room(name) for name in ("recommender", "ranker")]
+            return rooms, [i.score for i in slate.items], {i.item_id: i.score for i in ranked.items}
+        finally:
+            served.close()
+
+    (rooms, scores, ranks), (more, others, marks) = answered(None), answered("fp8")
+    assert all(3 < b / a < 4 for a, b in zip(rooms, more, strict=True))
+    assert scores != others and ranks != marks
+    np.testing.assert_allclose(others, scores, atol=0.2)
+    np.testing.assert_allclose([marks[item] for item in ranks], list(ranks.values()), atol=0.2)
+
+
+@pytest.fixture
+def rounding_worlds(monkeypatch):
+    """Tiny engines of both devices over FP8, kernels interpreted; what was launched."""
+    monkeypatch.setattr(device_worlds, "SMALL", replace(device_worlds.SMALL, kv_dtype="fp8"))
+    monkeypatch.setattr(device_worlds, "EngineConfig", partial(EngineConfig, kv_dtype="fp8"))
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    return triton_interpreter.interpret_pretended(monkeypatch)
+
+
+@pytest.mark.parametrize("work", ["beam", "rank", "text"])
+def test_kernels_answer_as_a_cpu_does(work, rounding_worlds):
+    """On a pretended CUDA device."""
+
+    def answers(device):
+        if work == "text":
+            return text_engine(device).run_many(texts("none", "sample", "hot", count=1, most=4))
+        world = ranking(device) if work == "rank" else recommending(device)
+        return world.engine.run_many(world.ask() if work == "rank" else world.ask("beam"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "KERNELS", "torch")
+        wanted = answers("cpu")
+    with PretendCuda():
+        assert_same(answers("cuda"), wanted)
+    assert rounding_worlds["_attend"] > 2

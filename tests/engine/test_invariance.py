@@ -1,0 +1,251 @@
+"""The invariant mode: equal bits alone and in company, and refused where they cannot be."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine import invariance
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.heads import Heads
+from recserve.engine.invariance import NotInvariant
+from recserve.kernels import dispatch
+from recserve.kernels.exact_attention import ExactTreeAttention
+from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
+from recserve.messages_events import EventBody, EventsBody
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.packing import PackedLinear, pack_weights, packable
+from recserve.service import Service
+from tests.engine.test_engine import (
+    CATALOGUES,
+    draw_root,
+    draw_rows,
+    make,
+    make_ranker,
+    ranking_root,
+)
+from tests.engine.test_speculative import make_head
+from tests.support.text_engines import assert_no_leak, prompts
+from tests.support.text_plain import TableDrafter, drawn_model
+from tests.support.tiny_bundle import shared_bundle
+
+pytestmark = pytest.mark.skipif(
+    not packable(torch.empty(1, 1)), reason="this torch has no oneDNN: nothing is ever packed"
+)
+SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)
+
+
+def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A model whose last products run over 2,080 columns: there one row differs from two."""
+    torch.manual_seed(0)
+    decoder = DecoderConfig(32, 2, 4, 2, 8, 2080, max_positions=64)
+    model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval()
+    model.tokens.weight.mul_(30)
+    return model.to(dtype)
+
+
+def packed(model: LanguageModel) -> LanguageModel:
+    pack_weights(model)
+    return model
+
+
+def report(engine: Engine, requests: list[TextRequest]) -> list[tuple[list[int], list[float]]]:
+    """Tokens, and every bit of their log-probabilities."""
+    answers = engine.run_many(requests)
+    return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
+
+
+def asked(drafter: str = "none", **fields) -> list[TextRequest]:
+    return [
+        TextRequest(
+            prompt,
+            SamplingParams(temperature=0.8, seed=seed, max_tokens=14, logprobs=5, **fields),
+            Speculation(drafter),
+        )
+        for seed, prompt in enumerate(prompts(8, seed=2, low=3, high=25))
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
+    dtype, kernels, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "KERNELS", kernels)
+    if not packable(torch.empty(1, 1, dtype=dtype)):
+        pytest.skip(f"this processor has no packed products of {dtype}")
+    model = packed(long_sums(dtype))
+    alone = [report(Engine(text=model, config=SIZES), [request])[0] for request in asked()]
+    texts = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(asked(), alone, strict=True)}
+    for kind in ("tree", "right", "mixed"):
+        engine = Engine(text=model, config=SIZES, drafters={"t": TableDrafter(kind, texts)})
+        assert report(engine, asked("t")) == alone, kind
+        assert report(engine, asked("t")) == alone, f"{kind}, from the cache"
+        assert_no_leak(engine)
+    lane = engine._lanes["text"]
+    lane.limits = replace(lane.limits, prefill_tokens=7)
+    assert report(engine, asked("t")) == alone, "in chunks"
+    few = Engine(
+        text=model, config=replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
+    )
+    assert few._lanes["text"].allocator.num_pages == 14
+    assert report(few, asked()) == alone, "with so few pages that some are set aside"
+
+
+def test_without_the_mode_bits_differ(monkeypatch):
+    """The comparison above finds what the mode is for: with oneDNN's products."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    model = packed(long_sums())
+    engine = Engine(text=model, config=replace(SIZES, invariant=False))
+    alone = [report(engine, [request])[0] for request in asked()]
+    engine.forget_all()
+    together = report(engine, asked())
+    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+    assert together != alone
+
+
+def same_slates(left, right) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.rows.tolist() == other.rows.tolist()
+        assert one.scores.tobytes() == other.scores.tobytes()
+
+
+@pytest.mark.parametrize("form,normalization", [("codes", "vocabulary"), ("items", "children")])
+@pytest.mark.parametrize("catalogue", ["ordinary", "deep"])
+def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
+    catalogue, form, normalization
+):
+    """Beam widths and candidates of others, roots that grow by an event, and a drafter."""
+    model, trie = make(CATALOGUES[catalogue], form, normalization)
+    heads = Heads(prefixes=make_head(model, "drawn"))
+    model.pack()
+    weight = 1.0 if form == "items" else 0.0
+    roots = [draw_root(model, events, seed) for seed, events in enumerate([23, 1, 40, 7])]
+
+    def requests(strategy: str) -> list[RecommendRequest]:
+        return [
+            RecommendRequest(root, trie, 5, 6 + 5 * i, dense_weight=weight, strategy=strategy)
+            for i, root in enumerate(roots)
+        ]
+
+    def engine() -> Engine:
+        return Engine(model, config=SIZES, heads=heads)
+
+    alone = [engine().run(request) for request in requests("beam")]
+    same_slates(engine().run_many(requests("beam")), alone)
+    cached = engine()
+    for _ in range(2):
+        same_slates(cached.run_many(requests("beam")[::-1]), alone[::-1])
+    grown = engine()
+    grown.run(replace(requests("beam")[0], root=draw_root(model, 19, 0)))
+    again = grown.run(requests("beam")[0])
+    assert again.timing.root_cached > 19
+    same_slates([again], alone[:1])
+    same_slates(engine().run_many(requests("speculative")), alone)
+    rows = np.arange(min(40, len(CATALOGUES[catalogue])))
+    wide = engine().run(LikelihoodRequest(roots[0], trie, rows))
+    few = engine().run(LikelihoodRequest(roots[0], trie, rows[3:5]))
+    assert wide.values[3:5].tobytes() == few.values.tobytes()
+
+
+def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
+    plain = drawn_model(1)
+    with pytest.raises(NotInvariant, match="not packed; call its pack"):
+        Engine(text=plain, config=SIZES)
+    honest = PackedLinear.forward
+
+    def lonely(self, x):
+        return honest(self, x) * (1 + 1e-6 * (x.shape[0] < 4))
+
+    monkeypatch.setattr(PackedLinear, "forward", lonely)
+    with pytest.raises(NotInvariant, match="other bits for 1 rows of a root beside 0 others, with"):
+        Engine(text=packed(long_sums()), config=SIZES)
+    monkeypatch.undo()
+    Engine(text=packed(long_sums()), config=SIZES)
+
+    def crowded(batch, activation):
+        attention = ExactTreeAttention(batch, activation)
+        return lambda *rows: attention(*rows) * (1 + 1e-6 * (len(batch.root_slots) > 1))
+
+    monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
+    with pytest.raises(NotInvariant, match="other bits for 2 rows of a root beside 1 others"):
+        Engine(text=packed(long_sums()), config=SIZES)
+
+
+def test_strategies_that_are_not_covered_are_not_offered():
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    copied = copy.deepcopy(model)
+    heads = Heads(prefixes=make_head(model, "drawn"), nezha=make_head(model, "drawn"))
+    assert Engine(copied, config=replace(SIZES, invariant=False), heads=heads).strategies == (
+        "beam",
+        "nezha",
+        "speculative",
+    )
+    model.pack()
+    engine = Engine(model, config=SIZES, heads=heads)
+    assert engine.strategies == ("beam", "speculative")
+    with pytest.raises(ValueError, match="strategy is 'nezha'; choose one of"):
+        engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 5, 5, strategy="nezha"))
+
+
+def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
+    """Slates and likelihoods: the history in one go, and event by event with answers between; a
+    candidate alone, and among forty. (What the ranker reads of the clock differs from call to
+    call.)
+    """
+
+    def opened(name: str) -> Service:
+        return Service.open(
+            shared_bundle(), f"lmdb:{tmp_path}/{name}", "cpu", journal=tmp_path, invariant=True
+        )
+
+    def ask(service: Service, few: int) -> list[dict[str, float]]:
+        user = UserRef(id="me")
+        slate = service.recommend(RecommendBody(user=user, k=20))
+        candidates = [Candidate(item_id=i) for i in ids[20 : 20 + few]]
+        ranked = service.rank(RankBody(user=user, candidates=candidates, scorer="likelihood"))
+        return [{i.item_id: i.score for i in answer.items} for answer in (slate, ranked)]
+
+    with opened("cold") as cold, opened("warm") as warm:
+        ids = cold.runtime.snapshot.catalog.items.ids
+        for item in ids[:11]:
+            events = EventsBody(events=[EventBody(user_id="me", item_id=item)])
+            cold.add_events(events)
+            warm.add_events(events)
+            ask(warm, 3)
+        expected = ask(cold, 40)
+        assert ask(warm, 40) == expected
+        for few, many in zip(ask(warm, 1), expected, strict=True):
+            assert few.items() <= many.items()
+
+
+def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
+    """Roots that share their first rows, candidates with limits of their own and without."""
+    ranker = make_ranker()
+    ranker.pack()
+    whole, candidates = ranking_root(1, 20, 12, 3), draw_rows(300, 3, 1)
+    roots = [Root(whole.inputs.select(slice(n)), whole.keys[:n], 21) for n in (22, 26, 33)]
+    limits = np.random.default_rng(0).integers(21, 23, 300)
+
+    def engine() -> Engine:
+        return Engine(ranker=ranker, config=replace(SIZES, page_size=8))
+
+    for chosen in (None, limits):
+        requests = [RankRequest(root, candidates, chosen) for root in roots]
+        alone = [engine().run(request).values for request in requests]
+        grown = engine()
+        for number, request in enumerate(requests):
+            answer = grown.run(request)
+            assert answer.values.tobytes() == alone[number].tobytes()
+        assert answer.timing.root_cached >= 24
+        for answer, expected in zip(engine().run_many(requests[::-1]), alone[::-1], strict=True):
+            assert answer.values.tobytes() == expected.tobytes()
+        for i in (0, 150, 299):
+            own = None if chosen is None else chosen[i : i + 1]
+            one = RankRequest(roots[2], candidates.select(slice(i, i + 1)), own)
+            assert engine().run(one).values[0].tobytes() == alone[2][i].tobytes()

@@ -1,0 +1,106 @@
+"""`speculative` is `beam` on real data: 2,000 users of Amazon Beauty at beams 10, 50 and 200.
+
+The recommender and its draft head are trained for a minute: real distributions, not drawn ones.
+Half of the users have their history excluded, so that filters are part of what is compared.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from recserve.building import BuildOptions, build_bundle
+from recserve.bundle import Bundle
+from recserve.core.request import RecommendRequest, Root
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.heads import Heads
+from recserve.features.encoding import root_tokens
+from recserve.kernels.trie import build_trie
+from recserve.models.drafters.nezha import load_self_draft
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import load_recommender
+from recserve.training.cases import leave_one_out_cases
+from recserve.training.drafters import DrafterRecipe, train_drafter
+from recserve.training.options import TrainOptions
+from recserve.training.recommender import ITEMS, train_recommender
+from recserve.training.schedule import Schedule
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "amazon-beauty"
+NUM_USERS = 2000
+QUIET = Console(quiet=True)
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no Amazon Beauty at {DATA.name}")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Bundle:
+    """Beauty with a small recommender after one epoch, and a head distilled for one."""
+    out = tmp_path_factory.mktemp("beauty") / "bundle"
+    items, events = DATA / "items.parquet", DATA / "events.parquet"
+    options = BuildOptions(items, events, out, text_dim=48, collaborative_dim=0, levels=3)
+    build_bundle(options, log=lambda _: None)
+    opened = Bundle.open(out)
+    recipe = replace(
+        ITEMS,
+        hidden_size=64,
+        num_heads=2,
+        intermediate_size=128,
+        schedule=Schedule(1, 5e-3),
+        validation_users=20,
+    )
+    train_recommender(opened, TrainOptions(device="cpu"), recipe, QUIET)
+    opened = Bundle.open(out)
+    drafter = DrafterRecipe(validation_users=20, validation_width=10, schedule=Schedule(1, 5e-3))
+    train_drafter(opened, TrainOptions(device="cpu"), drafter, QUIET)
+    return Bundle.open(out)
+
+
+@pytest.fixture(scope="module")
+def asked(bundle):
+    """The engine, and a function from beam width and strategy to one request per user."""
+    catalog = bundle.catalog()
+    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+    vectors = torch.from_numpy(catalog.vectors)
+    model = load_recommender(bundle.directory("recommender"), codes, vectors)
+    head = load_self_draft(bundle.directory("drafters/speculative"), model)
+    head.calibration = None  # always draft, whether or not it pays on this machine
+    model.pack()  # as the server does
+    head.pack()
+    heads = Heads(head)
+    trie = build_trie(codes, model.config.codebook_sizes)
+    cases = leave_one_out_cases(bundle.events(), "test").sample(NUM_USERS)
+    assert len(cases) == NUM_USERS
+
+    def requests(width: int, strategy: str) -> list[RecommendRequest]:
+        made = []
+        for case in range(len(cases)):
+            history = cases.history(case)
+            tokens = root_tokens(
+                history[-20:], catalog.index.codes, model.config.codebook_sizes, "items"
+            )
+            root = Root(NodeInputs(torch.from_numpy(tokens)), tokens)
+            seen = history if case % 2 else None
+            made.append(RecommendRequest(root, trie, 10, width, strategy, excluded=seen))
+        return made
+
+    return Engine(model, config=EngineConfig(kv_bytes=2**28, max_queue=4096), heads=heads), requests
+
+
+def test_two_thousand_users_get_the_slates_of_beam(asked):
+    engine, requests = asked
+    for width in (10, 50, 200):
+        plain = engine.run_many(requests(width, "beam"))
+        drafted = engine.run_many(requests(width, "speculative"))
+        assert all(answer.exact for answer in drafted)
+        ids = np.stack([answer.rows for answer in plain])
+        np.testing.assert_array_equal(np.stack([answer.rows for answer in drafted]), ids)
+        np.testing.assert_allclose(
+            np.stack([answer.scores for answer in drafted]),
+            np.stack([answer.scores for answer in plain]),
+            atol=1e-4,
+        )
+        rounds = np.array([[a.rounds for a in plain], [a.rounds for a in drafted]]).mean(1)
+        assert rounds[1] < rounds[0], f"beam {width}: the head saves no round"

@@ -1,0 +1,70 @@
+"""Every `curl` of the pages, sent to a server with a bundle and a language model, is answered."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from recserve.service import Service
+from recserve.service.served import Served
+from recserve.service.text_loading import TextSettings, load_text
+from tests.conftest import reference
+from tests.support.live_server import live
+from tests.support.tiny_bundle import shared_bundle
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/getting-started.md", "docs/api.md")
+FENCE = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# A quoted body may go over several lines; a comment ends with its line.
+COMMAND = re.compile(r"^curl (?:'[^']*'|\\\n|[^'\n])*", re.MULTILINE)
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def requests_of(page: str) -> list[tuple[str, str, str | None]]:
+    """Method, path and body of each example."""
+    found = []
+    for block in FENCE.findall((ROOT / page).read_text(encoding="utf-8")):
+        for command in COMMAND.findall(block):
+            words = shlex.split(command.replace("\\\n", " "), comments=True)
+            given = dict(zip(words, words[1:], strict=False))
+            (url,) = (word for word in words if word.startswith("localhost:8080/"))
+            method = given.get("-X") or ("POST" if "-d" in given else "GET")
+            found.append((method, url.removeprefix("localhost:8080"), given.get("-d")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    llm = reference("stories260k")
+    settings = TextSettings(llm, chat_template=folder / "template.jinja")
+    text = load_text(settings, torch.device("cpu"))
+    store, journal = f"lmdb:{folder}/store", folder / "items"
+    service = Service.open(shared_bundle(), store, "cpu", text=text, journal=journal)
+    with live(Served(service, text.model)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_are_answered(client, page):
+    base = client.get("/version").json()["catalog_version"].partition(".")[0]
+    examples = requests_of(page)
+    assert len(examples) >= 4
+    for method, path, body in examples:
+        sent = body and body.replace("VERSION", base)
+        answer = client.request(method, path, content=sent)
+        assert answer.is_success, f"{method} {path} {sent}: {answer.text}"
+        if answer.content:
+            said = answer.json()
+            assert not said.get("rejected") and not said.get("degraded"), said
+
+
+def test_examples_are_found():
+    assert ("DELETE", "/v1/users/user000001", None) in requests_of("docs/api.md")
+    (rollback,) = (one for one in requests_of("docs/api.md") if one[1] == "/v1/items:rollback")
+    assert rollback[2] == '{"catalog_version": "VERSION.1"}'

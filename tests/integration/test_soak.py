@@ -1,0 +1,122 @@
+"""A thousand mixed requests in one engine, one in five cancelled: nothing leaks, nobody waits on.
+
+Text with every drafter and rule, and recommendations, on pools that are too small, submitted while
+the engine steps, cancelled at any time; what is answered equals what the same request gets alone.
+"""
+
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.request import RecommendRequest
+from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
+from recserve.engine.engine import Engine, EngineConfig
+from tests.engine.test_engine import draw_root, make
+from tests.support.text_engines import MAKERS, assert_forgotten
+from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model
+
+REQUESTS, CANCELLED = 1000, 0.2
+
+
+# Of each drafter and none, with the rules that its drafts are fit for beside the default one.
+PAIRS = [(drafter, "sample") for drafter in ("none", "table", "tree", *MAKERS)]
+PAIRS += [("draft_model", rule) for rule in ("rejection", "block", "multi_step")]
+PAIRS += [("specinfer", "multi_step"), ("medusa", "typical"), ("tree", "greedy")]
+
+
+def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list, dict]:
+    """Requests of every pair, twenty recommendations, and texts for the table, some of them
+    right.
+    """
+    requests, texts = [], {}
+    plain = Engine(text=text)
+    for number, (drafter, rule) in enumerate(PAIRS * 3):
+        prompt = random.integers(0, VOCABULARY, random.integers(1, 20))
+        params = SamplingParams(
+            temperature=0.0 if rule == "greedy" else (0.0, 0.8, 1.3)[number % 3],
+            top_k=(0, 8)[number % 2],
+            presence_penalty=(0.0, 0.5)[number // 2 % 2],
+            seed=number,
+            max_tokens=int(random.integers(1, 14)),
+        )
+        texts[tuple(prompt.tolist())] = plain.run(TextRequest(prompt, params)).tokens.tolist()
+        how = Speculation(drafter, rule)
+        requests.append(TextRequest(prompt, params, how, priority=number % 3))
+    for number in range(20):
+        root = draw_root(recommender, 1 + number % 7, number)
+        requests.append(RecommendRequest(root, trie, 4, 2 + number % 5))
+    return requests, texts
+
+
+def assert_fits(request, answer, wanted) -> None:
+    """The answer that the request gets alone, without drafts; rules that draw otherwise at a
+    temperature write another text of the same length.
+    """
+    if isinstance(request, RecommendRequest):
+        assert answer.rows.tolist() == wanted.rows.tolist()
+        np.testing.assert_allclose(answer.scores, wanted.scores, atol=1e-4)
+    elif request.params.greedy or request.speculation.verifier == "sample":
+        assert answer.tokens.tolist() == wanted.tokens.tolist()
+    else:
+        assert len(answer.tokens) == len(wanted.tokens)
+
+
+@pytest.mark.parametrize("load_aware", [False, True], ids=["always", "load-aware"])
+def test_a_thousand_mixed_requests(load_aware):
+    random = np.random.default_rng(7)
+    codes = torch.from_numpy(np.unique(random.integers(0, 6, (60, 3)), axis=0))
+    recommender, trie = make(codes, "codes", "children")
+    text = drawn_model(1)
+    requests, texts = variants(random, trie, recommender, text)
+    drafters = {"table": TableDrafter("mixed", texts), "tree": TableDrafter("tree", texts)}
+    drafters |= {name: make_drafter(text) for name, make_drafter in MAKERS.items()}
+    slot = 2 * 2 * 2 * 8 * 4
+    config = EngineConfig(4, kv_bytes=40 * 4 * slot, max_running=12, load_aware=load_aware)
+    engine = Engine(recommender, text=text, drafters=drafters, config=config)
+    alone = Engine(recommender, text=text, config=EngineConfig())
+    wanted = []
+    for request in requests:
+        if isinstance(request, TextRequest):
+            request = TextRequest(request.prompt, request.params)
+        wanted.append(alone.run(request))
+
+    sent = []
+    most_aside = 0
+    for _ in range(REQUESTS):
+        place = int(random.integers(len(requests)))
+        sent.append((place, engine.submit(requests[place])))
+        if random.random() < CANCELLED:
+            engine.cancel(sent[int(random.integers(max(len(sent) - 30, 0), len(sent)))][1])
+        while engine.stats().queue_depth > 20:
+            engine.step()
+            most_aside = max(most_aside, len(engine._lanes["text"].aside))
+    while engine.step():
+        pass
+
+    finished, drafted = 0, set()
+    for place, future in sent:
+        assert future.done()
+        try:
+            answer = future.result(0)
+        except CancelledError:
+            continue
+        finished += 1
+        assert_fits(requests[place], answer, wanted[place])
+        if isinstance(answer, Completion) and answer.counts.num_drafts:
+            speculation = requests[place].speculation
+            drafted.add((speculation.drafter, speculation.verifier))
+    assert 700 < finished < 1000 and most_aside > 0
+    stats = engine.stats()
+    assert (stats.queue_depth, stats.running) == (0, 0)
+    for lane in engine._lanes.values():
+        lane.cache.clear()
+        assert lane.allocator.num_free == lane.allocator.num_pages
+    for name in MAKERS:
+        assert_forgotten(drafters[name])
+    if load_aware:
+        assert not engine._lanes["text"]._drafting._budget._records
+        assert len({drafter for drafter, _ in drafted}) == len(MAKERS) + 2
+    else:
+        assert drafted == {*PAIRS} - {("none", "sample")}

@@ -1,0 +1,102 @@
+"""Packed weights: the same products, and rows that do not know how many others there are."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recserve.core.text_request import SamplingParams, TextRequest
+from recserve.engine.engine import Engine
+from recserve.kernels import dispatch
+from recserve.models.attention import DenseAttention
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.packing import PackedLinear, pack_weights, packable
+from tests.support.text_plain import drawn_model
+
+pytestmark = pytest.mark.skipif(
+    not packable(torch.empty(1, 1)), reason="this torch has no oneDNN: nothing is ever packed"
+)
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["auto", "torch"], autouse=True)
+def kernels(request, monkeypatch):
+    """Products in C where there is a compiler, and oneDNN's."""
+    monkeypatch.setattr(dispatch, "KERNELS", request.param)
+
+
+def skip_unless_packable(dtype: torch.dtype) -> None:
+    if not packable(torch.empty(1, 1, dtype=dtype)):
+        pytest.skip(f"this processor has no packed products of {dtype}")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inner,outer", [(1, 1), (63, 65), (384, 1280), (1024, 3000)])
+def test_products(inner, outer, dtype):
+    skip_unless_packable(dtype)
+    g = torch.Generator().manual_seed(inner)
+    weight = torch.randn(outer, inner, generator=g).to(dtype)
+    bias = torch.randn(outer, generator=g).to(dtype)
+    layer = PackedLinear(weight, bias)
+    for shape in ((1, inner), (7, inner), (2, 5, inner), (0, inner)):
+        x = torch.randn(shape, generator=g).to(dtype)
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        got = layer(x)
+        assert got.dtype == dtype and got.shape == exact.shape
+        scale = max(inner**0.5, 8) * torch.finfo(dtype).eps
+        torch.testing.assert_close(got.double(), exact, atol=16 * scale, rtol=scale)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inner,outer", [(384, 1280), (1024, 2048), (64, 512)])
+def test_a_row_does_not_depend_on_the_number_of_rows(inner, outer, dtype):
+    skip_unless_packable(dtype)
+    g = torch.Generator().manual_seed(1)
+    layer = PackedLinear(torch.randn(outer, inner, generator=g).to(dtype))
+    x = torch.randn(300, inner, generator=g).to(dtype)
+    whole = layer(x)
+    for rows in (1, 2, 3, 5, 6, 8, 15, 16, 17, 33, 64, 128):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inner", [2048, 2816, 4096])
+def test_over_long_sums_two_rows_are_as_many_and_one_is_not_alone_if_asked(inner, dtype):
+    skip_unless_packable(dtype)
+    g = torch.Generator().manual_seed(1)
+    layer = PackedLinear(torch.randn(256, inner, generator=g).to(dtype))
+    x = torch.randn(300, inner, generator=g).to(dtype)
+    whole = layer(x)
+    for rows in (2, 3, 6, 16, 17, 64, 128):
+        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+    layer.never_alone = True
+    ones = [layer(row) for row in x.split(1)]
+    assert torch.equal(torch.cat(ones), whole)
+    assert torch.equal(layer(x[7]), whole[7])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_says_the_same(tied):
+    torch.manual_seed(0)
+    shape = LanguageModelConfig(DecoderConfig(64, 3, 4, 2, 16, 96, attention_bias=True), 200, tied)
+    model = LanguageModel(shape).requires_grad_(False)
+    packed = copy.deepcopy(model)
+    pack_weights(packed)
+    linear = [m for m in packed.modules() if isinstance(m, torch.nn.Linear)]
+    assert not linear and isinstance(packed.head, PackedLinear)
+    tokens, positions = torch.randint(0, 200, (1, 50)), torch.arange(50)[None]
+    wanted = model.logits(model(tokens, positions, DenseAttention()))
+    got = packed.logits(packed(tokens, positions, DenseAttention()))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_packed_model_writes_the_same_text():
+    model = drawn_model(1)
+    packed = copy.deepcopy(model)
+    pack_weights(packed)
+    request = TextRequest(np.array([3, 1, 4]), SamplingParams(temperature=0.0, max_tokens=30))
+    texts = [Engine(text=m).run(request).tokens.tolist() for m in (model, packed)]
+    assert texts[0] == texts[1]

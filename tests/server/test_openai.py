@@ -1,0 +1,587 @@
+"""The stock `openai` client, sync and async, against every feature of the two text routes."""
+
+import asyncio
+import json
+import random
+import re
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.support.live_server import live
+from tests.support.scripted_text import BEGIN, CONTEXT, END, scripted
+
+STORY = "Zoë paid 3 € for a 👩‍👩‍👧 cake.\n\nUser: more"
+BEFORE_STOP = "Zoë paid 3 € for a 👩‍👩‍👧 cake."
+
+
+def script(prompt: str, seed: int) -> str:
+    return f"seed {seed}" if "seed" in prompt else "yes" if "short" in prompt else STORY
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with live(scripted(tmp_path_factory.mktemp("toy"), script)) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server):
+    engine = server.app.state.worker.served.engine
+    engine.requests.clear()
+    yield engine
+    engine.hold.clear()
+    engine.full, engine.failure = False, None
+
+
+@pytest.fixture
+def client(server, engine):
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="-", max_retries=0) as made:
+        yield made
+
+
+def run_async(server, function):
+    async def run():
+        settings = {"base_url": f"{server.base_url}/v1", "api_key": "-", "max_retries": 0}
+        async with openai.AsyncOpenAI(**settings) as client:
+            return await function(client)
+
+    return asyncio.run(run())
+
+
+ASK = {"model": "toy", "prompt": "a", "max_tokens": 150}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_completion(client, engine):
+    answer = client.completions.create(**ASK)
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert answer.model == "toy" and abs(answer.created - time.time()) < 60
+    (choice,) = answer.choices
+    assert (choice.text, choice.index, choice.finish_reason) == (STORY, 0, "stop")
+    written = len(STORY.encode())
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        *(1, written),
+        written + 1,
+    )
+    assert engine.requests[0].prompt.tolist() == client_encoding("a")
+    assert engine.requests[0].params.stop_token_ids == (END,)
+
+
+def client_encoding(text):
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spell = {c: n for n, c in enumerate(alphabet)}
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return [spell[c] for piece, _ in pieces for c in piece]
+
+
+def test_a_stream_of_a_completion_never_shows_half_a_character(client):
+    chunks = list(client.completions.create(**ASK, stream=True))
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(texts) == STORY and "�" not in STORY
+    assert not any("�" in text for text in texts) and len(texts) > 10
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_chat(client, engine):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+    ]
+    answer = client.chat.completions.create(model="toy", messages=messages, max_tokens=150)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    message = answer.choices[0].message
+    assert (message.role, message.content, message.refusal) == ("assistant", STORY, None)
+    prompt = "system: be brief\nuser: hi\nassistant:"
+    assert engine.requests[0].prompt.tolist() == [BEGIN, *client_encoding(prompt)]
+    assert answer.usage.prompt_tokens == 1 + len(prompt)
+    assert answer.usage.prompt_tokens_details.cached_tokens == (1 + len(prompt)) // 2
+
+
+def test_a_stream_of_a_chat_with_usage(client):
+    stream = client.chat.completions.create(
+        **CHAT, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    *pieces, end, counts = chunks
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert all(piece.choices[0].delta.role is None for piece in pieces[1:])
+    assert "".join(piece.choices[0].delta.content for piece in pieces) == STORY
+    assert end.choices[0].finish_reason == "stop" and end.choices[0].delta.content is None
+    assert counts.choices == [] and counts.usage.completion_tokens == len(STORY.encode())
+    assert all(chunk.usage is None for chunk in [*pieces, end])
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+
+
+def test_the_async_client(server, engine):
+    async def both(client):
+        answer = await client.chat.completions.create(**CHAT)
+        stream = await client.completions.create(**ASK, stream=True)
+        texts = [chunk.choices[0].text async for chunk in stream]
+        many = await asyncio.gather(*[client.completions.create(**ASK) for _ in range(20)])
+        return answer.choices[0].message.content, "".join(texts), {m.choices[0].text for m in many}
+
+    assert run_async(server, both) == (STORY, STORY, {STORY})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "stop, text",
+    [
+        ("\n\nUser:", BEFORE_STOP),
+        (["more", "\n\nUser:"], BEFORE_STOP),
+        ("€", "Zoë paid 3 "),
+        ("👩‍👩‍👧", "Zoë paid 3 € for a "),
+        ("never", STORY),
+        ("Z", ""),
+    ],
+)
+def test_stop_strings_over_token_borders(client, stop, text, stream):
+    answer = client.completions.create(**ASK, stop=stop, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text
+    assert choices[-1].finish_reason == "stop"
+    if not stream and stop != "never":
+        # Up to the token that completed the stop string, whatever was written in the same step.
+        first = stop if isinstance(stop, str) else "\n\nUser:"
+        assert answer.usage.completion_tokens == len((text + first).encode())
+
+
+def test_max_tokens_ends_in_the_middle_of_a_character(client):
+    answer = client.completions.create(**{**ASK, "max_tokens": 3})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Zo�", "length")
+    assert client.completions.create(model="toy", prompt="a").usage.completion_tokens == 16
+    chat = client.chat.completions.create(**CHAT, max_completion_tokens=5)
+    assert chat.usage.completion_tokens == 5 and chat.choices[0].finish_reason == "length"
+
+
+def test_several_texts_and_prompts(client, engine):
+    answer = client.completions.create(
+        model="toy", prompt=["seed", "short"], n=3, seed=7, max_tokens=60
+    )
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    first = [choice.text for choice in answer.choices[:3]]
+    assert first[0] == "seed 7" and len(set(first)) == 3
+    assert [choice.text for choice in answer.choices[3:]] == ["yes"] * 3
+    seeds = sorted(request.params.seed for request in engine.requests)
+    again = client.completions.create(model="toy", prompt=["seed"], n=3, seed=7, max_tokens=60)
+    assert [choice.text for choice in again.choices] == first and len(set(seeds)) == 3
+    assert answer.usage.prompt_tokens == len("seedshort")
+    free = client.completions.create(model="toy", prompt="seed", n=2, max_tokens=60)
+    assert len({choice.text for choice in free.choices}) == 2
+
+
+def test_several_texts_in_a_stream(client):
+    stream = client.chat.completions.create(
+        **CHAT, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    texts, roles, ends = {}, [], 0
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            roles += [choice.index] * (choice.delta.role is not None)
+            ends += choice.finish_reason is not None
+    assert texts == dict.fromkeys(range(3), STORY) and sorted(roles) == [0, 1, 2] and ends == 3
+    assert chunk.usage.completion_tokens == 3 * len(STORY.encode())
+
+
+def test_token_prompts_and_echo(client, engine):
+    tokens = [BEGIN, *client_encoding("né")]
+    answer = client.completions.create(model="toy", prompt=tokens, echo=True, max_tokens=4)
+    assert answer.choices[0].text == "néZoë"
+    assert engine.requests[0].prompt.tolist() == tokens
+    two = client.completions.create(model="toy", prompt=[tokens, tokens], echo=True, max_tokens=4)
+    assert [choice.text for choice in two.choices] == ["néZoë"] * 2
+    stream = client.completions.create(
+        model="toy", prompt="short", echo=True, max_tokens=4, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == "shortyes"
+
+
+def test_logprobs_of_a_completion(client):
+    answer = client.completions.create(**{**ASK, "max_tokens": 5}, logprobs=3)
+    said = answer.choices[0].logprobs
+    assert said.tokens == ["Z", "o", "\\xc3", "\\xab", " "]
+    assert said.text_offset == [0, 1, 2, 2, 3]
+    assert said.token_logprobs == [-1.5] * 5
+    assert said.top_logprobs[1] == {"#": -0.5, "o": -1.5, "?": -2.5}
+    none = client.completions.create(**{**ASK, "max_tokens": 2}, logprobs=0).choices[0].logprobs
+    assert none.top_logprobs == [{"Z": -1.5}, {"o": -1.5}]
+    assert client.completions.create(**ASK).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(client, stream):
+    settings = {"logprobs": True, "top_logprobs": 2, "max_tokens": 4, "stream": stream}
+    answer = client.chat.completions.create(**CHAT, **settings)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    tokens = [t for choice in choices if choice.logprobs for t in choice.logprobs.content]
+    assert [token.token for token in tokens] == ["Z", "o", "\\xc3", "\\xab"]
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == "Zoë"
+    assert [(top.token, top.logprob) for top in tokens[0].top_logprobs] == [
+        ("#", -0.5),
+        ("Z", -1.5),
+    ]
+
+
+def test_every_parameter_reaches_the_engine(client, engine):
+    client.completions.create(
+        **ASK,
+        temperature=0.3,
+        top_p=0.9,
+        presence_penalty=-1.5,
+        frequency_penalty=0.5,
+        logit_bias={"65": -100, "66": 2.5},
+        seed=-5,
+        user="u1",
+        extra_body={
+            **{"top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "min_tokens": 2},
+            **{"stop_token_ids": [9, END], "bad_words": ["no"], "priority": 3},
+            "speculation": {"drafter": "medusa", "num_tokens": 5, "tree": [[0], [0, 0], [1]]},
+        },
+    )
+    (request,) = engine.requests
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.3, 0.9, 40, 0.05)
+    assert (params.presence_penalty, params.frequency_penalty) == (-1.5, 0.5)
+    assert (params.repetition_penalty, params.seed, params.min_tokens) == (1.1, -5, 2)
+    assert params.logit_bias == {65: -100.0, 66: 2.5} and params.max_tokens == 150
+    assert params.stop_token_ids == (END, 9)
+    bad = tuple(tuple(client_encoding(word)) for word in ("no", " no"))
+    assert params.bad_words == bad
+    said = request.speculation
+    assert (said.drafter, said.num_tokens, said.tree) == ("medusa", 5, ((0,), (0, 0), (1,)))
+    assert request.priority == 3
+    client.completions.create(
+        **ASK, extra_body={"ignore_eos": True, "top_k": -1, "temperature": None}
+    )
+    assert engine.requests[1].params.stop_token_ids == ()
+    assert (engine.requests[1].params.temperature, engine.requests[1].params.top_k) == (1.0, 0)
+    assert engine.requests[1].speculation.drafter == "none"
+
+
+def test_template_settings(client, engine):
+    client.chat.completions.create(**CHAT, extra_body={"chat_template_kwargs": {"loud": True}})
+    assert engine.requests[0].prompt.tolist()[-14:] == client_encoding("LOUDassistant:")
+
+
+def test_the_figures_of_drafting(client, server):
+    drafted = {"speculation": {"drafter": "ngram", "verifier": "typical"}}
+    answer = client.chat.completions.create(**CHAT, extra_body=drafted)
+    said = answer.model_extra["metrics"]["speculative_decoding"]
+    assert (said["drafter"], said["verifier"], said["exact"]) == ("ngram", "typical", False)
+    steps, tokens = said["num_drafts"], answer.usage.completion_tokens
+    assert said["num_accepted_tokens"] == tokens - steps and said["num_draft_tokens"] == 4 * steps
+    assert said["mean_acceptance_length"] == pytest.approx(tokens / steps)
+    assert said["draft_acceptance_rate"] == pytest.approx((tokens - steps) / (4 * steps))
+    assert sum(said["per_position"]) == tokens - steps and len(said["per_position"]) == 2
+    plain = client.chat.completions.create(**CHAT)
+    assert plain.model_extra["metrics"] == {"speculative_decoding": None}
+    chunks = list(client.chat.completions.create(**CHAT, stream=True, extra_body=drafted))
+    assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_drafts"] == steps
+    assert all("metrics" not in chunk.model_extra for chunk in chunks[:-1])
+    page = server.get("/metrics").text
+    counted = re.search(r'recserve_spec_drafts_total\{drafter="ngram"\} (\d+)', page)
+    assert counted and int(counted[1]) >= 2 * steps
+    assert 'accepted_per_position_total{drafter="ngram",position="1"}' in page
+    assert re.search(r'recserve_text_tokens_total\{kind="completion"\} [1-9]', page)
+    assert re.search(r"recserve_first_token_seconds_count [1-9]", page)
+
+
+def test_models(client):
+    listed = client.models.list().data
+    assert [(model.id, model.object) for model in listed] == [("toy", "model")]
+    assert listed[0].model_extra["recserve"]["drafters"] == ["none", "ngram", "medusa"]
+    assert client.models.retrieve("toy").model_extra["max_model_len"] == CONTEXT
+    with pytest.raises(openai.NotFoundError, match="'toy'"):
+        client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize(
+    "changed, kind, code, param",
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "unknown_model", None),
+        (
+            {"max_tokens": CONTEXT},
+            openai.UnprocessableEntityError,
+            "context_length_exceeded",
+            "max_tokens",
+        ),
+        (
+            {"prompt": "x" * CONTEXT},
+            openai.UnprocessableEntityError,
+            "context_length_exceeded",
+            "prompt",
+        ),
+        ({"prompt": ""}, openai.UnprocessableEntityError, "out_of_range", "prompt"),
+        ({"prompt": [300]}, openai.UnprocessableEntityError, "out_of_range", "prompt"),
+        ({"prompt": ["a", 3]}, openai.UnprocessableEntityError, "out_of_range", "prompt"),
+        ({"prompt": ["a"] * 9, "n": 16}, openai.UnprocessableEntityError, "out_of_range", "prompt"),
+        ({"n": 17}, openai.UnprocessableEntityError, "out_of_range", "n"),
+        ({"temperature": 3}, openai.UnprocessableEntityError, "out_of_range", "temperature"),
+        ({"logit_bias": {"999": 1}}, openai.UnprocessableEntityError, "out_of_range", "logit_bias"),
+        ({"best_of": 2}, openai.UnprocessableEntityError, "out_of_range", "best_of"),
+        ({"suffix": "z"}, openai.UnprocessableEntityError, "out_of_range", "suffix"),
+        ({"echo": True, "logprobs": 1}, openai.UnprocessableEntityError, "out_of_range", "echo"),
+        ({"stop": [""]}, openai.UnprocessableEntityError, "out_of_range", "stop[0]"),
+        (
+            {"extra_body": {"min_tokens": 151}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "min_tokens",
+        ),
+        (
+            {"extra_body": {"tempature": 1}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "tempature",
+        ),
+        (
+            {"extra_body": {"speculation": {"drafter": "eagle"}}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "speculation.drafter",
+        ),
+        (
+            {"extra_body": {"speculation": {"drafter": "ngram", "tree": [[0]]}}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "speculation",
+        ),
+        (
+            {"extra_body": {"speculation": {"verifier": "greedy"}}},
+            openai.UnprocessableEntityError,
+            "out_of_range",
+            "speculation.verifier",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field(client, engine, changed, kind, code, param, stream):
+    with pytest.raises(kind) as caught:
+        client.completions.create(**{**ASK, **changed}, stream=stream)
+    error = caught.value
+    assert (error.code, error.param) == (code, param)
+    assert param is None or param in error.message or code == "context_length_exceeded"
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "changed, param",
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
+    ],
+)
+def test_refusals_of_a_chat(client, changed, param):
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        client.chat.completions.create(**{**CHAT, **changed})
+    assert caught.value.param.startswith(param)
+
+
+def test_fields_that_ask_for_nothing_are_taken(client):
+    harmless = {
+        **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        **{"store": False, "service_tier": "auto", "parallel_tool_calls": True},
+        **{"metadata": {"a": "b"}, "modalities": ["text"], "stop": None, "logit_bias": None},
+    }
+    assert client.chat.completions.create(**CHAT, **harmless).choices[0].finish_reason == "stop"
+
+
+def test_a_full_queue_and_a_passed_deadline(client, engine):
+    engine.full = True
+    for stream in (False, True):
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**ASK, stream=stream)
+        assert caught.value.response.headers["retry-after"] == "3"
+    engine.full = False
+    engine.hold.set()
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(**ASK, extra_body={"timeout_ms": 40})
+    assert caught.value.status_code == 504
+    until(lambda: engine.cancelled or engine.requests)
+
+
+def test_a_failure_before_the_first_piece_has_a_status(client, engine):
+    engine.failure = ValueError("a secret of the inside")
+    with pytest.raises(openai.InternalServerError) as caught:
+        # Nothing can be shown before the failure: all of it may become the stop string.
+        client.completions.create(**ASK, stream=True, stop=STORY)
+    assert caught.value.status_code == 500 and "secret" not in str(caught.value)
+
+
+def test_a_failure_in_a_stream_is_an_event(client, server, engine):
+    engine.failure = ValueError("a secret of the inside")
+    texts = []
+    with pytest.raises(openai.APIError) as caught:
+        for chunk in client.completions.create(**ASK, stream=True):
+            texts.append(chunk.choices[0].text)
+    assert texts == ["Z", "oë"] and "secret" not in str(caught.value)
+    lines = raw_events(server, {**ASK, "stream": True})
+    assert json.loads(lines[-2])["error"]["code"] == "internal" and lines[-1] == "[DONE]"
+
+
+def test_a_deadline_that_passes_in_a_stream_is_an_event(client, engine):
+    engine.hold.set()
+    stream = client.completions.create(**ASK, stream=True, extra_body={"timeout_ms": 300})
+    assert next(iter(stream)).choices[0].text == "Z"
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert caught.value.body["code"] == "deadline_exceeded"
+
+
+def test_a_stream_goes_on_while_the_server_drains(client, server, engine):
+    worker = server.app.state.worker
+    engine.hold.set()
+    stream = iter(client.completions.create(**ASK, stream=True))
+    first = next(stream).choices[0].text
+    worker.draining = True
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**ASK)
+        assert caught.value.status_code == 503
+        engine.hold.clear()
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == STORY
+    finally:
+        worker.draining = False
+
+
+def raw_events(server, body, path="/v1/completions"):
+    answer = server.post(path, json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["x-request-id"] and answer.headers["cache-control"] == "no-cache"
+    events = answer.text.split("\n\n")
+    assert events.pop() == "" and all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def test_the_events_byte_by_byte(server, engine):
+    """The golden form: what clients that read lines themselves rely on."""
+    body = {"model": "toy", "prompt": "short", "stream": True, "request_id": "g"}
+    body |= {"stream_options": {"include_usage": True}}
+    lines = raw_events(server, body)
+    head = r'\{"id":"cmpl-g","object":"text_completion","created":\d+,"model":"toy",'
+    head += r'"system_fingerprint":"recserve-[^"]+","usage":'
+    piece = (
+        head + r'null,"choices":\[\{"index":0,"text":"%s","logprobs":null,"finish_reason":%s\}\]\}'
+    )
+    counts = head + (
+        r'\{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8,'
+        r'"prompt_tokens_details":\{"cached_tokens":2\}\},'
+        r'"metrics":\{"speculative_decoding":null\},"choices":\[\]\}'
+    )
+    expected = [piece % ("y", "null"), piece % ("es", "null"), piece % ("", '"stop"'), counts]
+    assert len(lines) == 5 and lines[-1] == "[DONE]"
+    for line, pattern in zip(lines, expected, strict=False):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_client_that_leaves_ends_its_texts(server, client, engine):
+    engine.hold.set()
+    before = engine.cancelled
+    stream = client.completions.create(**ASK, n=2, stream=True)
+    next(iter(stream))
+    stream.close()
+    until(lambda: engine.cancelled == before + 2)
+    with httpx.Client(base_url=server.base_url) as other, pytest.raises(httpx.ReadTimeout):
+        other.post("/v1/completions", json=ASK, timeout=0.2)
+    until(lambda: engine.cancelled == before + 3)
+    until(lambda: server.app.state.worker.in_flight == 0)
+
+
+def test_an_async_client_that_cancels(server, engine):
+    engine.hold.set()
+    before = engine.cancelled
+
+    async def leave(client):
+        task = asyncio.ensure_future(client.chat.completions.create(**CHAT))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_async(server, leave)
+    until(lambda: engine.cancelled == before + 1)
+
+
+def test_an_async_client_that_leaves_a_stream(server, engine):
+    engine.hold.set()
+    before = engine.cancelled
+
+    async def leave(client):
+        async with await client.completions.create(**ASK, stream=True) as stream:
+            async for chunk in stream:
+                assert chunk.choices[0].text == "Z"
+                break
+
+    run_async(server, leave)
+    until(lambda: engine.cancelled == before + 1)
+
+
+def test_a_server_without_a_bundle_says_so(server):
+    for method, path, body in (
+        ("POST", "/v1/recommend", {"history": ["a"]}),
+        ("POST", "/v1/rank", {"history": ["a"], "candidates": [{"item_id": "b"}]}),
+        ("GET", "/v1/items/a", None),
+    ):
+        answer = server.request(method, path, json=body)
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_model"
+        assert "--bundle" in answer.json()["error"]["message"]
+    assert server.get("/version").json().keys() == {"version"}
+    assert server.get("/playground/samples").json() == {"users": [], "items": []}
+    assert "recserve_kv_pages" in server.get("/metrics").text
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    with live(scripted(tmp_path, script, template=False)) as server:
+        answer = server.post("/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 422 and "/v1/completions" in answer.json()["error"]["message"]
+        assert server.post("/v1/completions", json=ASK).status_code == 200
+
+
+def drawn_value(rng, depth=0):
+    """Any JSON value, sizes and depths a client should not send among them."""
+    kinds = [None, True, 0, -1, 1e308, 10**30, "", "x" * 300, "u\u0000", "\ud83d\ude00", 3.5, [[]]]
+    if depth > 3 or rng.random() < 0.6:
+        return rng.choice(kinds)
+    if rng.random() < 0.5:
+        return [drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    keys = ["role", "content", "type", "text", "drafter", "tree", "0", "include_usage"]
+    return {rng.choice(keys): drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_no_body_is_an_internal_error(server, engine, path):
+    """250 bodies per route: a valid one with one or two fields replaced by drawn values."""
+    rng = random.Random(path)
+    good = {**ASK, "stream": False} if path == "completions" else {**CHAT, "stream": False}
+    names = [*good, "n", "stop", "seed", "logit_bias", "logprobs", "speculation", "bad_words"]
+    names += ["stream_options", "top_k", "echo", "suffix", "tools", "response_format", "metadata"]
+    names += ["stop_token_ids", "chat_template_kwargs", "timeout_ms", "user", "temperature"]
+    counts = {200: 0, 422: 0}
+    for _ in range(250):
+        body = {**good, **{rng.choice(names): drawn_value(rng) for _ in range(rng.randrange(1, 3))}}
+        answer = server.post(f"/v1/{path}", content=json.dumps(body))
+        assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
+        counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
+    assert counts[200] > 10 and counts[422] > 50

@@ -1,0 +1,220 @@
+"""Reranking and generative scoring over HTTP: equal to full forwards written out by hand."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.draft.none import NoDrafter
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.service import text_scores
+from recserve.service.served import Served
+from recserve.service.text_model import TextModel
+from recserve.text.tokenizer import TextTokenizer
+from tests.support.live_server import live
+from tests.support.scripted_text import BEGIN, END, VOCABULARY, byte_tokenizer
+from tests.support.text_plain import last_logits
+
+POSITIONS = 700
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(3)
+    decoder = DecoderConfig(32, 2, 4, 2, 8, 48, max_positions=POSITIONS)
+    model = LanguageModel(LanguageModelConfig(decoder, VOCABULARY))
+    model.head.weight.data.mul_(8)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module", params=["template", "plain"])
+def server(request, network, tmp_path_factory):
+    folder = byte_tokenizer(tmp_path_factory.mktemp("toy"))
+    if request.param == "plain":
+        (folder / "tokenizer_config.json").unlink()
+    tokenizer = TextTokenizer.open(folder)
+    engine = Engine(text=network, config=EngineConfig(kv_bytes=2**24))
+    engine.start()
+    none, cpu = {"none": NoDrafter()}, torch.device("cpu")
+    model = TextModel("toy", tokenizer, VOCABULARY, (), POSITIONS, 1, cpu, none)
+    with live(Served(None, model, engine)) as running:
+        running.tokenizer, running.templated = tokenizer, request.param == "template"
+        yield running
+
+
+def probabilities(network, tokens, labels):
+    return last_logits(network, tokens).double().softmax(-1)[list(labels)].numpy()
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_generative_scoring(server, network, softmax):
+    items, labels = ["first", "a second é", [5, 6, 7], "x"], [70, 71, 72]
+    body = {"model": "toy", "query": "which?", "items": items, "label_token_ids": labels}
+    answer = server.post("/generative_scoring", json={**body, "apply_softmax": softmax}).json()
+    assert answer["object"] == "list" and answer["model"] == "toy"
+    encode = server.tokenizer.encode
+    root = encode("which?")
+    branches = [item if isinstance(item, list) else encode(item, False) for item in items]
+    for index, (branch, said) in enumerate(zip(branches, answer["data"], strict=True)):
+        expected = probabilities(network, root + branch, labels)
+        expected = expected / expected.sum() if softmax else expected
+        np.testing.assert_allclose(said["scores"], expected, rtol=1e-3)
+        assert said["score"] == said["scores"][0]
+        assert (said["index"], said["object"]) == (index, "score")
+    assert answer["usage"]["prompt_tokens"] == len(root) + sum(map(len, branches))
+
+
+def test_many_items_are_several_groups_and_the_same_scores(server, network, monkeypatch):
+    items = [f"item {n}" for n in range(60)]
+    body = {"query": "q", "items": items, "label_token_ids": [1, 2]}
+    one = server.post("/generative_scoring", json=body).json()["data"]
+    monkeypatch.setattr(text_scores, "GROUP_TOKENS", 50)
+    submitted = []
+    engine = server.app.state.worker.served.engine
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda r: submitted.append(r) or submit(r))
+    many = server.post("/generative_scoring", json=body).json()["data"]
+    assert len(submitted) == 9
+    np.testing.assert_allclose([d["scores"] for d in one], [d["scores"] for d in many], rtol=1e-3)
+
+
+DOCUMENTS = ["red balls", {"text": "a cat"}, "naïve 日本", "", "green"]
+
+
+def expected_relevance(server, network, query, documents):
+    tokenizer = server.tokenizer
+    asked = f"<Instruct>: {text_scores.INSTRUCTION}\n<Query>: {query}\n<Document>: "
+    if server.templated:
+        head = tokenizer.encode(f"<s>system: {text_scores.JUDGE}\nuser: {asked}", False)
+        assert head[0] == BEGIN
+        tail, yes, no = "\nassistant:", "y", "n"
+    else:
+        head = tokenizer.encode(f"{text_scores.JUDGE}\n{asked}")
+        tail, yes, no = "\nAnswer: ", "y", "n"
+    labels = [tokenizer.encode(word, False)[0] for word in (yes, no)]
+    found = []
+    for document in documents:
+        text = document if isinstance(document, str) else document["text"]
+        p = probabilities(network, head + tokenizer.encode(text + tail, False), labels)
+        found.append(p[0] / p.sum())
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_rerank(server, network, path):
+    body = {"model": "toy", "query": "toys?", "documents": DOCUMENTS, "request_id": "r1"}
+    answer = server.post(path, json=body).json()
+    scores = expected_relevance(server, network, "toys?", DOCUMENTS)
+    order = sorted(range(len(DOCUMENTS)), key=lambda n: (-round(scores[n], 6), n))
+    assert [r["index"] for r in answer["results"]] == order
+    said = [r["relevance_score"] for r in answer["results"]]
+    np.testing.assert_allclose(said, [scores[n] for n in order], rtol=1e-3)
+    assert answer["id"] == "r1" and answer["meta"]["api_version"]["version"] == path[2]
+    assert all(set(r) == {"index", "relevance_score"} for r in answer["results"])
+    best = server.post(path, json={**body, "top_n": 2, "return_documents": True}).json()
+    assert [r["index"] for r in best["results"]] == order[:2]
+    first = DOCUMENTS[order[0]]
+    text = first if isinstance(first, str) else first["text"]
+    assert best["results"][0]["document"] == {"text": text}
+    assert best["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_equal_scores_stand_in_the_order_of_the_documents(server, monkeypatch, path):
+    """Equal documents far apart, among forty others and in groups of their own, tie exactly; and
+    all tie where every score is the same.
+    """
+    documents = ["a cat", *[f"text {n}" for n in range(40)], "a cat", "green", "a cat"]
+    monkeypatch.setattr(text_scores, "GROUP_TOKENS", 60)
+    results = server.post(path, json={"query": "q", "documents": documents}).json()["results"]
+    assert sorted(r["index"] for r in results) == list(range(len(documents)))
+    keys = [(-r["relevance_score"], r["index"]) for r in results]
+    assert keys == sorted(keys)
+    cats = [r["relevance_score"] for r in results if r["index"] in (0, 41, 43)]
+    assert len(set(cats)) == 1 and len(cats) == 3
+    monkeypatch.setattr(text_scores, "_softmax", lambda values: np.full_like(values, 0.5))
+    tied = server.post(path, json={"query": "q", "documents": documents, "top_n": 9}).json()
+    assert [r["index"] for r in tied["results"]] == list(range(9))
+
+
+def test_an_instruction_and_a_cut_change_the_scores(server):
+    body = {"query": "toys?", "documents": ["red balls and green"]}
+    plain = server.post("/v1/rerank", json=body).json()["results"][0]["relevance_score"]
+    other = server.post("/v1/rerank", json={**body, "instruction": "Prefer cats"}).json()
+    assert other["results"][0]["relevance_score"] != plain
+    cut = server.post("/v1/rerank", json={**body, "max_tokens_per_doc": 3}).json()
+    short = server.post("/v1/rerank", json={**body, "documents": ["red"]}).json()
+    assert cut["results"] == short["results"]
+
+
+def test_a_document_cannot_end_its_turn(server, network):
+    """`</s>` in a document is four characters; its four tokens count, the special one does not."""
+    document = "</s>"
+    body = {"query": "toys?", "documents": [document]}
+    answer = server.post("/v1/rerank", json=body).json()
+    tokenizer = server.tokenizer
+    assert tokenizer.encode(document, False) == [END]
+    assert len(tokenizer.encode_literal(document)) == 4
+    empty = server.post("/v1/rerank", json={**body, "documents": [""]}).json()
+    assert answer["usage"]["prompt_tokens"] == empty["usage"]["prompt_tokens"] + 4
+
+
+@pytest.mark.parametrize(
+    "path, body, status, param",
+    [
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, 422, "query"),
+        ("/v1/rerank", {"query": "q", "documents": []}, 422, "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, 422, "top_n"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "model": "other"}, 404, None),
+        ("/v1/rerank", {"query": "q", "documents": ["a", "b" * 900]}, 422, "documents[1]"),
+        (
+            "/v2/rerank",
+            {"query": "q", "documents": ["a"], "rank_fields": ["t"]},
+            422,
+            "rank_fields",
+        ),
+        ("/v1/rerank", {"query": text_scores.PLACE, "documents": ["a"]}, 422, "query"),
+        ("/generative_scoring", {"query": "q", "items": ["a"]}, 422, "label_token_ids"),
+        (
+            "/generative_scoring",
+            {"query": "q", "items": ["a"], "label_token_ids": [VOCABULARY]},
+            422,
+            "label_token_ids",
+        ),
+        (
+            "/generative_scoring",
+            {"query": "q", "items": ["a", ""], "label_token_ids": [1]},
+            422,
+            "items[1]",
+        ),
+        (
+            "/generative_scoring",
+            {"query": "q", "items": ["a"], "label_token_ids": [1], "item_first": True},
+            422,
+            "item_first",
+        ),
+    ],
+)
+def test_refusals(server, path, body, status, param):
+    answer = server.post(path, json=body)
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/generative_scoring"])
+def test_no_body_is_an_internal_error(server, path):
+    rng = random.Random(path)
+    good = {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1, "instruction": "i"}
+    if path == "/generative_scoring":
+        good = {"query": [1], "items": ["a", [2]], "label_token_ids": [3], "apply_softmax": True}
+    values = [None, True, -1, 0, 2, 10**30, 1.5, "", "x", [], [[]], [""], [1], ["a"], {}, {"a": 1}]
+    statuses = set()
+    for _ in range(100):
+        body = {**good, rng.choice([*good, "model", "timeout_ms"]): rng.choice(values)}
+        answer = server.post(path, json=body)
+        assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
+        statuses.add(answer.status_code)
+    assert {200, 422} <= statuses

@@ -1,0 +1,212 @@
+"""A server from loading to the end: not ready, ready, draining, gone; counted by Prometheus."""
+
+import gc
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from recserve.config import ServerConfig
+from recserve.metrics import STAGES
+from recserve.server.errors import REASONS, NotReady
+from recserve.server.worker import Worker
+from recserve.service import Service
+from tests.support.live_server import live
+from tests.support.tiny_bundle import shared_bundle
+
+SERVE = """
+import sys
+from pathlib import Path
+from recserve.config import ServerConfig
+from recserve.server.run import serve
+bundle, store, port, delay = sys.argv[1:]
+config = dict(bundle=Path(bundle), store=store, port=int(port), device="cpu", threads=1)
+sys.exit(serve(ServerConfig(**config, drain_delay_s=float(delay))))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ask(url: str) -> int | None:
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RECSERVE_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_drains_and_loses_nothing(tmp_path):
+    """While requests run: SIGTERM, ready is 503, new work is 503, what runs is answered, exit 0."""
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    server = started(str(shared_bundle()), f"lmdb:{tmp_path}/store", str(port), "1.5")
+    try:
+        until(lambda: ask(base + "/health/ready") == 200)
+        user = httpx.get(base + "/playground/samples").json()["users"][0]
+        body = {"user": {"id": user}, "k": 100, "beam_width": 500}
+        statuses: list[int] = []
+        stop = threading.Event()
+
+        def load():
+            with httpx.Client(base_url=base, timeout=30) as client:
+                while not stop.is_set():
+                    statuses.append(client.post("/v1/recommend", json=body).status_code)
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(statuses) >= 8)
+        server.send_signal(signal.SIGTERM)
+        until(lambda: ask(base + "/health/ready") == 503)
+        assert ask(base + "/health/live") == 200
+        refused = httpx.post(base + "/v1/recommend", json=body)
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "not_ready"
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert server.wait(30) == 0
+        assert set(statuses) <= {200, 503} and statuses.count(200) >= 8
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
+    (tmp_path / "empty").mkdir()
+    server = started(str(tmp_path / "empty"), f"lmdb:{tmp_path}/store", str(free_port()), "0")
+    _, said = server.communicate(timeout=60)
+    assert server.returncode == 1
+    assert "ERROR     the service could not be started: " in said and "manifest.json" in said
+    assert "Traceback" not in said
+
+
+def test_the_log_says_when_it_is_ready(caplog):
+    with caplog.at_level("INFO", "recserve"):
+        worker = Worker(lambda: None)
+        worker.start()
+        assert worker.loaded.wait(10)
+        worker.close()
+    assert "ready after" in caplog.text
+
+
+@pytest.mark.parametrize("error, traced", [(ValueError("no"), False), (KeyboardInterrupt(), True)])
+def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog):
+    def load():
+        raise error
+
+    caplog.set_level("INFO", "recserve")
+    worker = Worker(load)
+    worker.start()
+    assert worker.loaded.wait(10) and worker.failure is error
+    assert [bool(record.exc_info) for record in caplog.records] == [traced]
+
+
+def test_worker_says_why_it_is_not_ready():
+    gate = threading.Event()
+
+    def load() -> Service:
+        gate.wait()
+        raise ValueError("/secret/path is broken")
+
+    worker = Worker(load)
+    worker.start()
+    with pytest.raises(NotReady, match="loading"):
+        _ = worker.service
+    assert worker.gauges() is None
+    gate.set()
+    worker.loaded.wait()
+    with pytest.raises(NotReady, match="could not start") as caught:
+        _ = worker.service
+    assert "secret" not in str(caught.value)
+    worker.draining = True
+    with pytest.raises(NotReady, match="shutting down"):
+        _ = worker.service
+    worker.close()
+
+
+def series(client: httpx.Client) -> set[str]:
+    lines = client.get("/metrics").text.splitlines()
+    return {line.rsplit(" ", 1)[0] for line in lines if line and line[0] != "#"}
+
+
+def test_metrics_have_their_names_and_labels_from_closed_sets(tmp_path):
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
+    user = service.samples(1, 1)["users"][0]
+    item = service.samples(1, 1)["items"][0]
+    with live(service) as client:
+
+        def mixture(word: str) -> None:
+            client.post("/v1/recommend", json={"user": {"id": user}, "request_id": word})
+            client.post("/v1/recommend", json={"user": {"id": word}})
+            client.post("/v1/recommend", json={"user": {"id": user}, "strategy": word})
+            client.post("/v1/rank", json={"history": [item], "candidates": [{"item_id": item}]})
+            for path in (f"/v1/items/{word}", f"/{word}", f"/v1/users/{word}/history"):
+                client.get(path)
+            client.request(word.upper()[:6], "/v1/recommend")
+
+        mixture("first")
+        series(client)  # asking for metrics is a request of its own
+        before = series(client)
+        rng = random.Random(1)
+        for _ in range(40):
+            mixture("".join(rng.choices("abcdefghij", k=8)))
+        assert series(client) == before
+        text = client.get("/metrics").text
+    for name in (
+        *("recserve_request_seconds_bucket", "recserve_stage_seconds_bucket"),
+        *("recserve_queue_depth", "recserve_requests_failed_total", "recserve_kv_pages"),
+        *("recserve_prefix_cache_tokens_total", "recserve_recommend_rounds_bucket"),
+        "recserve_illegal_items_total",
+    ):
+        assert f"\n{name}" in text
+    assert "\nrecserve_illegal_items_total 0.0" in text
+    for stage in STAGES:
+        assert f'recserve_stage_seconds_count{{stage="{stage}"}}' in text
+    for reason in REASONS:
+        assert f'reason="{reason}"' in text
+    assert 'route="/v1/recommend",strategy="speculative"' in text
+    assert 'route="/v1/recommend",strategy="popular"' in text
+    assert 'route="/v1/rank",strategy="ranker"' in text
+
+
+def test_the_collector_keeps_its_hands_off_what_lives_as_long_as_the_process(tmp_path):
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
+    with live(service):
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_settings_reach_the_server(tmp_path):
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
+    with live(service, max_body_bytes=1024) as client:
+        assert client.post("/v1/recommend", content=b" " * 1025).status_code == 413
+        assert client.post("/v1/recommend", content=b" " * 1024).status_code == 400
+    assert ServerConfig(bundle=shared_bundle()).max_body_bytes == 1 << 20

@@ -1,0 +1,500 @@
+"""The service on a real bundle, engine and store: slates, rankings, events, deletions."""
+
+import base64
+import datetime
+import time
+
+import lmdb
+import numpy as np
+import pytest
+from msgspec import UNSET, structs
+
+from recserve.core.request import DeadlineExceeded, QueueFull
+from recserve.messages import (
+    Candidate,
+    Exclude,
+    InvalidRequest,
+    RankBatchBody,
+    RankBody,
+    RecommendBody,
+    UserRef,
+)
+from recserve.messages_events import EventBody, EventsBody
+from recserve.service import Service
+from recserve.service.attribution import BadToken
+from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from tests.service.test_warming import settled
+from tests.support.tiny_bundle import shared_bundle, tiny_bundle
+
+KEY = b"sixteen bytes or"
+
+
+@pytest.fixture
+def service(tmp_path):
+    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", signing_key=KEY) as opened:
+        yield opened
+
+
+@pytest.fixture
+def user(service):
+    return service.samples(1, 1)["users"][0]
+
+
+@pytest.fixture
+def ids(service):
+    return service.runtime.snapshot.catalog.items.ids
+
+
+def recommend(service, user=None, **fields):
+    ref = None if user is None else UserRef(id=user)
+    return service.recommend(RecommendBody(user=ref, **fields))
+
+
+def rank(service, user, item_ids, **fields):
+    candidates = [Candidate(item_id=i) for i in item_ids]
+    return service.rank(RankBody(user=UserRef(id=user), candidates=candidates, **fields))
+
+
+def view(user, item, **fields):
+    return EventsBody(events=[EventBody(user_id=user, item_id=item, **fields)])
+
+
+def seen_items(service, user):
+    return [event.item_id for event in service.history(user).events]
+
+
+def test_slate_has_k_unseen_items_best_first(service, user):
+    answer = recommend(service, user, k=20)
+    items = [item.item_id for item in answer.items]
+    scores = [item.score for item in answer.items]
+    assert len(set(items)) == 20 and not set(items) & set(seen_items(service, user))
+    assert scores == sorted(scores, reverse=True)
+    assert [item.rank for item in answer.items] == list(range(1, 21))
+    assert {item.source for item in answer.items} == {"model"}
+    assert answer.exact and answer.strategy == "speculative" and answer.rounds >= 1
+    assert answer.degraded == []
+
+
+def test_seen_items_come_back_on_request(service, user):
+    kept = recommend(service, user, k=500, beam_width=500, exclude=Exclude(seen=False))
+    seen = set(seen_items(service, user))
+    assert seen <= {item.item_id for item in kept.items}
+    left_out = recommend(service, user, k=500, beam_width=500)
+    assert len(left_out.items) == 500 - len(seen)
+    assert left_out.degraded == ["fewer_than_k"]
+
+
+def test_what_was_seen_long_ago_may_come_back(service, user, ids):
+    now = datetime.datetime.now(datetime.UTC)
+    for item, age in ((ids[3], 90), (ids[5], 3)):
+        moment = (now - datetime.timedelta(days=age)).isoformat()
+        service.add_events(view("window", item, timestamp=moment))
+
+    def left_out(user, days, **fields):
+        exclude = Exclude(seen_within_s=days * 86_400)
+        answer = recommend(service, user, k=500, beam_width=500, exclude=exclude, **fields)
+        return set(ids) - {i.item_id for i in answer.items}, answer.degraded
+
+    assert left_out("window", 1)[0] == set()
+    assert left_out("window", 30) == ({ids[5]}, ["fewer_than_k"])
+    assert left_out("window", 365)[0] == {ids[3], ids[5]}
+    # Without moments, all of them count as seen, and the answer says so.
+    gone, degraded = left_out(user, 30, history=ids[:4])
+    assert gone == set(ids[:4]) and "seen_within_s_ignored" in degraded
+
+
+def test_slate_scores_are_the_likelihoods_of_its_items(service, user):
+    slate = recommend(service, user, k=10)
+    ranked = rank(service, user, [i.item_id for i in slate.items], scorer="likelihood")
+    assert [i.item_id for i in ranked.items] == [i.item_id for i in slate.items]
+    np.testing.assert_allclose(
+        [i.score for i in ranked.items], [i.score for i in slate.items], atol=1e-4
+    )
+
+
+def test_the_speculative_strategy_gives_the_slate_of_beam_search(service, user):
+    beam = recommend(service, user, k=20, strategy="beam")
+    fast = recommend(service, user, k=20, strategy="speculative")
+    assert fast.strategy == "speculative" and fast.exact
+    assert [i.item_id for i in fast.items] == [i.item_id for i in beam.items]
+    np.testing.assert_allclose(
+        [i.score for i in fast.items], [i.score for i in beam.items], atol=1e-4
+    )
+
+
+def test_nezha_answers_by_its_own_scores_and_says_so(service, user):
+    slate = recommend(service, user, k=20, strategy="nezha")
+    assert slate.strategy == "nezha" and not slate.exact and slate.rounds == 1
+    assert len({i.item_id for i in slate.items}) == 20 and not slate.degraded
+    wide = recommend(service, user, k=20, strategy="nezha", beam_width=512)
+    assert wide.items[0].score >= slate.items[0].score
+
+
+def test_excluded_and_filtered_items_stay_away(service, user, ids):
+    first = [i.item_id for i in recommend(service, user, k=5).items]
+    answer = recommend(service, user, k=5, exclude=Exclude(item_ids=[*first, "nothing"]))
+    assert not set(first) & {i.item_id for i in answer.items}
+    assert answer.degraded == ["unknown_excluded_items"]
+    category = service.item(ids[0]).categories[0]
+    kept = recommend(service, user, k=5, filter={"eq": ["category", category]}).items
+    assert len(kept) == 5
+    assert all(category in service.item(i.item_id).categories for i in kept)
+    few = recommend(service, user, k=5, filter={"in": ["item_id", ids[:2]]})
+    assert {i.item_id for i in few.items} <= set(ids[:2]) and few.degraded == ["fewer_than_k"]
+
+
+def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, user):
+    answer = recommend(service, user, k=3, beam_width=3)
+    assert {i.source for i in answer.items} == {"model"}
+    body = RecommendBody(user=UserRef(id=user), k=30)
+    recommendations = service._recommendations
+    work = recommendations.begin(body, None, None)
+    slate = work.future.result()
+    short = type(slate)(slate.rows[:4], slate.scores[:4], True, 1, slate.timing)
+    filled = work.finish(short)
+    assert [i.source for i in filled.items] == ["model"] * 4 + ["popular"] * 26
+    assert filled.items[4].score is None
+    assert len({i.item_id for i in filled.items}) == 30
+    assert not {i.item_id for i in filled.items} & set(seen_items(service, user))
+
+
+def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
+    body = RecommendBody(user=UserRef(id=user), k=3)
+    work = service._recommendations.begin(body, None, None)
+    slate = work.future.result()
+    seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
+    wrong = type(slate)(
+        np.array([slate.rows[0], seen, 10_000]), slate.scores, True, 1, slate.timing
+    )
+    answer = work.finish(wrong)
+    assert [i.source for i in answer.items] == ["model", "popular", "popular"]
+    assert "illegal_items" in answer.degraded and service.gauges().illegal_items == 2
+
+
+def test_unknown_user_gets_the_popular_slate(service):
+    answer = recommend(service, "nobody", k=3)
+    popular = service.samples(1, 3)["items"]
+    assert [i.item_id for i in answer.items] == popular
+    assert answer.degraded == ["cold_start"] and answer.strategy == "popular"
+    assert not answer.exact and {i.source for i in answer.items} == {"popular"}
+
+
+def test_inline_history_overrides_the_store(service, user, ids):
+    inline = recommend(service, user, history=ids[:3], k=5)
+    assert [i.item_id for i in inline.items] == [
+        i.item_id for i in recommend(service, history=ids[:3], k=5).items
+    ]
+    odd = recommend(service, history=["gone", *ids[:3]], k=5)
+    assert odd.degraded == ["unknown_history_items"]
+    assert [i.score for i in odd.items] == [i.score for i in inline.items]
+
+
+def test_a_new_event_changes_the_next_answer_and_costs_one_token(service, user):
+    recommend(service, user)
+    before = recommend(service, user, explain=True)
+    assert before.explanation.root_tokens_computed == 0
+    top = before.items[0].item_id
+    assert service.add_events(view(user, top)).accepted == 1
+    after = recommend(service, user, explain=True)
+    assert top not in {i.item_id for i in after.items}
+    assert [i.score for i in after.items] != [i.score for i in before.items]
+    assert after.explanation.root_tokens_computed == 1
+    assert after.explanation.root_tokens_cached == before.explanation.root_tokens_cached
+    assert after.explanation.history_events == before.explanation.history_events + 1
+    assert before.items[0].semantic_id == service.item(top).semantic_id
+
+
+def test_events_are_judged_one_by_one(service, ids):
+    good = {"user_id": "new", "item_id": ids[0], "timestamp": "2026-01-02T03:04:05Z"}
+    rows = [
+        good,
+        good,
+        {**good, "event_id": "e1"},
+        {**good, "event_id": "e1", "item_id": ids[1]},
+        {**good, "item_id": "gone"},
+        {**good, "timestamp": "yesterday"},
+        {**good, "timestamp": "2026-01-02T03:04:05"},
+        {**good, "timestamp": "1969-01-02T03:04:05Z"},
+        {**good, "timestamp": "2999-01-02T03:04:05Z"},
+        {**good, "type": "sneeze"},
+        {**good, "user_id": ""},
+        {**good, "user_id": "u" * 257},
+        {**good, "user_id": "\N{GRINNING FACE}" * 200},
+        {**good, "event_id": "e" * 257},
+        {**good, "value": 1e39},
+    ]
+    answer = service.add_events(EventsBody(events=[EventBody(**row) for row in rows]))
+    assert (answer.accepted, answer.duplicates) == (2, 2)
+    assert [r.index for r in answer.rejected] == list(range(4, 15))
+    words = ["gone", "RFC 3339", "time zone", "1970", "ahead", "sneeze", "0 bytes", "256"]
+    words += ["800 bytes", "256", "value"]
+    for rejection, word in zip(answer.rejected, words, strict=True):
+        assert word in rejection.reason
+    assert [e.timestamp for e in service.history("new").events] == ["2026-01-02T03:04:05Z"] * 2
+
+
+def test_history_is_oldest_first(service, ids):
+    times = ["2026-03-01T00:00:00Z", "2026-01-01T00:00:00+01:00", "2026-02-01T00:00:00Z"]
+    for item, moment in zip(ids, times, strict=False):
+        service.add_events(view("late", item, timestamp=moment, type="click"))
+    events = service.history("late").events
+    assert [e.item_id for e in events] == [ids[1], ids[2], ids[0]]
+    assert {e.type for e in events} == {"click"}
+
+
+def test_nothing_of_a_deleted_user_is_left(service, user, ids):
+    for n in range(30):  # more than the window of 16 items, so that it has slid
+        service.add_events(view(user, ids[n]))
+        recommend(service, user)
+        rank(service, user, ids[:3])
+    history = seen_items(service, user)
+    assert service.gauges().kv_pages["cached"] > 0
+    service.delete_user(user)
+    assert service.history(user).events == []
+    assert recommend(service, user).degraded == ["cold_start"]
+    assert service.gauges().kv_pages["cached"] == 0
+    again = recommend(service, history=history, explain=True)
+    assert again.explanation.root_tokens_cached == 0
+    service.delete_user(user)
+    service.delete_user("never seen")
+
+
+def test_a_deleted_user_stays_deleted_when_the_store_is_opened_again(tmp_path):
+    url = f"lmdb:{tmp_path}/store"
+    with Service.open(shared_bundle(), url, "cpu") as service:
+        gone, kept = service.samples(2, 1)["users"]
+        events = service.history(kept).events
+        assert events
+        service.delete_user(gone)
+    with Service.open(shared_bundle(), url, "cpu") as service:
+        assert service.history(gone).events == []
+        assert service.history(kept).events == events
+
+
+def test_a_damaged_history_is_said_and_a_closed_store_too(tmp_path):
+    url = f"lmdb:{tmp_path}/store"
+    with Service.open(shared_bundle(), url, "cpu") as service:
+        user = service.samples(1, 1)["users"][0]
+    with lmdb.open(f"{tmp_path}/store") as environment, environment.begin(write=True) as txn:
+        value = bytearray(txn.get(user.encode()))
+        value[20] ^= 1
+        txn.put(user.encode(), bytes(value))
+    with Service.open(shared_bundle(), url, "cpu") as service:
+        assert recommend(service, user).degraded == ["history_damaged", "cold_start"]
+        rejected = service.add_events(view(user, service.samples(1, 1)["items"][0])).rejected
+        assert "damaged" in rejected[0].reason
+        service.delete_user(user)
+        assert recommend(service, user).degraded == ["cold_start"]
+        service.runtime.histories.close()
+        assert recommend(service, user).degraded == ["history_unavailable", "cold_start"]
+
+
+def test_ranking_is_sorted_complete_and_says_what_is_missing(service, user, ids):
+    answer = rank(service, user, [*ids[:50], "gone", ids[3], "gone"])
+    assert sorted(i.item_id for i in answer.items) == sorted(ids[:50])
+    assert answer.missing_item_ids == ["gone"] and answer.degraded == ["duplicate_candidates"]
+    assert [i.rank for i in answer.items] == list(range(1, 51))
+    scores = [i.score for i in answer.items]
+    assert scores == sorted(scores, reverse=True)
+    for item in answer.items:
+        assert set(item.scores) == {"click", "conversion"} and item.score == item.scores["click"]
+        assert all(0 < s < 1 for s in item.scores.values())
+    by_conversion = rank(service, user, ids[:50], sort_by="conversion")
+    conversions = [i.scores["conversion"] for i in by_conversion.items]
+    assert conversions == sorted(conversions, reverse=True)
+
+
+@pytest.mark.parametrize("scorer", ["ranker", "likelihood"])
+def test_a_score_does_not_depend_on_company(service, user, ids, scorer):
+    among = {i.item_id: i.scores for i in rank(service, user, ids[:200], scorer=scorer).items}
+    reverse = {i.item_id: i.scores for i in rank(service, user, ids[199::-1], scorer=scorer).items}
+    for item in ids[:5]:
+        (alone,) = rank(service, user, [item], scorer=scorer).items
+        assert alone.scores == pytest.approx(among[item], abs=1e-5)
+        assert alone.scores == pytest.approx(reverse[item], abs=1e-5)
+
+
+def test_only_unknown_candidates_give_an_empty_ranking(service, user):
+    answer = rank(service, user, ["gone", "lost"])
+    assert answer.items == [] and answer.missing_item_ids == ["gone", "lost"]
+
+
+def test_a_candidate_sees_only_events_before_its_exposure(service, ids):
+    for day, item in enumerate(ids[:4], start=1):
+        service.add_events(view("timed", item, timestamp=f"2026-01-0{day}T00:00:00Z"))
+
+    def score(moment):
+        candidate = Candidate(item_id=ids[9], shown_at=moment)
+        body = RankBody(user=UserRef(id="timed"), candidates=[candidate])
+        return service.rank(body).items[0].score
+
+    early, later = (datetime.datetime(2026, 1, d, 12, tzinfo=datetime.UTC) for d in (2, 3))
+    before = (score(early), score(later))
+    service.add_events(view("timed", ids[7], timestamp="2026-01-05T00:00:00Z"))
+    assert (score(early), score(later)) == before
+    assert before[0] != before[1]
+
+
+def test_candidate_features_replace_the_catalogues(service, user, ids):
+    price = service.item(ids[0]).attributes["price"]
+
+    def score(**features):
+        candidate = Candidate(item_id=ids[0], features=features or None)
+        return service.rank(RankBody(user=UserRef(id=user), candidates=[candidate])).items[0].score
+
+    assert score() == pytest.approx(score(price=price), abs=1e-6)
+    assert score() != score(price=price * 50)
+    with pytest.raises(InvalidRequest, match="price"):
+        score(weight=1.0)
+
+
+@pytest.mark.parametrize("price", [1e300, -1e30])
+def test_a_number_that_would_overflow_in_the_ranker_is_refused(service, user, ids, price):
+    candidates = [Candidate(item_id=ids[1]), Candidate(item_id=ids[0], features={"price": price})]
+    with pytest.raises(InvalidRequest, match=r"features.price: expected .* to .*, got .*e\+30"):
+        service.rank(RankBody(user=UserRef(id=user), candidates=candidates))
+
+
+def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
+    one = RankBody(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
+    bad = RankBody(user=UserRef(id=user), candidates=one.candidates, scorer="dice")
+    works = service.begin_rank_batch(RankBatchBody(requests=[one, bad, one]), "batch")
+    assert works[0].wait().request_id == "batch.0"
+    with pytest.raises(InvalidRequest, match="dice"):
+        works[1].wait()
+    assert works[2].wait().items == service.rank(one).items
+
+
+def test_many_recommendations_in_order_with_errors_in_place(service):
+    users = service.samples(40, 1)["users"]
+    bodies = [RecommendBody(user=UserRef(id=u), k=3) for u in users]
+    bodies[7] = RecommendBody(k=3)
+    answers = service.recommend_many(bodies * 3)
+    assert isinstance(answers[7], InvalidRequest) and len(answers) == 120
+    alone = service.recommend(bodies[11])
+    assert [i.item_id for i in answers[51].items] == [i.item_id for i in alone.items]
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        ({"strategy": "guess"}, "strategy", "beam"),
+        ({"k": 60, "beam_width": 50}, "beam_width", "60"),
+        ({"filter": {"and": [{"eq": ["colour", "red"]}]}}, "filter.and[0].eq", "unknown field"),
+        ({"filter": {}}, "filter", "only key"),
+        ({"exclude": Exclude(seen=False, seen_within_s=9)}, "exclude.seen_within_s", "true"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(service, user, fields, param, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        recommend(service, user, **fields)
+    assert caught.value.param == param
+
+
+def test_neither_user_nor_history_is_refused(service):
+    with pytest.raises(InvalidRequest) as caught:
+        recommend(service)
+    assert caught.value.param == "user"
+
+
+def test_a_deadline_that_has_passed(service, user):
+    body = RecommendBody(user=UserRef(id=user))
+    with pytest.raises(DeadlineExceeded):
+        service.begin_recommend(body, deadline_s=time.monotonic() - 1).wait()
+
+
+def test_attribution_tokens_are_signed_and_hold_no_user_id(service, user):
+    answer = recommend(service, user, request_id="r-1")
+    signer = service.runtime.signer
+    said = signer.read(answer.attribution_token)
+    assert said.request_id == "r-1" and said.user == signer.user(user)
+    assert said.model_version == answer.model_version
+    raw = base64.urlsafe_b64decode(answer.attribution_token + "==")
+    assert user.encode() not in raw
+    for wrong in ("", "abc", "é", answer.attribution_token[:-2], "A" + answer.attribution_token):
+        with pytest.raises(BadToken):
+            signer.read(wrong)
+
+
+def test_dense_weight_reranks(service, user):
+    """A beam over all items holds the same ones in another order; a narrow one lets others in."""
+    plain, dense = (
+        recommend(service, user, k=500),
+        recommend(service, user, k=500, dense_weight=2.0),
+    )
+    order, reranked = [[i.item_id for i in slate.items] for slate in (plain, dense)]
+    assert set(order) == set(reranked) and order != reranked
+    narrow = recommend(service, user, k=50, dense_weight=2.0)
+    assert {i.item_id for i in narrow.items} - set(order[:50])
+    scores = {i.item_id: i.score for i in dense.items}
+    for item in narrow.items:
+        assert item.score == pytest.approx(scores[item.item_id], abs=1e-3)
+
+
+def test_items_and_models(service, ids):
+    item = service.item(ids[3])
+    assert item.item_id == ids[3] and item.title and item.attributes["price"] > 0
+    with pytest.raises(UnknownItem):
+        service.item("gone")
+    assert [m["id"] for m in service.models()] == ["recommender", "ranker"]
+    assert all(m["recserve"]["parameters"] > 1000 for m in service.models())
+
+
+def test_a_bundle_without_models_says_so(tmp_path):
+    bundle = tiny_bundle(tmp_path, ranker=False, recommender=False)
+    service = Service.open(bundle, device="cpu")
+    assert (tmp_path / "bundle.history").is_dir()
+    with pytest.raises(UnknownModel):
+        recommend(service, "u")
+    with pytest.raises(UnknownModel):
+        rank(service, "u", ["i"])
+    assert service.models() == []
+    service.close()
+    with pytest.raises(ServiceClosed):
+        recommend(service, "u")
+
+
+@pytest.mark.parametrize("model", ["recommender", "ranker"])
+def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, model):
+    """The next answer finds its whole root cached, and is the answer of a service that was cold."""
+    body = EventsBody(events=[EventBody(user_id="me", item_id=i) for i in ids[:9]], warm=True)
+    answer = service.add_events(body)
+    assert (answer.accepted, answer.warmed) == (9, 2)
+    more = service.add_events(view("me", ids[9]))
+    assert more.warmed is UNSET
+
+    def ask(opened):
+        if model == "ranker":
+            begun = opened.begin_rank(
+                RankBody(
+                    user=UserRef(id="me"), candidates=[Candidate(item_id=i) for i in ids[20:60]]
+                )
+            )
+        else:
+            begun = opened.begin_recommend(RecommendBody(user=UserRef(id="me"), k=30))
+        result = begun.future.result()
+        return result.timing, {i.item_id: i.score for i in begun.finish(result).items}
+
+    again = structs.replace(view("me", ids[10]), warm=True)
+    assert service.add_events(again).warmed == 2
+    settled(service)
+    timing, warm = ask(service)
+    assert timing.root_computed == 0 < timing.root_cached
+    with Service.open(
+        shared_bundle(), f"lmdb:{tmp_path}/cold", "cpu", journal=tmp_path / "items"
+    ) as cold:
+        for item in ids[:11]:
+            cold.add_events(view("me", item))
+        timing, expected = ask(cold)
+    assert timing.root_cached == 0 < timing.root_computed
+    assert list(warm) == list(expected)
+    assert warm == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
+    def full(_):
+        raise QueueFull("full", 0.1)
+
+    monkeypatch.setattr(service.runtime.engine, "submit", full)
+    body = structs.replace(view("me", ids[0]), warm=True)
+    assert service.add_events(body).warmed == 0

@@ -1,0 +1,258 @@
+"""Every kernel in every form to machine code, without a GPU. Run as a program by test_compile.py.
+
+python tests/support/compile_kernels.py 90
+"""
+
+import io
+import re
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import triton
+from gpu_checks import FORMS
+from triton.backends.compiler import GPUTarget
+
+from recserve.kernels import (
+    accept,
+    accept_drawn,
+    attention_launch,
+    grouped_rms_norm,
+    head_topk,
+    path_move,
+    rope_write,
+    tree_attention,
+    trie_topk,
+)
+
+# Shared memory that one program may use, in bytes.
+SHARED = {80: 166_912, 90: 232_448}
+# Bytes of a thread that may go to local memory where a kernel is to be fast, and where it is rare.
+SPILLED, SPILLS = 8, 128
+
+
+def attention(
+    dtype, dim, group, silu=False, limits=False, shared=False, nodes=64, fp8=None,
+    stages=attention_launch.STAGES,
+):  # fmt: skip
+    """A form of the attention kernel as its wrapper would launch it. fp8: None, or whether the
+    machine converts what the pool holds itself.
+    """
+    block_group, row = triton.next_power_of_2(group), max(triton.next_power_of_2(dim), 16)
+    row_bytes = row * (4 if dtype == "fp32" else 2)
+    rows = attention_launch.block_rows(nodes * block_group, block_group, row_bytes)
+    constants = {
+        "GROUP": group, "BLOCK_GROUP": block_group,
+        "BLOCK_Q": rows // block_group, "DIM": dim, "BLOCK_DIM": row,
+        "BLOCK_N": attention_launch.keys_of(row_bytes), "SPLIT": attention_launch.SPLIT_KEYS,
+        "SILU": silu, "HAS_LIMITS": limits, "HAS_SHARED": shared,
+        "FP8": fp8 is not None, "NATIVE": bool(fp8),
+        "SCAN": tree_attention.SCAN_NODES,
+    }  # fmt: skip
+    kinds = {
+        **stored("*u8" if fp8 is not None else "*" + dtype),
+        "query": "*" + dtype, "out": "*fp32", "lse": "*fp32",
+        "scale": "fp32", "inverse_normalizer": "fp32", "num_rows": "i32", "kv_heads": "i32",
+    }  # fmt: skip
+    warps = attention_launch.warps_of(rows, row_bytes)
+    return tree_attention._attend, constants, kinds, warps, stages
+
+
+def stored(kind):
+    """A pool's arguments."""
+    return dict.fromkeys(["keys", "values", "key_exponents", "value_exponents"], kind)
+
+
+def merge(dtype, dim, silu=False, splits=64):
+    block = triton.next_power_of_2(dim)
+    constants = {"DIM": dim, "BLOCK_DIM": block, "BLOCK_S": splits, "SILU": silu}
+    kinds = {
+        "parts": "*fp32",
+        "lse": "*fp32",
+        "out": "*" + dtype,
+        "num_rows": "i32",
+        "num_splits": "i32",
+    }
+    return tree_attention._merge, constants, kinds
+
+
+def acceptance(dtype, kinds_of_nodes):
+    sizes = {"LANES": accept.LANES, "TILE": accept.TILE}
+    floats = {"logits": "*" + dtype}
+    small = dict.fromkeys(["vocabulary", "tiles_per_split", "num_splits", "max_depth"], "i32")
+    yield accept.choose_kernel, sizes, {
+        **floats, **small, "temperatures": "*fp32", "values": "*fp32", "tokens": "*i32"
+    }  # fmt: skip
+    yield accept.walk_kernel, {
+        "BLOCK_SPLITS": 256, "BLOCK_NODES": accept.BLOCK_NODES, "HAS_KINDS": kinds_of_nodes
+    }, {**small, "values": "*fp32", "choices": "*i32"}  # fmt: skip
+    yield from drawn_acceptance(kinds_of_nodes, small)
+
+
+def drawn_acceptance(kinds_of_nodes, small):
+    kinds = {
+        **dict.fromkeys(["p", "q", "residuals", "totals", "values"], "*fp32"), **small,
+        "choices": "*i32",
+    }  # fmt: skip
+    sizes = {"TILE": accept.TILE}
+    yield accept_drawn.drawn_walk_kernel, {**sizes, "HAS_KINDS": kinds_of_nodes}, kinds
+    yield accept_drawn.bonus_kernel, {**sizes, "LANES": accept.LANES}, kinds
+    yield accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
+
+
+def small_kernels(dtype):
+    for fp8 in (False, True):
+        pool = stored("*u8" if fp8 else "*" + dtype)
+        yield path_move.move_kernel, {
+            "BLOCK_DEPTH": path_move.BLOCK_DEPTH, "BLOCK_WIDTH": path_move.BLOCK_WIDTH
+        }, {**pool, **dict.fromkeys(["longest", "width"], "i32"), "layer_size": "i64"}  # fmt: skip
+        yield rope_write.rope_kernel, {
+            "HEADS": 32, "KV_HEADS": 8, "BLOCK_HEADS": 64, "HALF": 48, "BLOCK_HALF": 64, "FP8": fp8
+        }, {
+            **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
+        }  # fmt: skip
+    yield grouped_rms_norm.norm_kernel, {"SIZE": 2560, "BLOCK": 4096}, {
+        **dict.fromkeys(["x", "weight", "out"], "*" + dtype), "eps": "fp32",
+        "row_stride": "i32", "group_stride": "i32",
+    }  # fmt: skip
+    yield head_topk.head_kernel, {
+        "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
+        "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
+    }, {
+        "hidden": "*" + dtype, "weight": "*" + dtype, "lse": "*fp32",
+        "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
+    }  # fmt: skip
+
+
+def trie(dtype, kind, normalized, overlay=False, block=256, ranks="*i32"):
+    """ranks: what recorded searches exclude is in 64 bits."""
+    arrays = ["first_child", "node_codes", "first_leaf", "last_leaf", "ranks", "words", "counts"]
+    constants = {
+        "BLOCK": block, "FILTER": kind.value, "NORMALIZED": normalized, "OVERLAY": overlay
+    }  # fmt: skip
+    return trie_topk.children_kernel, constants, {
+        **dict.fromkeys(arrays, "*i32"), "log_probs": "*fp32", "logits": "*" + dtype,
+        "normalizers": "*fp32", "ranks": ranks,
+        **dict.fromkeys(trie_topk.COUNTS, "i32"),
+    }  # fmt: skip
+
+
+def forms(capability):
+    """All of them on the newest target, one of each kernel on the older."""
+    yield attention("bf16", 128, 4)
+    yield attention("bf16", 128, 4, fp8=capability >= 89)
+    yield attention("bf16", 256, 2, limits=True)
+    yield merge("bf16", 128)
+    yield from acceptance("bf16", True)
+    yield from small_kernels("bf16")
+    yield trie("bf16", trie_topk.EXCLUDED, False)
+    if capability >= 90:
+        yield attention("fp32", 128, 1, silu=True, limits=True, shared=True)
+        yield attention("fp16", 80, 3, shared=True)
+        yield attention("fp32", 32, 1)
+        yield attention("bf16", 128, 4, nodes=1, fp8=True)
+        yield attention("bf16", 128, 4, nodes=1)
+        yield attention("bf16", 64, 7, nodes=2000)
+        yield attention("bf16", 96, 8, silu=True)
+        yield from acceptance("fp32", False)
+        yield trie("fp32", trie_topk.ALLOWED, True)
+        yield trie("bf16", trie_topk.EXCLUDED, False, overlay=True)
+        yield trie("bf16", trie_topk.ALLOWED, True, overlay=True)
+        yield trie("bf16", trie_topk.NO_FILTER, False)
+
+
+def rare_forms():
+    """What a run of benchmarks/gpu.py launches beside those: its checks, half of each form, and
+    what it measures; and what a machine with little shared memory would.
+    """
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    for number, (dtype, heads, kv_heads, dim) in enumerate(FORMS):
+        for everything in (False, True):
+            how = dict.fromkeys(("silu", "limits", "shared"), everything)
+            fp8 = True if everything == number % 2 else None
+            name = names[str(dtype).removeprefix("torch.")]
+            yield attention(name, dim, heads // kv_heads, **how, nodes=257, fp8=fp8)
+    yield attention("bf16", 256, 8, nodes=257, fp8=True)
+    for nodes in (8, 16):  # blocks of 32 and of 64 rows; of 16 and of 128 are above
+        yield attention("bf16", 128, 4, nodes=nodes)
+        yield attention("bf16", 128, 4, nodes=nodes, fp8=True)
+    yield attention("bf16", 128, 4, stages=attention_launch.FEW_STAGES)
+    yield attention("bf16", 128, 2)
+    yield attention("bf16", 64, 1)
+    yield attention("bf16", 64, 2)
+    yield attention("fp32", 8, 2, nodes=8)  # of the worlds that checks compare with a CPU's
+    yield attention("fp32", 16, 1, silu=True, limits=True, shared=True, nodes=8)
+    yield merge("bf16", 96)
+    yield merge("bf16", 64, silu=True)
+    yield merge("fp32", 128, splits=2)
+    yield from small_kernels("fp16")
+    yield from small_kernels("fp32")
+    yield trie("bf16", trie_topk.EXCLUDED, False, True, block=512, ranks="*i64")
+    yield trie("fp32", trie_topk.ALLOWED, False, True, block=512)
+    yield trie("bf16", trie_topk.EXCLUDED, True, True, block=4)
+
+
+def distinct(wanted):
+    """Forms that are asked for twice, once; with what the first allows, which is the least."""
+    found = {}
+    for form, most_spilled in wanted:
+        kernel, constants, kinds, *launch = form
+        key = (kernel.__name__, *constants.items(), *kinds.items(), *launch)
+        assert most_spilled >= found.setdefault(key, (form, most_spilled))[1]
+    return found.values()
+
+
+def compiled(source, capability, options):
+    """The kernel, and what the assembler said of it on the way."""
+    told = io.StringIO()
+    with redirect_stdout(told):
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options=options), told.getvalue()
+
+
+def spilled_bytes(told):
+    """What the assembler writes to local memory because registers run out."""
+    return max(int(number) for number in re.findall(r"(\d+) bytes spill stores", told))
+
+
+def main():
+    capability = int(sys.argv[1])
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # the assembler says nothing of what is cached
+    rare = rare_forms() if capability >= 90 else ()
+    wanted = [*((form, SPILLED) for form in forms(capability)), *((form, SPILLS) for form in rare)]
+    for (kernel, constants, kinds, *launch), most_spilled in distinct(wanted):
+        began = time.perf_counter()
+        signature = {
+            name: "constexpr" if name in constants else kinds.get(name, "*i64")
+            for name in kernel.arg_names
+        }
+        # As at a launch: pointers that torch allocated are aligned, so loads are 16 bytes wide.
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*")
+        }
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+        options = {"enable_fp_fusion": "accept" not in kernel.__module__}
+        options |= dict(zip(("num_warps", "num_stages"), launch, strict=False))
+        built, told = compiled(source, capability, options)
+        code = built.asm["ptx"]
+        shared = built.metadata.shared
+        assert len(built.asm["cubin"]) > 1000
+        assert shared <= SHARED[capability], f"{kernel.__name__} {constants}: {shared} bytes shared"
+        if not options["enable_fp_fusion"]:
+            assert "fma.rn.f32" not in code, f"{kernel.__name__}: a fused multiply-add rounds once"
+        half = kernel is tree_attention._attend and kinds["query"] != "*fp32"
+        if half and capability >= 90:  # where it is to be fast; on sm_80 a few dozen bytes spill
+            spilled = spilled_bytes(told)
+            assert spilled <= most_spilled, f"{constants}: {spilled} bytes spilled"
+        seconds = time.perf_counter() - began
+        print(f"compiled {kernel.__name__} sm_{capability}: {shared} B shared, {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

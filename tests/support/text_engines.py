@@ -1,0 +1,136 @@
+"""What tests of the text engine share: parameters, prompts, engines, texts of plain decoding."""
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.draft.draft_model import ModelDrafter
+from recserve.draft.lookahead import LookaheadDrafter
+from recserve.draft.medusa import MedusaDrafter
+from recserve.draft.merged import MergedDrafter
+from recserve.draft.ngram import NgramDrafter
+from recserve.draft.specinfer import specinfer
+from recserve.draft.suffix import SuffixDrafter
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.models.language_model import LanguageModel
+from tests.support.text_plain import VOCABULARY, drawn_model, plain
+
+PARAMETERS = {
+    "greedy": {"temperature": 0.0},
+    "warm": {"temperature": 0.7},
+    "hot": {"temperature": 1.3},
+    "top-k": {"top_k": 5, "temperature": 1.3},
+    "top-p": {"top_p": 0.8, "temperature": 1.3},
+    "min-p": {"min_p": 0.1, "temperature": 1.3},
+    "all-truncations": {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5},
+    "repetition": {"repetition_penalty": 1.7, "temperature": 0.0},
+    "presence": {"presence_penalty": 1.1, "temperature": 0.0},
+    "frequency": {"frequency_penalty": 0.8, "temperature": 1.0},
+    "bias": {"logit_bias": {3: 2.5, 7: -100.0}, "temperature": 0.9},
+    "bad-words": {"bad_words": ((5,), (1, 2), (9, 4, 9)), "temperature": 1.3},
+    "stops": {"stop_token_ids": (2, 11, 17), "temperature": 1.3, "max_tokens": 20},
+    "min-tokens": {"stop_token_ids": tuple(range(20)), "min_tokens": 7, "temperature": 1.0},
+    "everything": {
+        "temperature": 1.2,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": {0: 1.5},
+        "bad_words": ((3, 3), (8,)),
+        "stop_token_ids": (30,),
+        "min_tokens": 6,
+    },
+}
+
+
+def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
+    decoder = model.config.decoder
+    slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
+    sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
+    return Engine(text=model, drafters=drafters, config=sizes)
+
+
+def prompts(count: int, seed: int = 0, low: int = 1, high: int = 20) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCABULARY, random.integers(low, high)) for _ in range(count)]
+
+
+def assert_no_leak(engine: Engine) -> None:
+    """Every page is free or held by the prefix cache alone."""
+    lane = engine._lanes["text"]
+    assert lane.num_running == 0
+    held = {e.page for e in lane.cache._entries.values() if e.page is not None}
+    assert lane.allocator.num_free + len(held) == lane.allocator.num_pages
+    lane.cache.evict(lane.allocator.num_pages)
+    assert lane.allocator.num_free == lane.allocator.num_pages
+
+
+def medusa(model) -> MedusaDrafter:
+    torch.manual_seed(0)
+    heads = MedusaHeads(MedusaConfig(model.config.decoder.hidden_size, VOCABULARY, 3))
+    heads.start_from(model)
+    return MedusaDrafter(heads.eval(), model.config.decoder.hidden_size, VOCABULARY)
+
+
+MAKERS = {  # every drafter, for a target
+    "ngram": lambda m: NgramDrafter(min_match=1, branches=2),
+    "suffix": lambda m: SuffixDrafter(),
+    "lookahead": lambda m: LookaheadDrafter(window=3, ngram=3),
+    "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),
+    "specinfer": lambda m: specinfer([m, drawn_model(3)], VOCABULARY, (2, 1, 2)),
+    "medusa": medusa,
+    "merged": lambda m: MergedDrafter(
+        [SuffixDrafter(), LookaheadDrafter(window=2, ngram=3), ModelDrafter(m, VOCABULARY)]
+    ),
+}
+
+
+def assert_forgotten(drafter) -> None:
+    """No state of a sequence that is over."""
+    for member in getattr(drafter, "sources", (drafter,)):
+        for state in ("_texts", "_contexts", "_windows", "_parts"):
+            assert not getattr(member, state, {})
+        if isinstance(member, ModelDrafter):
+            assert not member._cache.readings
+            assert member._cache.num_free == member._cache.pool.num_pages
+
+
+@cache
+def shared_model() -> LanguageModel:
+    """Read by many tests, changed by none."""
+    return drawn_model(1)
+
+
+@cache
+def plain_texts() -> dict[tuple[str, int], tuple]:
+    """Parameters, tokens, finish reason and stop token of plain decoding: 8 prompts under every set
+    of parameters.
+    """
+    out = {}
+    for name, fields in PARAMETERS.items():
+        for number, prompt in enumerate(prompts(8)):
+            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
+            out[name, number] = (params, *plain(shared_model(), prompt.tolist(), params))
+    return out
+
+
+def among_others(name: str, speculation: Speculation) -> tuple[list[TextRequest], list[list[int]]]:
+    """Eight requests, every second under parameters other than `name`; their plain texts."""
+    others, requests, wanted = list(PARAMETERS), [], []
+    for number, prompt in enumerate(prompts(8)):
+        other = others[(others.index(name) + number // 2) % len(others)]
+        params, tokens, *_ = plain_texts()[name if number % 2 == 0 else other, number]
+        requests.append(TextRequest(prompt, params, speculation))
+        wanted.append(tokens)
+    return requests, wanted
+
+
+def texts_by_prompt(name: str) -> dict[tuple[int, ...], list[int]]:
+    """What plain decoding writes under the parameters `name`, for a TableDrafter."""
+    return {tuple(p.tolist()): plain_texts()[name, n][1] for n, p in enumerate(prompts(8))}
