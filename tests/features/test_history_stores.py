@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from recserve.features.history import (
+    open_store,
     EVENT_TYPES,
     MAX_TIME_US,
     Applied,
@@ -24,14 +25,13 @@ from recserve.features.history import (
     StoredEvent,
     StoreUnavailable,
     event_key,
-    open_store,
     pack,
     records,
     unpack,
 )
 from recserve.features.history_merge import merge
 from recserve.features.redis_store import PREFIX
-from tests.conftest import free_port, start_redis
+from tests.support.redis_server import free_port, start_redis
 
 
 def event(number: int, time: int | None = None) -> StoredEvent:
