@@ -13,7 +13,6 @@ import pytest
 import redis
 
 from recserve.features.history import (
-    open_store,
     EVENT_TYPES,
     MAX_TIME_US,
     Applied,
@@ -30,6 +29,7 @@ from recserve.features.history import (
     unpack,
 )
 from recserve.features.history_merge import merge
+from recserve.features.history_stores import open_store
 from recserve.features.redis_store import PREFIX
 from tests.support.redis_server import free_port, start_redis
 
@@ -386,7 +386,8 @@ def test_refuses_urls(url: str) -> None:
 
 WRITER = """
 import sys
-from recserve.features.history import StoredEvent, open_store
+from recserve.features.history import StoredEvent
+from recserve.features.history_stores import open_store
 store = open_store("lmdb:" + sys.argv[1], cap=100000 // 2)
 for number in range(1, 1_000_000):
     store.append(f"u{number % 3}", [StoredEvent(number, number, number)])
