@@ -1,8 +1,8 @@
 """Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
 merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
-Softmax attends in C (native_attention.py), unplanned, where that can be compiled and products are
-no quicker. Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
+Softmax attends in C (native_attention.py), unplanned, where that was measured to be no slower
+(`choose`). Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
 tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
@@ -17,28 +17,46 @@ copied beside each other for a product), the tree's keys once, in a shallow tree
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import logging
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.choice import Choice, measure
 from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
 from recserve.kernels.native_attention import NativeTreeAttention
-from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.tree import chain, root_branch
+
+log = logging.getLogger(__name__)
 
 ROW_BLOCK = 512
+# Rows and their scores on average above which products are a batch's best form. In a shallow tree
+# over a short root nearly all that a row sees is shared, and they are not.
+MOST_SCORES = 2**16
+MOST_ROWS, SHORT, SHALLOW = 512, 512, 8
+LAYERS = 4  # of the network for which a choice is measured: a plan is made once for all
+
+Size = Literal["few", "many"]
 
 
 class CpuTreeAttention:
     """Attention of one batch, planned at the first layer, called once per layer of one network."""
 
     def __init__(
-        self, batch: TreeBatch, activation: Activation = SOFTMAX, native: bool = False
+        self,
+        batch: TreeBatch,
+        activation: Activation = SOFTMAX,
+        native: bool = False,
+        measured: bool = False,
     ) -> None:
-        """native: what C attends to more quickly it does, where it can be compiled."""
+        """native: C attends where it can. measured: only where it is no slower than torch."""
         self.batch, self.activation, self.native = batch, activation, native
+        self.measured = measured
         self._parts: list[Part] = []
         self._natively: NativeTreeAttention | None = None
         self._form: Form | None = None
@@ -66,10 +84,14 @@ class CpuTreeAttention:
         return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
 
     def natively(self, form: Form) -> NativeTreeAttention | None:
-        """The same in C; None where that is not for this batch."""
+        """The same in C; None where torch attends to this batch."""
         if self._form != form:
             self._form = form
             self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
+            if self._natively is not None and self.measured:
+                size: Size = "many" if _has_many_rows(self.batch, form) else "few"
+                if not choose(form, size).in_c:
+                    self._natively = None
         return self._natively
 
     def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -101,6 +123,58 @@ class CpuTreeAttention:
                     total += torch.einsum("nah,nahd->nhd", scores, values[slots])
             out[rows] = total * inverse
         return out
+
+
+def choose(form: Form, size: Size) -> Choice:
+    """Attention of few rows (a tree under a root) or of many (a prompt), in C and in torch."""
+    return _measured(form, size, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(form: Form, size: Size, threads: int) -> Choice:
+    with torch.inference_mode():
+        batch = _sample(size, form.group)
+        rows, slots = batch.num_queries, int(batch.slots[-1]) + 1
+        heads = form.kv_heads * form.group
+        kv = torch.zeros(slots, form.kv_heads, form.dim, dtype=form.dtype)
+        query = torch.zeros(rows, heads, form.dim, dtype=form.dtype)
+
+        def attend(native: bool) -> None:
+            attention = CpuTreeAttention(batch, native=native)
+            for _ in range(LAYERS):
+                attention(query, kv, kv, kv, kv)
+
+        choice = measure(
+            f"attention of {rows} rows to {slots} keys, {heads} heads of {form.dim}, "
+            f"{form.kv_heads} for keys, {str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads",
+            [functools.partial(attend, True)],
+            [functools.partial(attend, False)],
+        )
+    log.info("measured %s", choice)
+    return choice
+
+
+def _sample(size: Size, group: int) -> TreeBatch:
+    """16 branches of 4 nodes below 200 root tokens, or the shortest prompt of many rows."""
+    if size == "many":
+        tree, root = chain(torch.zeros(MOST_ROWS // group + 1, dtype=torch.int64)), 0
+    else:
+        tree = root_branch(torch.zeros(64, dtype=torch.int64), torch.arange(0, 65, 4))
+        root = 200
+    slots = torch.arange(root, root + tree.num_nodes)
+    return TreeBatch(tree, None, slots, (torch.arange(root),))
+
+
+def _has_many_rows(batch: TreeBatch, form: Form) -> bool:
+    """Whether a batch is like the larger of the two that are measured."""
+    assert not isinstance(batch.root_slots, RootTable)
+    trees, rows = batch.tree.num_trees, batch.num_queries * form.group
+    roots = sum(root.shape[0] for root in batch.root_slots)
+    if rows > MOST_ROWS * trees:
+        return True
+    if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
+        return False
+    return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
 
 
 def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
