@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # torch replaces C only where it is clearly faster, so that noise does not change the choice from
@@ -48,7 +48,9 @@ class Choice:
         return f"{self.work}: {'C' if self.in_c else 'torch'} (C {c} ms, torch {torch} ms)"
 
 
-def measure(work: str, c: list[Callable[[], object]], torch: list[Callable[[], object]]) -> Choice:
+def measure(
+    work: str, c: Sequence[Callable[[], object]], torch: Sequence[Callable[[], object]]
+) -> Choice:
     """Times each pair of calls in turns.
 
     Args:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +28,15 @@ from torch import Tensor
 from recserve.kernels.choice import Choice, measure
 from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
 from recserve.kernels.native_attention import NativeTreeAttention
-from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
 
 log = logging.getLogger(__name__)
 
 ROW_BLOCK = 512
-# Rows and their scores on average above which products are a batch's best form. In a shallow tree
-# over a short root nearly all that a row sees is shared, and they are not.
-MOST_SCORES = 2**16
-MOST_ROWS, SHORT, SHALLOW = 512, 512, 8
+MEASURED_ROWS = 256
 LAYERS = 4  # of the network for which a choice is measured: a plan is made once for all
-
-Size = Literal["few", "many"]
 
 
 class CpuTreeAttention:
@@ -88,10 +83,8 @@ class CpuTreeAttention:
         if self._form != form:
             self._form = form
             self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
-            if self._natively is not None and self.measured:
-                size: Size = "many" if _has_many_rows(self.batch, form) else "few"
-                if not choose(form, size).in_c:
-                    self._natively = None
+            if self._natively is not None and self.measured and not choose(form).in_c:
+                self._natively = None
         return self._natively
 
     def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -125,56 +118,44 @@ class CpuTreeAttention:
         return out
 
 
-def choose(form: Form, size: Size) -> Choice:
-    """Attention of few rows (a tree under a root) or of many (a prompt), in C and in torch."""
-    return _measured(form, size, torch.get_num_threads())
+def choose(form: Form) -> Choice:
+    """Attention of a tree below a root and of a prompt, in C and in torch.
+
+    One choice for both: a row then has the same sums whatever else is in its batch.
+    """
+    return _measured(form, torch.get_num_threads())
 
 
 @functools.cache
-def _measured(form: Form, size: Size, threads: int) -> Choice:
+def _measured(form: Form, threads: int) -> Choice:
+    kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
+    rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
+    # 14 branches of 4 nodes below a root, and a chain that fills the same slots.
+    tokens = torch.arange(MEASURED_ROWS)
+    root, below = tokens[:200], tokens[200:]
+    branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
+    tree = TreeBatch(branches, None, below, (root,))
+    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
+
+    def attend(batch: TreeBatch, native: bool) -> None:
+        attention = CpuTreeAttention(batch, native=native)
+        query = rows[: batch.num_queries]
+        for _ in range(LAYERS):
+            attention(query, kv, kv, kv, kv)
+
     with torch.inference_mode():
-        batch = _sample(size, form.group)
-        rows, slots = batch.num_queries, int(batch.slots[-1]) + 1
-        heads = form.kv_heads * form.group
-        kv = torch.zeros(slots, form.kv_heads, form.dim, dtype=form.dtype)
-        query = torch.zeros(rows, heads, form.dim, dtype=form.dtype)
-
-        def attend(native: bool) -> None:
-            attention = CpuTreeAttention(batch, native=native)
-            for _ in range(LAYERS):
-                attention(query, kv, kv, kv, kv)
-
-        choice = measure(
-            f"attention of {rows} rows to {slots} keys, {heads} heads of {form.dim}, "
-            f"{form.kv_heads} for keys, {str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads",
-            [functools.partial(attend, True)],
-            [functools.partial(attend, False)],
+        c, plain = (
+            [functools.partial(attend, batch, native) for batch in (tree, prompt)]
+            for native in (True, False)
         )
+        work = (
+            f"attention of {below.shape[0]} nodes below 200 tokens and of {MEASURED_ROWS} tokens, "
+            f"{rows.shape[1]} heads of {form.dim}, {form.kv_heads} for keys, "
+            f"{str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads"
+        )
+        choice = measure(work, c, plain)
     log.info("measured %s", choice)
     return choice
-
-
-def _sample(size: Size, group: int) -> TreeBatch:
-    """16 branches of 4 nodes below 200 root tokens, or the shortest prompt of many rows."""
-    if size == "many":
-        tree, root = chain(torch.zeros(MOST_ROWS // group + 1, dtype=torch.int64)), 0
-    else:
-        tree = root_branch(torch.zeros(64, dtype=torch.int64), torch.arange(0, 65, 4))
-        root = 200
-    slots = torch.arange(root, root + tree.num_nodes)
-    return TreeBatch(tree, None, slots, (torch.arange(root),))
-
-
-def _has_many_rows(batch: TreeBatch, form: Form) -> bool:
-    """Whether a batch is like the larger of the two that are measured."""
-    assert not isinstance(batch.root_slots, RootTable)
-    trees, rows = batch.tree.num_trees, batch.num_queries * form.group
-    roots = sum(root.shape[0] for root in batch.root_slots)
-    if rows > MOST_ROWS * trees:
-        return True
-    if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
-        return False
-    return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
 
 
 def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

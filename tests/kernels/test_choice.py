@@ -7,6 +7,8 @@ from recserve.kernels import choice, cpu_attention, dispatch, native, products
 from recserve.kernels.choice import MARGIN, Choice
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.cpu_plan import Form
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.tree import chain
 from recserve.models import packing
 from recserve.models.config import DecoderConfig
 from recserve.models.packing import PackedLinear, fastest_dtype, pack_weights
@@ -17,6 +19,14 @@ needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compi
 needs_onednn = pytest.mark.skipif(
     not products.onednn_packs(torch.float32), reason="this torch has no oneDNN"
 )
+
+
+FORM = Form(2, 2, 16, torch.float32, True)
+
+
+def prompt(nodes: int) -> TreeBatch:
+    slots = torch.arange(nodes)
+    return TreeBatch(chain(slots), None, slots, (slots[:0],))
 
 
 @pytest.fixture(autouse=True)
@@ -74,22 +84,14 @@ def test_all_products_of_a_model_are_of_the_faster_kind(faster, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("faster", [C_IS_FASTER, TORCH_IS_FASTER])
-@pytest.mark.parametrize("size", ["few", "many"])
-def test_attention_is_of_the_faster_kind_for_its_size(size, faster, monkeypatch):
+def test_attention_is_of_the_faster_kind_whatever_the_batch(faster, monkeypatch):
     asked = []
-    monkeypatch.setattr(cpu_attention, "choose", lambda *of: asked.append(of) or faster)
-    form = Form(2, 2, 16, torch.float32, True)
-    attention = dispatch.tree_attention(cpu_attention._sample(size, form.group))
-    assert isinstance(attention, CpuTreeAttention)
-    assert (attention.natively(form) is not None) == faster.in_c
-    assert asked == [(form, size)]
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 7])
-def test_what_is_measured_stands_for_its_size(group):
-    form = Form(2, group, 16, torch.float32, True)
-    assert cpu_attention._has_many_rows(cpu_attention._sample("many", group), form)
-    assert not cpu_attention._has_many_rows(cpu_attention._sample("few", group), form)
+    monkeypatch.setattr(cpu_attention, "choose", lambda form: asked.append(form) or faster)
+    for nodes in (1, 700):
+        attention = dispatch.tree_attention(prompt(nodes))
+        assert isinstance(attention, CpuTreeAttention)
+        assert (attention.natively(FORM) is not None) == faster.in_c
+    assert asked == [FORM, FORM]
 
 
 @needs_compiler
@@ -99,13 +101,13 @@ def test_kernels_can_be_forced_and_then_nothing_is_measured(monkeypatch):
 
     monkeypatch.setattr(products, "choose", fail)
     monkeypatch.setattr(cpu_attention, "choose", fail)
-    weight, form = torch.zeros(4, 8), Form(2, 1, 16, torch.float32, True)
+    weight = torch.zeros(4, 8)
     for kernels, in_c in (("c", True), ("torch", False)):
         monkeypatch.setattr(dispatch, "KERNELS", kernels)
         assert dispatch.packs([weight]) == in_c
-        attention = dispatch.tree_attention(cpu_attention._sample("few", 1))
+        attention = dispatch.tree_attention(prompt(9))
         assert isinstance(attention, CpuTreeAttention)
-        assert (attention.natively(form) is not None) == in_c
+        assert (attention.natively(FORM) is not None) == in_c
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,8 +120,9 @@ def test_both_are_really_measured_and_the_log_says_which_was_chosen(dtype, caplo
     for times in ("c_ms", "torch_ms"):
         summed = [sum(getattr(part, times)[i] for part in parts) for i in range(2)]
         assert getattr(found, times) == pytest.approx(summed)
-    attention = cpu_attention.choose(Form(1, 2, 16, dtype, True), "few")
-    assert attention.c_ms[0] > 0 and attention.torch_ms[0] > 0
+    attention = cpu_attention.choose(Form(1, 2, 16, dtype, True))
+    assert len(attention.c_ms) == 2
+    assert all(t > 0 for t in (*attention.c_ms, *attention.torch_ms))
     with caplog.at_level("INFO", logger="recserve"):
         pack_weights(torch.nn.Sequential(torch.nn.Linear(8, 4)).to(dtype))
     if native.library() is not None:
