@@ -12,7 +12,7 @@ from recserve.server.exchange import Exchange, json_response
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes for operators; `live` and `ready` have Open Inference Protocol's names too."""
+    """Routes for operators; the health routes also have the names of vLLM and of `/v2`."""
 
     @app.get("/health/live", operation_id="live")
     @app.get("/v2/health/live", operation_id="live_v2")
@@ -20,6 +20,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """The process answers."""
         return json_response({"status": "live"})
 
+    @app.get("/health", operation_id="health")
     @app.get("/health/ready", operation_id="ready")
     @app.get("/v2/health/ready", operation_id="ready_v2")
     async def ready() -> Response:
