@@ -1,13 +1,34 @@
-"""Which methods a path has: the `Allow` header of a 405."""
+"""Methods of a path: GET together with HEAD, and the `Allow` header of a 405."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
+from fastapi import FastAPI
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 ORDER = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+Endpoint = Callable[[], Response] | Callable[[], Awaitable[Response]]
+
+
+def add_get_and_head(
+    app: FastAPI, path: str, endpoint: Endpoint, operation_id: str | None = None
+) -> None:
+    """Adds a route that answers HEAD like GET; the server leaves out the body.
+
+    Args:
+        app: The application that gets the route.
+        path: Path of the route.
+        endpoint: Makes the answer.
+        operation_id: Name of the GET in the OpenAPI description; None leaves it out.
+    """
+    described = operation_id is not None
+    app.add_api_route(
+        path, endpoint, methods=["GET"], operation_id=operation_id, include_in_schema=described
+    )
+    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> str:
