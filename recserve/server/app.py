@@ -46,7 +46,8 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
     """An application for any ASGI server; its lifespan loads and closes the service.
 
     served: something opened to use instead of loading what `config` names; the app closes it.
-    `app.state.worker` is the worker, for whoever drains it.
+    `app.state.worker` is the worker, for whoever drains it; `app.state.metrics` counts what the
+    connections refuse.
     """
     given = Served(served) if isinstance(served, Service) else served
     worker = Worker((lambda: load(config)) if given is None else (lambda: given))
@@ -82,6 +83,7 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.worker = worker
+    app.state.metrics = metrics
     return app
 
 

@@ -29,6 +29,14 @@ class BodyTooLarge(ValueError):
     """The body is longer than the server reads."""
 
 
+class MalformedRequest(ValueError):
+    """What came is not HTTP/1.1."""
+
+
+class HeadersTooLarge(ValueError):
+    """The URL and the headers are longer, or the headers more, than the server reads."""
+
+
 class Unauthorized(PermissionError):
     """No valid key came with the request."""
 
@@ -62,6 +70,7 @@ class Row:
 INTERNAL = Row(500, "server_error", "internal", "internal", "internal error")
 TABLE: dict[type[Exception], Row] = {
     MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
+    MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
     Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
     CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
@@ -79,6 +88,7 @@ TABLE: dict[type[Exception], Row] = {
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(
         500,

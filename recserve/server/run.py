@@ -12,6 +12,8 @@ import uvicorn
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
+from recserve.server.connection import connection_class
+from recserve.server.connection_limits import ConnectionLimits
 from recserve.server.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -73,8 +75,8 @@ def serve(config: ServerConfig) -> int:
         access_log=config.access_log,
         server_header=False,
         ws="none",
+        http=connection_class(ConnectionLimits(), app.state.metrics),
         timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
-        h11_max_incomplete_event_size=64 << 10,
     )
     asyncio.run(DrainingServer(settings, worker, config.drain_delay_s).serve())
     return 1 if worker.failure is not None else 0
