@@ -116,7 +116,9 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Parser: the body comes next."""
+        """Parser: the body comes next, unless the request is to be read again."""
+        if self.parser.should_upgrade():
+            return
         super().on_headers_complete()
         self._part = Part.BODY
 
@@ -126,7 +128,9 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Parser: the request is complete."""
+        """Parser: the request is complete, unless it is to be read again."""
+        if self.parser.should_upgrade():
+            return
         self._part = Part.HEAD
         super().on_message_complete()
 
@@ -162,6 +166,9 @@ class Connection(HttpToolsProtocol):
         self._silent_bytes += len(data)
         try:
             self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+            return
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, HeadersTooLarge):
                 self._refuse(error.__context__)
@@ -170,6 +177,22 @@ class Connection(HttpToolsProtocol):
             return
         if self._header_bytes + self._silent_bytes > self.limits.max_header_bytes:
             self._refuse(self._too_large())
+
+    def _ignore_upgrade(self, rest: memoryview) -> None:
+        """Reads a request again without its `Upgrade`, with which the parser skips the body.
+
+        Args:
+            rest: What came behind the headers.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(MalformedRequest("CONNECT is for proxies"))
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(memoryview(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(rest)))
 
     def _count(self, size: int) -> None:
         """Counts bytes of headers that the parser has reported. Raises HeadersTooLarge."""
