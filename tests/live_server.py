@@ -23,12 +23,12 @@ from recserve.service.served import Served
 def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a running server; the service is closed with it."""
     named = {"bundle": service.bundle.root} if isinstance(service, Service) else {"llm": "given"}
-    app = create_app(ServerConfig(**named, **settings), service)
-    http = connection_class(ConnectionLimits(), app.state.metrics)
-    config = uvicorn.Config(
-        app, http=http, port=0, log_level="warning", ws="none", server_header=False
+    config = ServerConfig(**named, **settings)
+    app = create_app(config, service)
+    http = connection_class(ConnectionLimits.of(config), app.state.metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none", server_header=False)
     )
-    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

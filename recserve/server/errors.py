@@ -30,11 +30,19 @@ class BodyTooLarge(ValueError):
 
 
 class MalformedRequest(ValueError):
-    """What came is not HTTP/1.1."""
+    """The request is not HTTP/1.1."""
 
 
 class HeadersTooLarge(ValueError):
-    """The URL and the headers are longer, or the headers more, than the server reads."""
+    """The URL and headers exceed a limit."""
+
+
+class RequestTimeout(TimeoutError):
+    """The client took too long to send its request."""
+
+
+class TooManyConnections(RuntimeError):
+    """The server has reached its limit of connections."""
 
 
 class Unauthorized(PermissionError):
@@ -76,6 +84,7 @@ TABLE: dict[type[Exception], Row] = {
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
+    RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
     ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
@@ -98,6 +107,9 @@ TABLE: dict[type[Exception], Row] = {
         "the stored history of this user is damaged; delete the user to start anew",
     ),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
+    TooManyConnections: Row(
+        503, "overloaded_error", "too_many_connections", "too_many_connections"
+    ),
     ServiceClosed: Row(
         503, "unavailable_error", "not_ready", "not_ready", "the server is shutting down"
     ),

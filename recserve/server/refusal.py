@@ -1,4 +1,4 @@
-"""Answers of a connection itself, to what never becomes a request of the application."""
+"""Answers that a connection writes itself, to requests that do not reach the application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of a request while it arrives: how the connection tells the route that it never will."""
+"""State of a request body that is still arriving, shared by the connection and the route."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCOPE_KEY = "recserve.upload"
 
 @dataclass
 class Upload:
-    """error: why the rest of the body will not come; None while it may."""
+    """error: why the connection has given up the rest of the body; None while it waits for it."""
 
     error: Exception | None = None
 
 
 def upload_error(scope: Scope) -> Exception | None:
-    """Returns why the body of a request will never be complete, None while it may be."""
+    """Returns why the body of a request will not be completed; None if it still may be."""
     upload: Upload | None = scope.get(SCOPE_KEY)
     return None if upload is None else upload.error

@@ -1,11 +1,11 @@
-"""URL, headers and trailers of a request are bounded before anything else looks at them."""
+"""URL, headers and trailers of a request are limited before the key is checked."""
 
 import json
-import socket
 import time
 
 import pytest
 from live_server import live
+from raw_http import all_of, connect
 from scripted_text import scripted
 
 LIMIT_BYTES, LIMIT_HEADERS = 64 << 10, 128
@@ -28,16 +28,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def wire(server):
-    with socket.create_connection((server.base_url.host, server.base_url.port), 20) as opened:
+    with connect(server) as opened:
         yield opened
-
-
-def all_of(wire):
-    """Everything that the server sends until it closes the connection."""
-    said = b""
-    while part := wire.recv(1 << 16):
-        said += part
-    return said
 
 
 def status_and_body(said):

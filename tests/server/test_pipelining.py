@@ -1,4 +1,4 @@
-"""Requests that come before earlier ones are answered: all are answered, and few are kept."""
+"""Pipelined requests are all answered, and only a bounded number of them is queued."""
 
 import asyncio
 import socket
@@ -7,6 +7,7 @@ import httpx
 import pytest
 import uvicorn
 from live_server import live
+from raw_http import Wire
 from scripted_text import scripted
 from uvicorn.server import ServerState
 
@@ -50,37 +51,13 @@ def test_bodies_that_come_in_pieces_are_put_together_on_one_connection(server):
             assert answer.json()["usage"]["prompt_tokens"] == 100
 
 
-class Wire(asyncio.Transport):
-    """A transport that remembers what was written and whether reading is paused."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = bytearray()
-        self.paused = False
-
-    def write(self, data):
-        self.written += data
-
-    def pause_reading(self):
-        self.paused = True
-
-    def resume_reading(self):
-        self.paused = False
-
-    def is_closing(self):
-        return False
-
-    def close(self):
-        pass
-
-
 async def greet(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
 def test_a_client_that_sends_faster_than_it_is_answered_is_not_read():
-    """What waits is one read of the socket, and the requests of one slice of it."""
+    """At most one read of the socket waits, and the requests of one slice are queued."""
     sent = SMALLEST * 3000
 
     async def run():

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from live_server import live
+from raw_http import all_of, connect
 from scripted_text import scripted
 
 BODY = json.dumps({"model": "toy", "prompt": "a", "max_tokens": 4}).encode()
@@ -24,16 +25,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def wire(server):
-    with socket.create_connection((server.base_url.host, server.base_url.port), 20) as opened:
+    with connect(server) as opened:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield opened
-
-
-def all_of(wire):
-    said = b""
-    while part := wire.recv(1 << 16):
-        said += part
-    return said
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, len(HEAD), len(HEAD) + 5, 1 << 20])
