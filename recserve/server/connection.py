@@ -29,6 +29,7 @@ from recserve.server.header_count import HeaderCount
 from recserve.server.holdable_flow import HoldableFlow
 from recserve.server.refusal import refusal_bytes
 from recserve.server.request_timer import Part, RequestTimer
+from recserve.server.unread_answer import limit_unread_answer
 from recserve.server.upload import SCOPE_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
@@ -75,6 +76,7 @@ class Connection(HttpToolsProtocol):
             self._write_refusal(self._refusal)
             transport.close()
         else:
+            limit_unread_answer(transport, self.limits.unread_timeout_s)
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -15,6 +15,7 @@ class ConnectionLimits:
     max_headers: number of headers and trailers of one request.
     header_timeout_s: time from the connection, or the first byte of a request, to its last header.
     body_timeout_s: time from the last header to the end of the body.
+    unread_timeout_s: time in which a client must read some part of its answer.
     max_connections: number of connections; further clients get 503.
     """
 
@@ -22,6 +23,7 @@ class ConnectionLimits:
     max_headers: int = 128
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    unread_timeout_s: float = 30.0
     max_connections: int = 4096
 
     @classmethod
