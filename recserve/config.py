@@ -40,6 +40,9 @@ class ServerConfig(BaseSettings):
     sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
     unless `insecure`. signing_key: signs attribution tokens; None: drawn at start, so that tokens
     do not outlive the process. max_queue: requests waiting for the engine before 429.
+    max_connections: clients connected at once; further ones get 503. header_timeout_s: time from
+    the connection, or from a request's first byte, to its last header. body_timeout_s: time from
+    there to the end of its body.
     drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
     listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
     far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
@@ -73,6 +76,9 @@ class ServerConfig(BaseSettings):
     kv_bytes: int = Field(256 * 2**20, ge=2**20)
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
+    max_connections: int = Field(4096, ge=1, le=1_000_000)
+    header_timeout_s: float = Field(10.0, gt=0, le=3600)
+    body_timeout_s: float = Field(30.0, gt=0, le=3600)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
