@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from recserve.core.request import Root
 from recserve.kernels.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 
@@ -122,36 +121,6 @@ def _draw_weights(model: Recommender, catalogue: Catalogue) -> None:
             spread = 2.0 if name == "head.weight" else 1.0
             torch.nn.init.normal_(weight, std=spread * weight.shape[1] ** -0.5)
     model.bind_items(catalogue.codes)
-
-
-def drawn_language_model(
-    hidden: int, layers: int, vocabulary: int, dtype: torch.dtype, spread: float = 16.0
-) -> LanguageModel:
-    """A Llama, heads of 64 in KV groups of two, that writes a walk through its vocabulary.
-
-    Each token's row of the head holds some of the embedding of the token before it on the walk, so
-    that the likeliest token is likelier than the others by far more than any rounding, as a
-    trained model's mostly is. All weights are drawn; no two matrices are equal.
-    """
-    torch.manual_seed(0)
-    heads = hidden // 64
-    decoder = DecoderConfig(hidden, layers, heads, max(heads // 2, 1), 64, 11 * hidden // 4)
-    model = LanguageModel(LanguageModelConfig(decoder, vocabulary)).requires_grad_(False)
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1:
-            into_stream = "output." in name or "down." in name
-            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-            weight.mul_((2 * layers) ** -0.5 if into_stream else 1.0)
-    model.tokens.weight.mul_(hidden**0.5)
-    assert model.head is not None
-    followers = walk(torch.arange(vocabulary), vocabulary)
-    model.head.weight[followers] += spread * hidden**-1.0 * model.tokens.weight
-    return model.to(dtype).eval()
-
-
-def walk(token: Any, vocabulary: int) -> Any:
-    """What the drawn language model writes after a token (or a tensor of them): a permutation."""
-    return (token * (7 if vocabulary % 7 else 11) + 3) % vocabulary
 
 
 def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[Root]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawn import drawn_language_model, walk
+from device_worlds import drawn_language_model, walk
 from failures import attempted, complaints, failure, once
 from gpu_checks import Task, spoil
 from timing import Deadline, back_to_back_milliseconds

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from drawn import drawn_catalogue, drawn_language_model, drawn_recommender, drawn_roots
+from device_worlds import drawn_language_model
+from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from gpu_engine import recommender_engine, recorded
 from gpu_text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from timing import machine

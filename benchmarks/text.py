@@ -25,7 +25,7 @@ import torch
 from baselines.llama import language_llama
 from baselines.llama_cpp import missing
 from baselines.oracle import Oracle
-from drawn import drawn_language_model, walk
+from device_worlds import drawn_language_model, walk
 from measuring import CLOCKS
 from report import Report
 from rich.console import Console

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recserve.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.features.history import open_store
+from recserve.features.history_stores import open_store
 from recserve.features.item_journal import ItemJournal
 from recserve.service.attribution import Signer
 from recserve.service.histories import Histories

@@ -9,10 +9,10 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import attention_rows
 import gpu
+import gpu_checks
 import parts
 import pytest
 import small_kernels
@@ -23,9 +23,9 @@ from timing import Deadline
 
 from recserve.kernels import dispatch
 from tests.support import triton_interpreter
+from tests.support.compile_kernels import CHECKED
+from tests.support.paths import ROOT
 from tests.support.pretend_cuda import PretendCuda
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # As on a machine that has torch, numpy, safetensors and triton, and nothing else: python runs this
 # at its start, in the parts' processes too.
@@ -112,6 +112,11 @@ def test_kernel_checks_pass_on_a_pretended_gpu(pretended):
     checks = [task.checked() for task in kernel_checks("cuda", smoke=True)]
     assert not [check for check in checks if not check.ok]
     assert {"_attend", "move_kernel", "rope_kernel", "norm_kernel", "head_kernel"} <= set(pretended)
+
+
+def test_what_is_checked_on_a_gpu_is_compiled_without_one():
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    assert [(names[dtype], *form) for dtype, *form in gpu_checks.FORMS] == CHECKED
 
 
 def cannot(problem):

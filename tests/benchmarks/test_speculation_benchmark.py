@@ -2,21 +2,17 @@
 
 import json
 import sys
-from pathlib import Path
 
+import joined_bundle
 import numpy as np
 import pytest
+import speculation
 import torch
 from typer.testing import CliRunner
 
 from recserve.bundle import Bundle
 from recserve.cli import app
 from tests.support.tiny_bundle import tiny_bundle
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import joined_bundle
-import speculation
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,17 @@
 import json
 import sys
 import time
-from pathlib import Path
 
-import pytest
-import torch
-
-from tests.conftest import DATA
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import drafters
 import lossless
+import pytest
 import text
+import torch
 from baselines.llama_cpp import LlamaCpp, missing, write_gguf
-from drawn import drawn_language_model
 
 from recserve.models.attention import DenseAttention
+from tests.support.paths import DATA
+from tests.support.walking_model import drawn_language_model
 
 TINY = ["text", "--model", "64x2", "--vocabulary", "300", "--prompt", "40", "--tokens", "12"]
 TINY += ["--repeats", "2", "--threads", "1"]

@@ -2,15 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+import text_load
 import torch
 
-from tests.conftest import DATA
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import text_load
+from tests.support.paths import DATA
 
 
 @pytest.mark.skipif(not (DATA / "stories260k").is_dir(), reason="NO REFERENCE DATA: did not run")

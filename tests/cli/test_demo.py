@@ -18,7 +18,7 @@ from recserve import demo
 from recserve.bundle import Bundle
 from recserve.features.parquet import SchemaError
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from tests.conftest import free_port
+from tests.support.redis_server import free_port
 
 
 @pytest.fixture(scope="module")

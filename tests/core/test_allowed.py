@@ -15,8 +15,8 @@ from recserve.kernels.leaf_filter import LeafFilter
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import _remaining
 from recserve.kernels.trie_insertion import overlay_trie
-from tests.engine.test_engine import draw_root
-from tests.kernels.test_trie_overlay import SHAPES, Changed, engine_of
+from tests.support.recommenders import draw_root
+from tests.support.tries import SHAPES, Changed, engine_of
 
 PATHS = ["auto", "torch"]
 

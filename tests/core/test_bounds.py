@@ -19,7 +19,7 @@ from recserve.engine.heads import Heads
 from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
 SMALL = EngineConfig(kv_bytes=2**24)
 

@@ -2,7 +2,6 @@
 and searches go on until k items keep to the caps or none is left.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,44 +14,13 @@ from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from tests.engine.test_engine import CATALOGUES, draw_root, make
-from tests.engine.test_nezha import make_head as nezha_head
-from tests.engine.test_speculative import make_head
+from tests.support.draft_heads import make_head
+from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.listed_groups import ListedGroups
+from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.slates import groups_of, plain_first_k, plain_open
 
 CONFIG = EngineConfig(kv_bytes=16 * 2**20)
-
-
-def groups_of(rows, caps):
-    """By item row: every group of it, with its cap's number and limit."""
-    found = {row: set() for row in rows}
-    for c, cap in enumerate(caps):
-        places, groups = cap.groups.of(np.array(rows, np.int64))
-        for place, group in zip(places.tolist(), groups.tolist(), strict=True):
-            found[rows[place]].add(((c, group), cap.limit))
-    return found
-
-
-def plain_first_k(rows, caps, k):
-    """Item rows, one after the other, each if all of its groups have a place left."""
-    counts, kept, groups = Counter(), [], groups_of(rows, caps)
-    for row in rows:
-        mine = groups[row]
-        if len(kept) < k and all(counts[key] < limit for key, limit in mine):
-            counts.update(key for key, _ in mine)
-            kept.append(row)
-    return kept
-
-
-def plain_open(rows, caps, items):
-    """Of the items those that could stand beside the chosen ones."""
-    groups = groups_of([*rows, *items], caps)
-    counts = Counter(key for row in rows for key, _ in groups[row])
-    return [
-        row
-        for row in items
-        if row not in rows and all(counts[key] < limit for key, limit in groups[row])
-    ]
 
 
 def draw_cap(draw, items, most, groups, limit):

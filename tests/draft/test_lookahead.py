@@ -7,8 +7,8 @@ from recserve.core.text import Budget, TextContext
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.draft.lookahead import LookaheadDrafter, NgramPool
 from recserve.kernels.tree import AUXILIARY, chain
-from tests.draft.test_text_index import paths
 from tests.support.text_loop import VOCABULARY, check_draft, generate, score, step, tiny_model
+from tests.support.token_paths import paths
 
 
 def best(model, tokens) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.text import Budget, TextContext
+from recserve.core.text import Budget
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.draft.medusa import MedusaDrafter
 from recserve.draft.none import NoDrafter
@@ -17,24 +17,8 @@ from recserve.models.drafters.medusa_files import load_accuracies
 from recserve.training.medusa import MedusaRecipe, train_medusa
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from tests.support.text_loop import VOCABULARY, check_draft, generate, tiny_model
-
-E, V, K = 16, VOCABULARY, 3
-
-
-def drawn_heads(**changes) -> MedusaHeads:
-    torch.manual_seed(0)
-    heads = MedusaHeads(
-        MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": K, **changes})
-    )
-    for weight in heads.parameters():
-        torch.nn.init.normal_(weight, std=0.5)
-    return heads.requires_grad_(False).eval()
-
-
-def context(hidden, temperature=0.0, seed=0, id=0, **words) -> TextContext:
-    params = SamplingParams(temperature, seed=seed)
-    return TextContext(id, [1, 2, 3], 3, params, Speculation("medusa", **words), hidden)
+from tests.support.medusa_heads import E, K, V, context, drawn_heads
+from tests.support.text_loop import check_draft, generate, tiny_model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -6,8 +6,8 @@ from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empt
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.draft.merged import MergedDrafter
 from recserve.kernels.tree import AUXILIARY
-from tests.draft.test_text_index import paths
 from tests.support.text_loop import check_draft
+from tests.support.token_paths import paths
 
 
 def draft(tokens, parents, **columns) -> TextDraft:

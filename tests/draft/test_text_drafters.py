@@ -12,14 +12,9 @@ from recserve.draft.ngram import NgramDrafter
 from recserve.draft.none import NoDrafter
 from recserve.draft.specinfer import specinfer
 from recserve.draft.suffix import SuffixDrafter
-from recserve.draft.text_drafters import (
-    DRAFTERS,
-    DrafterWeights,
-    build_drafter,
-    check_speculation,
-)
+from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter, check_speculation
 from recserve.models.loading import UnsupportedModel
-from tests.models.test_language_model import drawn as save_drawn
+from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8, 9, 10] * 3]

@@ -14,6 +14,7 @@ from recserve.draft.suffix import SuffixDrafter
 from recserve.draft.text_index import GAP, TextIndex
 from recserve.kernels import dispatch, native
 from tests.support.text_loop import check_draft
+from tests.support.token_paths import drawn_text, paths
 
 
 @pytest.fixture(params=["c", "plain"])
@@ -24,32 +25,11 @@ def way(request, monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "auto" if request.param == "c" else "torch")
 
 
-def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:
-    """Random with repeats: pieces of it are copied further on."""
-    rng = random.Random(seed)
-    text: list[int] = []
-    while len(text) < length:
-        if text and rng.random() < 0.3:
-            start = rng.randrange(len(text))
-            text += text[start : start + rng.randrange(1, 9)]
-        else:
-            text.append(rng.randrange(vocabulary))
-    return text[:length]
-
-
 def context(tokens, id=0, num_prompt=None, rule="sample", num_tokens=None) -> TextContext:
     speculation = Speculation("test", rule, num_tokens)
     return TextContext(
         id, tokens, len(tokens) if num_prompt is None else num_prompt, SamplingParams(), speculation
     )
-
-
-def paths(draft) -> list[tuple[int, ...]]:
-    """Tokens on the way to every node, in node order."""
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return found
 
 
 @pytest.mark.parametrize("capacity", [None, 7, 50, 400])

@@ -10,7 +10,7 @@ from recserve.draft.text_index import GAP
 from recserve.draft.text_lookup import NativeLookup, text_lookup
 from recserve.kernels import dispatch, native
 from recserve.kernels.native_lookup import FIRST_SLOTS, NativeIndex
-from tests.draft.test_text_index import drawn_text
+from tests.support.token_paths import drawn_text
 
 in_c = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 LIMITS = {

@@ -5,11 +5,11 @@ nothing around them waits.
 """
 
 import pytest
-from device_worlds import assert_same, ranking, recommending, text_engine, texts
 
 from recserve.kernels import dispatch
-from tests.engine.test_host_waits import RANK, WAITS, assert_waits
 from tests.support import triton_interpreter
+from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
+from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
 
 FORWARD = {"rope_kernel", "_attend"}

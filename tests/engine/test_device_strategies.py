@@ -1,9 +1,9 @@
 """Every strategy on a pretended CUDA device: the CPU's answers, no mixing of devices."""
 
 import pytest
-from device_worlds import assert_same, ranking, recommending
 
 from recserve.kernels import dispatch
+from tests.support.device_worlds import assert_same, ranking, recommending
 from tests.support.pretend_cuda import PretendCuda
 
 RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")

@@ -1,9 +1,15 @@
 """The text lane on a pretended CUDA device: every drafter and every rule writes the CPU's texts."""
 
 import pytest
-from device_worlds import TEXT_PARAMETERS, assert_same, text_engine, text_scores, texts
 
 from recserve.kernels import dispatch
+from tests.support.device_worlds import (
+    TEXT_PARAMETERS,
+    assert_same,
+    text_engine,
+    text_scores,
+    texts,
+)
 from tests.support.pretend_cuda import PretendCuda
 
 DRAFTERS = (

@@ -14,7 +14,7 @@ from recserve.draft.draft_model import ModelDrafter
 from recserve.draft.specinfer import specinfer
 from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter
 from recserve.models.loading import load_language_model
-from tests.conftest import reference
+from tests.support.paths import reference
 from tests.support.text_engines import (
     MAKERS,
     PARAMETERS,

@@ -1,7 +1,6 @@
 """The engine against plain paths: full forwards without cache, tree, pages or company."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -23,62 +22,20 @@ from recserve.engine import engine as engine_module
 from recserve.engine.engine import EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.lane import RequestTooLarge
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
-from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
-from recserve.models.ranker import Ranker, RankerConfig
-from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
+from tests.support.rankers import draw_rows, make_ranker, ranking_root
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
-CATALOGUES = {
-    "one-item": torch.tensor([[3, 0, 1]]),
-    "one-prefix": torch.tensor([[1, 1, i] for i in range(9)]),
-    "deep": torch.tensor([[i % 2] * 6 + [i] for i in range(7)]),
-    "ordinary": torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0),
-}
 SMALL = EngineConfig(kv_bytes=4 * 2**20)
 
 
 def Engine(recommender=None, ranker=None, config=SMALL):  # noqa: N802
     return engine_module.Engine(recommender, ranker, config)
-
-
-FORMS = [("codes", "vocabulary"), ("codes", "children"), ("items", "children")]
-
-
-def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommender, Trie]:
-    torch.manual_seed(0)
-    sizes = tuple(int(c) + 1 for c in codes.max(0).values)
-    decoder = DecoderConfig(32, 2, 4, 2, 8, 48)
-    dense = form == "items"
-    model = Recommender(
-        RecommenderConfig(
-            decoder, sizes, form, normalization, num_items=len(codes), dense_head=dense
-        )
-    )
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.data.mul_(8)
-    model.bind_items(codes)
-    return model.eval(), build_trie(codes, sizes)
-
-
-def root_of(model: Recommender, history: Sequence[int]) -> Root:
-    """BOS and the items of these rows, in the model's own form."""
-    rows = torch.tensor(history, dtype=torch.long)
-    if model.config.input == "items":
-        tokens = model.config.num_code_tokens + rows
-    else:
-        tokens = model.item_tokens[rows].flatten()
-    tokens = torch.cat([torch.zeros(1, dtype=torch.long), tokens])
-    return Root(NodeInputs(tokens), tokens.numpy())
-
-
-def draw_root(model: Recommender, events: int, seed: int) -> Root:
-    g = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
-    return root_of(model, rows.tolist())
 
 
 @torch.inference_mode()
@@ -316,35 +273,6 @@ def test_thread_answers_and_closes():
         assert answer.rows.tolist() == alone.run(request).rows.tolist()
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(requests[0])
-
-
-def make_ranker() -> Ranker:
-    torch.manual_seed(0)
-    ranker = Ranker(RankerConfig(50, 6, 3, num_types=2, hidden_size=16, head_dim=8))
-    ranker.bind_items(torch.randn(60, 6))
-    for weight in ranker.parameters():
-        if weight.ndim > 1:
-            weight.data.mul_(3)
-    ranker.eval().freeze_items()
-    return ranker
-
-
-def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
-    g = torch.Generator().manual_seed(seed)
-    return NodeInputs(
-        torch.randint(0, 60, (n,), generator=g),
-        torch.full((n,), group),
-        torch.randint(0, 2, (n,), generator=g),
-        torch.arange(n),
-        torch.randn(n, 3, generator=g),
-    )
-
-
-def ranking_root(profile: int, long: int, recent: int, seed: int) -> Root:
-    parts = [draw_rows(n, group, seed + group) for group, n in enumerate((profile, long, recent))]
-    inputs = NodeInputs.cat([p for p in parts if len(p)])
-    keys = np.random.default_rng(seed).integers(0, 2**62, len(inputs))
-    return Root(inputs, keys, shared=profile + long)
 
 
 @torch.inference_mode()

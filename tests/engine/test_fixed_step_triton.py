@@ -7,8 +7,8 @@ from recserve.draft.draft_model import ModelDrafter
 from recserve.engine.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
-from tests.engine.test_fixed_step import POISON, Counted, with_graphs
 from tests.support import triton_interpreter  # noqa: F401
+from tests.support.recorded_steps import POISON, Counted, with_graphs
 from tests.support.text_engines import PARAMETERS, engine_for, prompts
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
 

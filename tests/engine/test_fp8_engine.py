@@ -3,11 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-import device_worlds
 import numpy as np
 import pytest
 import torch
-from device_worlds import assert_same, ranking, recommending, text_engine, texts
 
 from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
@@ -23,13 +21,13 @@ from recserve.messages_events import EventBody, EventsBody
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
 from recserve.server.app import load
-from tests.engine import test_invariance
-from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
-from tests.engine.test_fixed_step import SHAPES, Counted
-from tests.engine.test_speculative import make_head
-from tests.engine.test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
-from tests.support import recorder, text_plain, triton_interpreter
+from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
+from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
+from tests.support.draft_heads import make_head
 from tests.support.pretend_cuda import PretendCuda
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.recorded_steps import SHAPES, Counted
+from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 from tests.support.tiny_bundle import shared_bundle
 
@@ -161,15 +159,15 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form, normaliz
 @pytest.mark.skipif(not packable(torch.empty(1, 1)), reason="this torch has no oneDNN")
 def test_invariant_texts_have_the_same_bits():
     """Codes times a power of two lie on the grid that exact sums are made of."""
-    model = test_invariance.packed(test_invariance.long_sums())
-    sizes = replace(test_invariance.SIZES, kv_dtype="fp8")
-    requests, report = test_invariance.asked(), test_invariance.report
+    model = invariant_texts.packed(invariant_texts.long_sums())
+    sizes = replace(invariant_texts.SIZES, kv_dtype="fp8")
+    requests, report = invariant_texts.asked(), invariant_texts.report
     alone = [report(Engine(text=model, config=sizes), [request])[0] for request in requests]
     known = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(requests, alone, strict=True)}
     for kind in ("tree", "mixed"):
         engine = Engine(text=model, config=sizes, drafters={"t": TableDrafter(kind, known)})
         for _ in range(2):
-            assert report(engine, test_invariance.asked("t")) == alone, kind
+            assert report(engine, invariant_texts.asked("t")) == alone, kind
 
 
 def test_it_is_a_setting_of_the_server(tmp_path):

@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 import pytest
-from device_worlds import recommending
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve import doctor
@@ -15,9 +14,10 @@ from recserve.engine.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
-from tests.engine.test_fixed_step import Counted, with_graphs
-from tests.engine.test_recorded_searches import with_searches
-from tests.engine.test_text_engine import engine_for, prompts
+from tests.support.device_worlds import recommending
+from tests.support.recorded_searches import with_searches
+from tests.support.recorded_steps import Counted, with_graphs
+from tests.support.text_engines import engine_for, prompts
 from tests.support.text_plain import VOCABULARY, drawn_model
 
 SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))

@@ -6,28 +6,13 @@ avoided. The engine is warmed first: what is read once for a catalogue version i
 
 import pytest
 import torch
-from device_worlds import ranking, recommending
 
 from recserve.kernels import dispatch
-from tests.engine.test_recorded_searches import with_searches
+from tests.support.device_worlds import ranking, recommending
+from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
+from tests.support.recorded_searches import with_searches
 
-# Three levels. `beam` takes two rounds; each looks at the device to size its tree (twice, and once
-# more where some of it was scored before), to place its nodes and to learn how far the scores go,
-# and the round that goes on to the leaves twice more. `speculative` looks at what it drafts, and at
-# what its draft has left out; when the same is asked the second time, also at what of the kept
-# draft was needed, and beside one that is drafted for, as those with a filter always are, at both.
-# All read a slate twice: its rows and its scores. `read` and `shape` as in pretend_cuda.py.
-WAITS = {
-    "beam": {"read": 8, "shape": 7},
-    "speculative": {"read": 8, "shape": 5},
-    "nezha": {"read": 2},
-    "parallel": {"read": 2},
-    "dense": {"read": 1},
-    "likelihood": {"read": 2, "shape": 4},
-    "warm": {},
-}
-RANK = {"read": 2}
 # Recorded, a search asks nothing: what is left are a slate's rows and scores.
 RECORDED = {"read": 2}
 
@@ -35,21 +20,6 @@ RECORDED = {"read": 2}
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
-
-
-def assert_waits(device, engine, requests, bounds):
-    """Cold, then with the root in the prefix cache."""
-    engine.run_many(requests)
-    for cached in (False, True):
-        if not cached:
-            engine.forget_all()
-        device.syncs.clear()
-        engine.run_many(requests)
-        counts = device.counts()
-        for kind in ("read", "shape", "upload"):
-            assert counts[kind] <= bounds.get(kind, 0), (
-                f"{kind}, cached: {cached}\n" + device.table()
-            )
 
 
 @pytest.mark.parametrize("how", ["plain", "filters", "live"])

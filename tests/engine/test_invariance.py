@@ -8,67 +8,27 @@ import pytest
 import torch
 
 from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine import invariance
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.engine import Engine
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import NotInvariant
 from recserve.kernels import dispatch
 from recserve.kernels.exact_attention import ExactTreeAttention
 from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
 from recserve.messages_events import EventBody, EventsBody
-from recserve.models.config import DecoderConfig
-from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.packing import PackedLinear, pack_weights, packable
+from recserve.models.packing import PackedLinear, packable
 from recserve.service import Service
-from tests.engine.test_engine import (
-    CATALOGUES,
-    draw_root,
-    draw_rows,
-    make,
-    make_ranker,
-    ranking_root,
-)
-from tests.engine.test_speculative import make_head
-from tests.support.text_engines import assert_no_leak, prompts
+from tests.support.draft_heads import make_head
+from tests.support.invariant_texts import SIZES, asked, long_sums, packed, report
+from tests.support.rankers import draw_rows, make_ranker, ranking_root
+from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.text_engines import assert_no_leak
 from tests.support.text_plain import TableDrafter, drawn_model
 from tests.support.tiny_bundle import shared_bundle
 
 pytestmark = pytest.mark.skipif(
     not packable(torch.empty(1, 1)), reason="this torch has no oneDNN: nothing is ever packed"
 )
-SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)
-
-
-def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A model whose last products run over 2,080 columns: there one row differs from two."""
-    torch.manual_seed(0)
-    decoder = DecoderConfig(32, 2, 4, 2, 8, 2080, max_positions=64)
-    model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval()
-    model.tokens.weight.mul_(30)
-    return model.to(dtype)
-
-
-def packed(model: LanguageModel) -> LanguageModel:
-    pack_weights(model)
-    return model
-
-
-def report(engine: Engine, requests: list[TextRequest]) -> list[tuple[list[int], list[float]]]:
-    """Tokens, and every bit of their log-probabilities."""
-    answers = engine.run_many(requests)
-    return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
-
-
-def asked(drafter: str = "none", **fields) -> list[TextRequest]:
-    return [
-        TextRequest(
-            prompt,
-            SamplingParams(temperature=0.8, seed=seed, max_tokens=14, logprobs=5, **fields),
-            Speculation(drafter),
-        )
-        for seed, prompt in enumerate(prompts(8, seed=2, low=3, high=25))
-    ]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -12,30 +12,16 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels.tree import AUXILIARY
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.nezha import (
-    SelfDraftConfig,
-    SelfDraftHead,
-    load_self_draft,
-    save_self_draft,
-)
-from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
+from recserve.models.drafters.nezha import load_self_draft, save_self_draft
+from tests.support.draft_heads import make_nezha_head
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 CHILDREN = FORMS[1:]
 
 
-def make_head(model, placeholders: bool = True) -> SelfDraftHead:
-    torch.manual_seed(2)
-    config = SelfDraftConfig(
-        model.config.decoder.hidden_size, model.config.codebook_sizes, placeholders
-    )
-    head = SelfDraftHead(config)
-    head.head.weight.data.mul_(4)
-    return head.eval()
-
-
 def make_engine(model, placeholders: bool = True) -> Engine:
-    heads = Heads(make_head(model, False), make_head(model, placeholders))
+    heads = Heads(make_nezha_head(model, False), make_nezha_head(model, placeholders))
     return Engine(model, config=SMALL, heads=heads)
 
 
@@ -76,7 +62,7 @@ def plain_nezha(model, head, root, width, excluded=()):
 def test_equals_the_formulas_in_a_plain_loop(codes, form, normalization, placeholders):
     model, trie = make(codes, form, normalization)
     engine = make_engine(model, placeholders)
-    head = make_head(model, placeholders)
+    head = make_nezha_head(model, placeholders)
     for seed, width in enumerate((1, 3, 10, 512)):
         root = draw_root(model, 1 + 7 * seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), len(codes) // 5)
@@ -187,7 +173,7 @@ def test_the_dense_head_has_its_say(width):
     """Best k of the head's beams and the dense head's own best W, all scored alike."""
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
-    engine, head, weight = make_engine(model), make_head(model), 1.5
+    engine, head, weight = make_engine(model), make_nezha_head(model), 1.5
     requests, expected = [], []
     for seed in range(3):
         root = draw_root(model, 6 + seed, seed)
@@ -216,7 +202,7 @@ def test_the_dense_head_has_its_say(width):
 
 def test_a_saved_head_answers_the_same(tmp_path):
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    head = make_head(model)
+    head = make_nezha_head(model)
     save_self_draft(head, tmp_path)
     loaded = load_self_draft(tmp_path, model)
     assert loaded.config == head.config

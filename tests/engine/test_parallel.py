@@ -26,7 +26,7 @@ from recserve.training.evaluate import evaluate_bundle
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import CODES, PARALLEL, recipe_for, train_recommender
 from recserve.training.schedule import Schedule
-from tests.engine.test_engine import root_of
+from tests.support.recommenders import root_of
 
 FORMS = {
     "items-cosine": ("items", 0.1, False),

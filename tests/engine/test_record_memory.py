@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from drawn import drawn_language_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,6 +11,7 @@ from recserve.engine.graphs import TABLES, GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.text_engines import engine_for
+from tests.support.walking_model import drawn_language_model
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,6 @@ heads are what those of the replays must equal, text by text and step by step.
 
 import pytest
 import torch
-from device_worlds import text_engine
 
 from recserve.core.ranked_heads import ranked_heads_of
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
@@ -19,9 +18,10 @@ from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from tests.engine.test_fixed_step import Counted, with_graphs
-from tests.engine.test_text_engine import PARAMETERS, assert_no_leak, engine_for, prompts
+from tests.support.device_worlds import text_engine
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
+from tests.support.recorded_steps import Counted, with_graphs
+from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model, plain
 
 TREE = rank_tree(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (2,)))

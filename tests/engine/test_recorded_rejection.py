@@ -7,7 +7,6 @@ launches its steps judges texts of each rule by themselves, and drawn drafts by 
 
 import pytest
 import torch
-from device_worlds import text_engine
 
 from recserve.core.text import TextDraft, empty_draft
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
@@ -20,8 +19,9 @@ from recserve.engine.graphs import SHAPES as ALL
 from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
-from tests.engine.test_fixed_step import Counted, with_graphs
+from tests.support.device_worlds import text_engine
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
+from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts, shared_model
 from tests.support.text_plain import VOCABULARY, drawn_model
 

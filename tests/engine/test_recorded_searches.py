@@ -11,23 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_worlds import ITEMS, SIZES, recommending
 
-from recserve.engine.fixed_search import SearchShape
-from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.kernels import dispatch
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.models.drafters.calibration import DraftPlan
-from tests.engine.test_fixed_step import POISON, Counted
-from tests.support import recorder
-
-SHAPES = tuple(
-    SearchShape(requests, width, excluded, weighed)
-    for weighed in (False, True)
-    for excluded in (24, None)
-    for requests, width in ((1, 8), (4, 16))
-)
+from tests.support.device_worlds import ITEMS, SIZES, recommending
+from tests.support.recorded_searches import SHAPES, assert_same, with_searches
+from tests.support.recorded_steps import Counted
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,19 +26,6 @@ def plain_kernels():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "KERNELS", "torch")
         yield
-
-
-def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
-    """The graphs of the world's engine, recorded over a pool that is poisoned all over."""
-    engine = world.engine
-    runner, head = engine._lanes["recommender"].runner, engine._strategies["nezha"].head
-    bounds = SearchLimits(shapes, **{"room": 40, "seconds": float("inf"), **limits})
-    graphs = SearchGraphs(runner, world.model, head, bounds, record)
-    runner.pool.keys.fill_(POISON)
-    runner.pool.values.fill_(POISON)
-    engine.replay(graphs)
-    engine.record(trie)
-    return graphs
 
 
 @pytest.fixture(scope="module", params=["items", "codes"])
@@ -62,13 +40,6 @@ def worlds(request):
             graphs = with_searches(world, getattr(world, name), counted)
             made[name] = world, graphs, counted
     return request.param, launching, made
-
-
-def assert_same(wanted, got, close=1e-5):
-    for one, other in zip(wanted, got, strict=True):
-        assert one.rows.tolist() == other.rows.tolist()
-        np.testing.assert_allclose(one.scores, other.scores, rtol=close, atol=close)
-        assert one.exact == other.exact
 
 
 def assert_no_leak(engine):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from device_worlds import recommending
 
 from recserve.engine.fixed_search import SearchShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
 from recserve.kernels.trie_overlay import TrieOverlay
-from tests.engine.test_recorded_searches import assert_same, with_searches
 from tests.support import triton_interpreter  # noqa: F401
+from tests.support.device_worlds import recommending
+from tests.support.recorded_searches import assert_same, with_searches
 
 pytest.importorskip("triton")
 

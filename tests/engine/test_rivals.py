@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from device_worlds import recommending
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels import dispatch, native
+from tests.support.device_worlds import recommending
 
 if native.library() is None:
     pytest.skip("there is no compiler", allow_module_level=True)

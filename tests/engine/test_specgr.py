@@ -13,10 +13,10 @@ from recserve.draft import guided
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.verify import threshold
-from tests.core.test_diversity import plain_first_k
-from tests.draft.test_dense import ORDINARY, World
-from tests.engine.test_engine import draw_root
+from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups
+from tests.support.recommenders import draw_root
+from tests.support.slates import plain_first_k
 
 ITEMS = len(ORDINARY)
 SMALL = EngineConfig(kv_bytes=4 * 2**20)

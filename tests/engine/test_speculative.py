@@ -19,41 +19,16 @@ from recserve.engine.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
 from recserve.engine.step_costs import StepCosts, further_rounds
 from recserve.engine.strategies import SpeculativeStrategy, speculative
 from recserve.models.drafters.calibration import Calibration, DraftPlan
-from recserve.models.drafters.nezha import (
-    SelfDraftConfig,
-    SelfDraftHead,
-    load_self_draft,
-    save_self_draft,
-)
+from recserve.models.drafters.nezha import load_self_draft, save_self_draft
 from recserve.training.calibration import calibrate
 from recserve.training.cases import Cases
 from recserve.training.slates import SlateOptions, Slates
-from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
+from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.step_costs import DEAR, LINE, drafted_at, flat
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 CPU = torch.device("cpu")
-
-
-NOTHING = DraftPlan(0.0, 24.0, 2.0, 0.0)
-CALIBRATION = Calibration(
-    {(10, 10): (NOTHING, DraftPlan(1.0, 26.0, 1.0, 0.4), DraftPlan(50.0, 200.0, 0.0, 1.0))}
-)
-
-
-def make_head(model, kind: str) -> SelfDraftHead:
-    torch.manual_seed(1)
-    head = SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes))
-    if kind == "from-target":
-        head.start_from(model)
-    if kind == "adversarial":
-        head.start_from(model)
-        head.head.weight.data.neg_()
-    if kind == "calibrated":
-        head.calibration = CALIBRATION
-    if kind == "constant":
-        for weight in head.parameters():
-            weight.data.zero_()
-    return head.eval()
 
 
 @pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial", "constant", "calibrated"])
@@ -79,20 +54,6 @@ def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
         assert drafted.exact and drafted.rows.tolist() == plain.rows.tolist()
         np.testing.assert_allclose(drafted.scores, plain.scores, atol=2e-5)
         assert drafted.rounds <= plain.rounds + 2  # a floor that was too high, and what it hid
-
-
-LINE = Cost((1, 100), (1.0, 2.0))
-STEEP = Cost((1, 100), (0.1, 100.0))
-
-
-def flat(milliseconds: float) -> Cost:
-    return Cost((1, 1000), (milliseconds, milliseconds))
-
-
-DEAR = {
-    "rounds": StepCosts(LINE, flat(10.0), flat(10.5), flat(10.0)),
-    "nodes": StepCosts(STEEP, flat(0.0), flat(0.5), flat(0.2)),
-}
 
 
 @pytest.mark.parametrize("dear", DEAR)
@@ -143,16 +104,6 @@ def test_rounds_of_a_group_are_those_of_its_slowest():
                 more = rng.geometric(missed / repairs, drawn.shape)
                 drawn = np.where(rng.random(drawn.shape) < missed, more, 0)
             assert further_rounds(plan, batch) == pytest.approx(drawn.max(1).mean(), abs=0.05)
-
-
-def drafted_at(choice: PlanChoice, group: Group, draft_ms: float, beam_ms: float, count: int):
-    """Whether each of so many groups drafts, on a machine where it takes just so long."""
-    found = []
-    for _ in range(count):
-        drafted = choice.plan(group).margin > 0
-        choice.took(group, drafted, draft_ms if drafted else beam_ms)
-        found.append(drafted)
-    return found
 
 
 @pytest.mark.parametrize("draft_ms,beam_ms", [(8.0, 10.0), (12.0, 10.0)])

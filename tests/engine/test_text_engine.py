@@ -17,7 +17,7 @@ from recserve.engine.lane import RequestTooLarge
 from recserve.engine.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from tests.conftest import reference
+from tests.support.paths import reference
 from tests.support.text_engines import (
     PARAMETERS,
     among_others,

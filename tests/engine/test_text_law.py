@@ -13,7 +13,7 @@ from recserve.core.text import TextDraft
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
-from tests.models.test_reference_transformers import history, recommender
+from tests.support.reference_models import history, recommender
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits, processed
 
 KEPT = (1, 4, 9, 20)

@@ -6,8 +6,7 @@ import pytest
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.text_lane import TextLimits
 from recserve.engine.text_prefill import shared_rows
-from tests.engine.test_drafters_in_engine import MAKERS
-from tests.support.text_engines import assert_no_leak, engine_for
+from tests.support.text_engines import MAKERS, assert_no_leak, engine_for
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
 
 PAGE = 4

@@ -21,8 +21,9 @@ from recserve.engine.heads import Heads
 from recserve.engine.plan_choice import TRIALS, Group, PlanChoice
 from recserve.engine.strategies import speculative
 from recserve.models.drafters.calibration import Calibration, DraftPlan
-from tests.engine.test_engine import CATALOGUES, FORMS, draw_root, make
-from tests.engine.test_speculative import CALIBRATION, DEAR, NOTHING, drafted_at, make_head
+from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
+from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.step_costs import DEAR, drafted_at
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 

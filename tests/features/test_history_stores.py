@@ -24,14 +24,14 @@ from recserve.features.history import (
     StoredEvent,
     StoreUnavailable,
     event_key,
-    open_store,
     pack,
     records,
     unpack,
 )
 from recserve.features.history_merge import merge
+from recserve.features.history_stores import open_store
 from recserve.features.redis_store import PREFIX
-from tests.conftest import free_port, start_redis
+from tests.support.redis_server import free_port, start_redis
 
 
 def event(number: int, time: int | None = None) -> StoredEvent:
@@ -386,7 +386,8 @@ def test_refuses_urls(url: str) -> None:
 
 WRITER = """
 import sys
-from recserve.features.history import StoredEvent, open_store
+from recserve.features.history import StoredEvent
+from recserve.features.history_stores import open_store
 store = open_store("lmdb:" + sys.argv[1], cap=100000 // 2)
 for number in range(1, 1_000_000):
     store.append(f"u{number % 3}", [StoredEvent(number, number, number)])

@@ -5,7 +5,6 @@ Half of the users have their history excluded, so that filters are part of what 
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,19 +26,20 @@ from recserve.training.drafters import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import ITEMS, train_recommender
 from recserve.training.schedule import Schedule
+from tests.support.paths import DATA
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "amazon-beauty"
+BEAUTY = DATA / "amazon-beauty"
 NUM_USERS = 2000
 QUIET = Console(quiet=True)
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no Amazon Beauty at {DATA.name}")
+pytestmark = pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"no Amazon Beauty at {BEAUTY}")
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Bundle:
     """Beauty with a small recommender after one epoch, and a head distilled for one."""
     out = tmp_path_factory.mktemp("beauty") / "bundle"
-    items, events = DATA / "items.parquet", DATA / "events.parquet"
+    items, events = BEAUTY / "items.parquet", BEAUTY / "events.parquet"
     options = BuildOptions(items, events, out, text_dim=48, collaborative_dim=0, levels=3)
     build_bundle(options, log=lambda _: None)
     opened = Bundle.open(out)

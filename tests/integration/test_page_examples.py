@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ import torch
 from recserve.service import Service
 from recserve.service.served import Served
 from recserve.service.text_loading import TextSettings, load_text
-from tests.conftest import reference
 from tests.support.live_server import live
+from tests.support.paths import ROOT, reference
 from tests.support.tiny_bundle import shared_bundle
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/getting-started.md", "docs/api.md")
 FENCE = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A quoted body may go over several lines; a comment ends with its line.

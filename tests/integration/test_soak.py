@@ -13,7 +13,7 @@ import torch
 from recserve.core.request import RecommendRequest
 from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from tests.engine.test_engine import draw_root, make
+from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model
 

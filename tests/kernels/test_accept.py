@@ -1,47 +1,13 @@
 """Acceptance: the twins against plain loops, the distributions, and Triton against the twins."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from recserve.kernels import accept_reference as twin
 from recserve.kernels import noise
 from recserve.kernels.accept_reference import DraftProbs, Keys
-from recserve.kernels.tree import AUXILIARY, from_parents, merge
-
-
-def draw_tree(n, vocabulary, generator):
-    """One root node; the rest drawn below, the path kept more often than not."""
-    path, parents = [0], [-1]
-    for i in range(1, n):
-        keep = max(int(torch.randint(1, len(path) + 1, (), generator=generator)), len(path) - 1)
-        path = path[:keep]
-        parents.append(path[-1])
-        path.append(i)
-    tokens = torch.randint(0, vocabulary, (n,), generator=generator)
-    return from_parents(tokens, torch.tensor(parents))
-
-
-def draw(sizes, vocabulary, seed=0, kinds=False):
-    g = torch.Generator().manual_seed(seed)
-    tree = merge([draw_tree(n, vocabulary, g) for n in sizes])
-    if kinds:
-        drawn = (torch.rand(tree.num_nodes, generator=g) < 0.3).long()
-        drawn[tree.offsets[:-1]] = 0
-        tree = replace(tree, kinds=drawn * AUXILIARY)
-    logits = torch.randn(tree.num_nodes, vocabulary, generator=g)
-    # Make the target like the draft, so that walks get long.
-    rows = tree.parents.clamp(min=0)
-    logits[rows, tree.tokens] += 3.0
-    trees = len(sizes)
-    keys = Keys(
-        torch.randint(-(2**62), 2**62, (trees,), generator=g),
-        torch.randint(0, 1000, (trees,), generator=g),
-    )
-    temperatures = torch.rand(trees, generator=g)
-    temperatures[::3] = 0
-    return tree, logits, keys, temperatures
+from recserve.kernels.tree import from_parents, merge
+from tests.support.accept_cases import CASES, draw, draw_tree
 
 
 def plain_walk(tree, logits, keys, temperatures):
@@ -72,9 +38,6 @@ def plain_walk(tree, logits, keys, temperatures):
         nodes.append(path)
         bonus.append(token)
     return nodes, bonus
-
-
-CASES = [((1,), 5), ((9, 1, 30), 7), ((40,), 3), ((13, 20), 1100)]
 
 
 @pytest.mark.parametrize("kinds", [False, True], ids=["all-candidates", "some-auxiliary"])

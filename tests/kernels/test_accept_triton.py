@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.test_accept import CASES, draw
 from tests.support import triton_interpreter
+from tests.support.accept_cases import CASES, draw
 
 triton = pytest.importorskip("triton")
 tl = triton.language

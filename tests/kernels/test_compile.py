@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support import triton_interpreter  # noqa: F401
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("capability,kernels", [(80, 16), (90, 68)])

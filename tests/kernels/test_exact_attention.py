@@ -10,7 +10,7 @@ from recserve.kernels.exact_attention import BITS, ExactTreeAttention, exponents
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, chain, from_parents
-from tests.kernels.test_tree_attention import SHAPES, draw_batch
+from tests.support.attention_batches import SHAPES, draw_batch
 
 SILU = Activation(37.0)
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels import grouped_rms_norm, reference, tree_attention
-from tests.kernels.test_tree_attention import draw_batch
-from tests.kernels.test_tree_attention_triton import split_short_roots
 from tests.support import triton_interpreter
+from tests.support.attention_batches import draw_batch, split_short_roots
 
 HEADS, DIM = 2, 16
 

@@ -12,17 +12,10 @@ from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, KVShape
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.models.paged_attention import PagedAttention
-from tests.kernels.test_tree_attention import SHAPES, as_table, draw_batch
+from tests.support.attention_batches import SHAPES, as_table, draw_batch
+from tests.support.fp8_values import CODES, pooled, spread
 
-CODES = torch.arange(256, dtype=torch.uint8)
 FINITE = CODES[(CODES & 127) != 127]
-
-
-def spread(*size, seed=0):
-    """Vectors of very different sizes, some of whose numbers are far smaller than others."""
-    g = torch.Generator().manual_seed(seed)
-    scale = torch.exp2(torch.randint(-30, 30, (*size[:-1], 1), generator=g).float())
-    return torch.randn(size, generator=g) ** 3 * scale
 
 
 def test_codes_are_torch_s():
@@ -103,13 +96,6 @@ def test_paths_move_with_their_powers():
     dispatch.move_paths(pool.keys, pool.values, sources, targets, lengths)
     got = [part for x in (pool.keys, pool.values) for part in parts(x)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def pooled(keys, values):
-    """A pool of one layer that holds these."""
-    pool = KVPool(KVShape(1, *keys.shape[1:]), keys.shape[0] - 1, 1, FP8)
-    pool.write(0, torch.arange(keys.shape[0]), keys, values)
-    return pool
 
 
 @pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])

@@ -7,11 +7,10 @@ from recserve.kernels import fp8_kernel, path_move, reference, rope_write, tree_
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
-from tests.kernels.test_fp8 import CODES, pooled, spread
-from tests.kernels.test_small_kernels_triton import draw_paths
-from tests.kernels.test_tree_attention import SHAPES, as_table, draw_batch
-from tests.kernels.test_tree_attention_triton import split_short_roots
 from tests.support import triton_interpreter
+from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
+from tests.support.fp8_values import CODES, pooled, spread
+from tests.support.path_moves import draw_paths
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_worlds import text_engine, texts
 
 from recserve.kernels import (
     accept,
@@ -29,8 +28,9 @@ from recserve.kernels.tree import merge
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import Allowed, leaf_bits
 from recserve.kernels.trie_insertion import overlay_trie
-from tests.kernels.test_tree_attention import draw_tree
 from tests.support import triton_interpreter
+from tests.support.attention_batches import draw_tree
+from tests.support.device_worlds import text_engine, texts
 from tests.support.pretend_cuda import PretendCuda, PretendTensor
 
 triton = pytest.importorskip("triton")

@@ -12,7 +12,7 @@ from recserve.kernels.cpu_plan import Form
 from recserve.kernels.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.tree import chain
-from tests.kernels.test_tree_attention import SHAPES, draw_batch, placed
+from tests.support.attention_batches import SHAPES, draw_batch, placed
 
 TYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")

@@ -12,10 +12,9 @@ from recserve.draft.prefixes import draft_of_keys
 from recserve.kernels import dispatch, native
 from recserve.kernels.scored import Scored, nothing_scored
 from recserve.kernels.trie import build_trie
-from tests.engine.test_engine import CATALOGUES as ENGINE_CATALOGUES
-from tests.engine.test_engine import draw_root, make
-from tests.kernels.test_trie import CATALOGUES
-from tests.kernels.test_trie_overlay import SHAPES, Changed
+from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
+from tests.support.recommenders import draw_root, make
+from tests.support.tries import CATALOGUES, SHAPES, Changed
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 TRIES = [*CATALOGUES, *(f"grown-{name}" for name in SHAPES)]

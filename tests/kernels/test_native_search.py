@@ -11,21 +11,14 @@ from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels import dispatch, native
-from recserve.kernels.native_search import (
-    KNOWN,
-    MISSING,
-    LevelCodes,
-    Limits,
-    NativeSearch,
-    States,
-)
+from recserve.kernels.native_search import KNOWN, MISSING, LevelCodes, Limits, NativeSearch, States
 from recserve.kernels.native_trie import BaseArrays, NativeTrie, Prefixes
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
-from tests.engine.test_engine import CATALOGUES, draw_root, make
-from tests.engine.test_speculative import make_head
-from tests.kernels.test_trie_overlay import SHAPES, Changed, engine_of
+from tests.support.draft_heads import make_head
+from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.tries import SHAPES, Changed, engine_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 CONFIG = EngineConfig(kv_bytes=16 * 2**20)

@@ -5,6 +5,7 @@ import torch
 
 from recserve.kernels import grouped_rms_norm, head_topk, path_move, reference, rope_write
 from tests.support import triton_interpreter
+from tests.support.path_moves import draw_paths
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +18,6 @@ def poisoned(monkeypatch):
         return made.fill_(float("nan") if made.is_floating_point() else -(2**30))
 
     monkeypatch.setattr(torch, "empty", fill)
-
-
-def draw_paths(paths, longest, seed=0):
-    """Every tree owns a range of slots; a path climbs through it, its targets are the first."""
-    g = torch.Generator().manual_seed(seed)
-    room = 4 * longest
-    starts = torch.arange(paths)[:, None] * room
-    climb = torch.stack(
-        [torch.randperm(room, generator=g)[:longest].sort().values for _ in range(paths)]
-    )
-    climb = torch.maximum(climb, torch.arange(longest))
-    lengths = torch.randint(0, longest + 1, (paths,), generator=g)
-    lengths[0] = longest
-    return starts + climb, starts + torch.arange(longest), lengths, paths * room
 
 
 @pytest.mark.parametrize(

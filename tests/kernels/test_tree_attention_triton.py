@@ -9,8 +9,8 @@ from recserve.kernels import attention_launch, reference, tree_attention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
-from tests.kernels.test_tree_attention import SHAPES, as_table, draw_batch
 from tests.support import triton_interpreter
+from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 
 
 def same(batch, query, keys, values, activation):
@@ -20,14 +20,6 @@ def same(batch, query, keys, values, activation):
     got = kernel(query, keys[slots], values[slots], keys, values)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
-
-
-def split_short_roots(monkeypatch, keys, most=64):
-    """Into parts of so many keys and blocks of 16, as if a program more cost nothing."""
-    for name, value in (("SPLIT_KEYS", keys), ("MAX_SPLITS", most), ("BLOCK_KEYS", 16)):
-        monkeypatch.setattr(attention_launch, name, value)
-    for name in ("PROGRAM_KEYS", "MERGE_KEYS"):
-        monkeypatch.setattr(attention_launch, name, 0)
 
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])

@@ -6,22 +6,7 @@ import torch
 from recserve.kernels.tree import from_parents
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_tree import tree_of_nodes
-
-
-def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.stack([torch.randint(0, s, (items * 3,), generator=g) for s in sizes], 1)
-    codes = torch.unique(codes, dim=0)
-    return codes[torch.randperm(codes.shape[0], generator=g)[:items]]
-
-
-CATALOGUES = {
-    "one-item": torch.tensor([[3, 0, 7]]),
-    "all-share-a-prefix": torch.tensor([[1, 1, i] for i in range(9)]),
-    "deep": torch.tensor([[i % 2] * 7 + [i] for i in range(6)]),
-    "drawn": draw_codes(300, (8, 8, 8)),
-    "sparse": draw_codes(200, (256, 256, 256, 4)),
-}
+from tests.support.tries import CATALOGUES, draw_codes
 
 
 @pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())

@@ -9,7 +9,7 @@ from recserve.kernels.fixed_trie import FixedTrie
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import Allowed, best_children, leaf_bits, popcount, unpacked
 from recserve.kernels.trie_insertion import overlay_trie
-from tests.kernels.test_trie import CATALOGUES
+from tests.support.tries import CATALOGUES
 
 DEAD = float("-inf")
 FORMS = ["children", "normalized", "allowed", "excluded", "excluded, wide"]

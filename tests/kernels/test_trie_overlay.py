@@ -7,63 +7,11 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.filtering import leaf_filter
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
-from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.kernels.trie_tree import tree_of_nodes
-from recserve.models.config import DecoderConfig
-from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender, RecommenderConfig
-
-SHAPES = {
-    "narrow": ((3, 3, 3), 12, 9),
-    "drawn": ((8, 8, 8, 3), 200, 90),
-    "wide": ((256, 256, 4), 150, 60),
-    "deep": ((2,) * 9, 60, 80),
-    "one-item": ((4, 4), 1, 5),
-    "nothing-new": ((5, 5, 2), 20, 0),
-}
-
-
-class Changed:
-    """A base, semantic ids that came later, and the same built in one go.
-
-    Some of the later ids are the base's own: their items are replaced. Rows out of `gone` are
-    hidden.
-    """
-
-    def __init__(self, sizes, items, later, seed=0):
-        draw = np.random.default_rng(seed)
-        ids = np.unique(draw.integers(0, sizes, (20 * (items + later) + 50, len(sizes))), axis=0)
-        ids = torch.from_numpy(draw.permutation(ids)[: items + later])
-        self.base_codes, fresh = ids[:items], ids[items:]
-        replaced = self.base_codes[: items // 5] if later else self.base_codes[:0]
-        codes = torch.cat([fresh, replaced])[draw.permutation(len(fresh) + len(replaced))]
-        self.num_rows = items + len(codes) + 3  # three rows were replaced once more
-        places = np.sort(draw.choice(len(codes) + 3, len(codes), replace=False))
-        rows = items + torch.from_numpy(places)
-        self.base = build_trie(self.base_codes, sizes)
-        owners = {tuple(code): row for row, code in enumerate(self.base_codes.tolist())}
-        owners |= dict(zip(map(tuple, codes.tolist()), rows.tolist(), strict=True))
-        self.owners = owners
-        superseded = sorted(set(range(self.num_rows)) - set(owners.values()))
-        hidden = draw.permutation(sorted(owners.values()))[: len(owners) // 4].tolist()
-        self.hidden = hidden
-        gone = torch.tensor(sorted(superseded + hidden))
-        # In two steps, as versions come: the second finds most of the way walked.
-        most = rows[: 2 * len(rows) // 3]
-        first = overlay_trie(self.base, codes[: len(most)], most, self.num_rows)
-        self.overlay = overlay_trie(self.base, codes, rows, self.num_rows, gone, first)
-        every = torch.tensor(sorted(owners))
-        self.rebuilt = build_trie(
-            every, sizes, torch.tensor([owners[tuple(c)] for c in every.tolist()]), self.num_rows
-        )
-        # Node numbers of the overlay by those of the rebuilt trie.
-        self.rows = torch.tensor(sorted(owners.values()))
-        self.node = torch.zeros(self.rebuilt.num_nodes, dtype=torch.int64)
-        self.node[self.rebuilt.nodes_of_items(self.rows)] = self.overlay.nodes_of_items(self.rows)
+from tests.support.tries import SHAPES, Changed, engine_of
 
 
 @pytest.fixture(params=SHAPES, ids=SHAPES.keys())
@@ -173,24 +121,6 @@ def test_rows_outside_the_version_are_refused():
         leaf_filter(changed.overlay, np.array([changed.num_rows]), None)
     with pytest.raises(ValueError, match="allowed is"):
         leaf_filter(changed.overlay, None, AllowedItems.of(np.ones(changed.num_rows - 1, bool)))
-
-
-def engine_of(changed):
-    """A drawn model with a dense head and a self-draft head, over all rows there ever were."""
-    torch.manual_seed(0)
-    sizes = changed.base.codebook_sizes
-    decoder = DecoderConfig(32, 2, 4, 2, 8, 48)
-    config = RecommenderConfig(decoder, sizes, num_items=changed.num_rows, dense_head=True)
-    model = Recommender(config).eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.data.mul_(8)
-    codes = torch.zeros(changed.num_rows, len(sizes), dtype=torch.int64)
-    for code, row in changed.owners.items():
-        codes[row] = torch.tensor(code)
-    model.bind_items(codes)
-    head = SelfDraftHead(SelfDraftConfig(32, sizes)).eval()
-    return model, Engine(model, None, EngineConfig(kv_bytes=8 * 2**20), Heads(head))
 
 
 @pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])

@@ -17,10 +17,11 @@ from recserve.draft.text_drafters import DrafterWeights, build_drafter
 from recserve.models.drafters.medusa import MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies, load_medusa, save_medusa
 from recserve.models.loading import UnsupportedModel
-from tests.draft.test_medusa import E, K, V, context, drawn_heads
+from tests.support.medusa_heads import E, K, V, context, drawn_heads
+from tests.support.paths import ROOT
 from tests.support.text_loop import tiny_model
 
-CONVERT = Path(__file__).resolve().parents[2] / "benchmarks" / "convert_medusa.py"
+CONVERT = ROOT / "benchmarks" / "convert_medusa.py"
 
 
 def original(heads: MedusaHeads, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -2,17 +2,16 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import typer
 import typer.main
 
 from recserve.cli import app
+from tests.support.paths import ROOT
 
 # Typer carries its own copy of click; BadParameter is the public end of its errors.
 UsageError = typer.BadParameter.__mro__[1]
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 

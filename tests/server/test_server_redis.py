@@ -1,8 +1,8 @@
 """The server on a real redis-server: the same answers, and what is left of them when Redis dies."""
 
 from recserve.service import Service
-from tests.conftest import start_redis
 from tests.support.live_server import live
+from tests.support.redis_server import start_redis
 from tests.support.tiny_bundle import shared_bundle
 
 

@@ -9,7 +9,7 @@ import pytest
 from recserve.engine.engine import EngineConfig
 from recserve.messages_events import EventBody, EventsBody
 from recserve.service import Service, service
-from tests.service.test_warming import settled
+from tests.support.background_work import settled
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 

@@ -13,9 +13,7 @@ from recserve.service import kept_versions as module
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownVersion
 from recserve.service.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
-from tests.service.test_live_items import base_of, item_like, put, scores, service, slate
-
-__all__ = ["service"]
+from tests.support.live_catalogues import base_of, item_like, put, scores, slate
 
 
 class Base:

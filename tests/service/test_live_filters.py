@@ -11,8 +11,7 @@ from recserve.kernels.trie import build_trie
 from recserve.messages import Exclude, RecommendBody, RollbackBody
 from recserve.service import live_items as live_items_module
 from recserve.service.filter_cache import FilterCache, Kept
-from tests.service.test_live_items import base_of, item_like, put, slate
-from tests.service.test_live_items import service as service
+from tests.support.live_catalogues import base_of, item_like, put, slate
 
 CARE = {"eq": ["category", "Care"]}
 FILTERS = [

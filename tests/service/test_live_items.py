@@ -18,68 +18,14 @@ from recserve.config import ServerConfig
 from recserve.engine.fixed_search import SearchShape
 from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.messages import (
-    Candidate,
-    Exclude,
-    ItemsBody,
-    RankBody,
-    RecommendBody,
-    RollbackBody,
-    UserRef,
-)
+from recserve.messages import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
 from recserve.messages_events import EventBody, EventsBody
 from recserve.server.app import create_app
-from recserve.service import Service
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownItem, UnknownVersion
+from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
-
-EVERYTHING = Exclude(seen=False)
-
-
-def opened(folder):
-    return Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", journal=folder / "items")
-
-
-@pytest.fixture
-def service(tmp_path):
-    with opened(tmp_path) as one:
-        yield one
-
-
-def base_of(service):
-    return service.runtime.snapshot.catalog
-
-
-def put(service, *items):
-    return service.put_items(ItemsBody(items=list(items)))
-
-
-def lonely(service):
-    """A row that shares its quantiser codes with nobody."""
-    codes = base_of(service).index.codes
-    _, first, counts = np.unique(codes[:, :2], axis=0, return_index=True, return_counts=True)
-    return int(first[counts == 1][0])
-
-
-def item_like(service, item_id, like=None, **fields):
-    """A new item beside the one in row `like`."""
-    like = lonely(service) if like is None else like
-    vector = base_of(service).vectors[like] + 1e-3
-    said = {"title": "Rose lipstick", "categories": ["Care > Lips"], **fields}
-    return {"item_id": item_id, "embedding": vector.tolist(), **said}
-
-
-def slate(service, user="u", history=None, k=700, **fields):
-    """Every item there is, as a wide beam finds them."""
-    history = base_of(service).items.ids[:3] if history is None else history
-    body = RecommendBody(history=history, k=k, beam_width=k, exclude=EVERYTHING, **fields)
-    return service.recommend(body)
-
-
-def scores(answer):
-    return {item.item_id: item.score for item in answer.items if item.source == "model"}
 
 
 def rank(service, *ids, scorer="ranker", history=None):

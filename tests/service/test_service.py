@@ -23,7 +23,7 @@ from recserve.messages_events import EventBody, EventsBody
 from recserve.service import Service
 from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
-from tests.service.test_warming import settled
+from tests.support.background_work import settled
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
 KEY = b"sixteen bytes or"

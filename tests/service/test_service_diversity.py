@@ -13,8 +13,8 @@ from recserve.kernels.trie_overlay import TrieOverlay
 from recserve.messages import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
 from recserve.service import Service
 from recserve.service.diversity import ListedItems, caps_of
-from tests.core.test_diversity import plain_open
 from tests.support.live_server import live
+from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle
 
 

@@ -15,6 +15,7 @@ from recserve.messages_events import EventBody, EventsBody
 from recserve.server.app import load
 from recserve.service import Service, warming
 from recserve.service.usual import LATELY, Shape, Usual
+from tests.support.background_work import settled
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -53,15 +54,6 @@ def drafts(monkeypatch):
 def events(service, user, count=9, first=0):
     ids = service.runtime.snapshot.catalog.items.ids[first : first + count]
     return EventsBody(events=[EventBody(user_id=user, item_id=i) for i in ids], warm=True)
-
-
-def settled(service):
-    """Wait until nothing is left to do that nobody waits for."""
-    engine = service.runtime.engine
-    while True:
-        with engine.held():
-            if not engine.stats().background:
-                return
 
 
 def warm(service, user, **fields):

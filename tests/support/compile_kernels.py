@@ -8,12 +8,8 @@ import re
 import sys
 import time
 from contextlib import redirect_stdout
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import triton
-from gpu_checks import FORMS
 from triton.backends.compiler import GPUTarget
 
 from recserve.kernels import (
@@ -32,6 +28,15 @@ from recserve.kernels import (
 SHARED = {80: 166_912, 90: 232_448}
 # Bytes of a thread that may go to local memory where a kernel is to be fast, and where it is rare.
 SPILLED, SPILLS = 8, 128
+# Attention that benchmarks/gpu.py checks on a device: dtype, heads, key-value heads, head dim.
+CHECKED = [
+    ("bf16", 32, 8, 128),
+    ("fp16", 6, 2, 80),
+    ("fp32", 4, 4, 64),
+    ("bf16", 8, 1, 256),
+    ("bf16", 4, 4, 32),
+    ("fp16", 3, 3, 96),
+]
 
 
 def attention(
@@ -168,13 +173,11 @@ def rare_forms():
     """What a run of benchmarks/gpu.py launches beside those: its checks, half of each form, and
     what it measures; and what a machine with little shared memory would.
     """
-    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    for number, (dtype, heads, kv_heads, dim) in enumerate(FORMS):
+    for number, (dtype, heads, kv_heads, dim) in enumerate(CHECKED):
         for everything in (False, True):
             how = dict.fromkeys(("silu", "limits", "shared"), everything)
             fp8 = True if everything == number % 2 else None
-            name = names[str(dtype).removeprefix("torch.")]
-            yield attention(name, dim, heads // kv_heads, **how, nodes=257, fp8=fp8)
+            yield attention(dtype, dim, heads // kv_heads, **how, nodes=257, fp8=fp8)
     yield attention("bf16", 256, 8, nodes=257, fp8=True)
     for nodes in (8, 16):  # blocks of 32 and of 64 rows; of 16 and of 128 are above
         yield attention("bf16", 128, 4, nodes=nodes)

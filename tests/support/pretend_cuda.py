@@ -17,13 +17,13 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 PACKAGE = str(ROOT / "recserve") + os.sep
 TWINS = PACKAGE + os.path.join("kernels", "dispatch.py")
 CUDA = torch.device("cuda", 0)

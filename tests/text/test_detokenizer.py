@@ -8,7 +8,7 @@ import pytest
 from recserve.text.detokenizer import Detokenizer, StopMatcher
 from recserve.text.token_bytes import UnsupportedTokenizer, shown, token_bytes
 from recserve.text.tokenizer import TextTokenizer
-from tests.conftest import reference
+from tests.support.paths import reference
 
 FAMILIES = ("stories260k", "tokenizer-gpt2")
 SENTENCE = "Zoë paid 3 € for a 👩‍👩‍👧 cake — naïve, 日本語 and\n\ttabs  and  spaces."

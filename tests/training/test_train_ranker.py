@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -38,8 +37,8 @@ from recserve.training.ranking_batch import RankingBatch
 from recserve.training.ranking_data import NegativeSampler, RankingData, held_batches
 from recserve.training.ranking_quality import attend_within, conversion_words, ranking_quality
 from recserve.training.schedule import Schedule
+from tests.support.paths import DATA
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 TOPICS, PER_TOPIC = 6, 20
 NUM_ITEMS = TOPICS * PER_TOPIC
 SMALL = RankerRecipe(

@@ -2,29 +2,24 @@
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import rank
+import recommend
+import recommend_methods
 import torch
+from baselines.constraints import TrieProcessor, allowed_tokens
+from baselines.llama import empty_model, to_llama
 
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.kernels.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.models.saving import named_tensors
-from tests.engine.test_engine import root_of
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import rank  # noqa: E402
-import recommend  # noqa: E402
-import recommend_methods  # noqa: E402
-from baselines.constraints import TrieProcessor, allowed_tokens  # noqa: E402
-from baselines.llama import empty_model, to_llama  # noqa: E402
+from tests.support.reference_models import drawn, history, recommender
 
 SMALL = EngineConfig(kv_bytes=8 * 2**20)
 FAMILIES = {
@@ -33,17 +28,6 @@ FAMILIES = {
     "qwen2": DecoderConfig(48, 3, 6, 3, 8, 80, attention_bias=True, rope_theta=1e6),
     "qwen3": DecoderConfig(48, 3, 6, 1, 16, 80, qk_norm=True, rope_theta=1e6),
 }
-
-
-def drawn(module: torch.nn.Module, seed: int) -> None:
-    """Weights far from their initial values, norms and biases included."""
-    g = torch.Generator().manual_seed(seed)
-    for weight in module.parameters():
-        spread = torch.randn(weight.shape, generator=g)
-        if weight.ndim > 1:
-            weight.data.copy_(spread * weight.shape[1] ** -0.5)
-        else:
-            weight.data.add_(0.3 * spread)
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES.keys())
@@ -61,23 +45,6 @@ def test_trunk_equals_transformers(config):
             expected = theirs.model(inputs_embeds=x, position_ids=positions).last_hidden_state
             hidden = ours(x, positions, DenseAttention())
             torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
-
-
-def recommender(seed: int, normalization: str):
-    """300 items of 3 levels of 24 codes; logits with a spread of about 2."""
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.unique(torch.randint(0, 24, (300, 3), generator=g), dim=0)
-    config = DecoderConfig(32, 2, 4, 2, 8, 48, qk_norm=seed == 2)
-    model = Recommender(RecommenderConfig(config, (24, 24, 24), "codes", normalization))
-    drawn(model, seed)
-    model.head.weight.data.mul_(2)
-    model.bind_items(codes)
-    return model.eval(), build_trie(codes, model.config.codebook_sizes)
-
-
-def history(model: Recommender, events: int, seed: int) -> Root:
-    rows = np.random.default_rng(seed).integers(0, model.num_bound_items, events)
-    return root_of(model, rows.tolist())
 
 
 def generate(theirs, root: Root, beams: int, **constraint):

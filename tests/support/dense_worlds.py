@@ -1,0 +1,39 @@
+"""A recommender with a dense retriever, its index and an engine."""
+
+import torch
+
+from recserve.core.request import RecommendRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.heads import Heads
+from recserve.features.vector_index import FaissIndex
+from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
+from tests.support.recommenders import draw_root, make
+
+ORDINARY = torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0)
+
+
+SMALL = EngineConfig(kv_bytes=4 * 2**20)
+
+
+class World:
+    """A recommender, a retriever with two outcomes and three offsets, an index, an engine."""
+
+    def __init__(self, form="items", codes=ORDINARY):
+        self.model, self.trie = make(codes, form, "children")
+        config = RetrieverConfig(
+            32, 24, ("click", "repin"), (0.7, 0.3), "events", (1, 2, 4), (0.5, 0.25, 0.25)
+        )
+        torch.manual_seed(3)
+        self.retriever = DenseRetriever(config)
+        self.retriever.start_from(self.model)
+        for name, weight in self.retriever.named_parameters():
+            if name != "scale":
+                weight.data.add_(torch.randn_like(weight), alpha=0.3)
+        self.retriever.outcomes.weight.data.mul_(20)
+        self.vectors = item_vectors(self.retriever.eval(), self.model).numpy()
+        self.index = FaissIndex(self.vectors)
+        self.engine = Engine(self.model, config=SMALL, heads=Heads(retriever=self.retriever))
+
+    def request(self, seed, k=10, **fields):
+        root = draw_root(self.model, 1 + seed % 9, seed)
+        return RecommendRequest(root, self.trie, k, k, "dense", index=self.index, **fields)

@@ -1,0 +1,43 @@
+"""A model whose long sums differ between one row and several, and what is asked of it."""
+
+import torch
+
+from recserve.core.text_request import SamplingParams, Speculation, TextRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.models.config import DecoderConfig
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.packing import pack_weights
+from tests.support.text_engines import prompts
+
+SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)
+
+
+def long_sums(dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """A model whose last products run over 2,080 columns: there one row differs from two."""
+    torch.manual_seed(0)
+    decoder = DecoderConfig(32, 2, 4, 2, 8, 2080, max_positions=64)
+    model = LanguageModel(LanguageModelConfig(decoder, 40)).requires_grad_(False).eval()
+    model.tokens.weight.mul_(30)
+    return model.to(dtype)
+
+
+def packed(model: LanguageModel) -> LanguageModel:
+    pack_weights(model)
+    return model
+
+
+def report(engine: Engine, requests: list[TextRequest]) -> list[tuple[list[int], list[float]]]:
+    """Tokens, and every bit of their log-probabilities."""
+    answers = engine.run_many(requests)
+    return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
+
+
+def asked(drafter: str = "none", **fields) -> list[TextRequest]:
+    return [
+        TextRequest(
+            prompt,
+            SamplingParams(temperature=0.8, seed=seed, max_tokens=14, logprobs=5, **fields),
+            Speculation(drafter),
+        )
+        for seed, prompt in enumerate(prompts(8, seed=2, low=3, high=25))
+    ]

@@ -1,0 +1,25 @@
+"""Small Medusa heads with drawn weights, and texts to draft for."""
+
+import torch
+
+from recserve.core.text import TextContext
+from recserve.core.text_request import SamplingParams, Speculation
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from tests.support.text_loop import VOCABULARY
+
+E, V, K = 16, VOCABULARY, 3
+
+
+def drawn_heads(**changes) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads(
+        MedusaConfig(**{"hidden_size": E, "vocab_size": V, "num_heads": K, **changes})
+    )
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    return heads.requires_grad_(False).eval()
+
+
+def context(hidden, temperature=0.0, seed=0, id=0, **words) -> TextContext:
+    params = SamplingParams(temperature, seed=seed)
+    return TextContext(id, [1, 2, 3], 3, params, Speculation("medusa", **words), hidden)

@@ -1,0 +1,35 @@
+"""Engines whose searches are recorded, over a pool that is poisoned all over."""
+
+import numpy as np
+
+from recserve.engine.fixed_search import SearchShape
+from recserve.engine.search_graphs import SearchGraphs, SearchLimits
+from tests.support import recorder
+from tests.support.recorded_steps import POISON
+
+SHAPES = tuple(
+    SearchShape(requests, width, excluded, weighed)
+    for weighed in (False, True)
+    for excluded in (24, None)
+    for requests, width in ((1, 8), (4, 16))
+)
+
+
+def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
+    """The graphs of the world's engine, recorded over a pool that is poisoned all over."""
+    engine = world.engine
+    runner, head = engine._lanes["recommender"].runner, engine._strategies["nezha"].head
+    bounds = SearchLimits(shapes, **{"room": 40, "seconds": float("inf"), **limits})
+    graphs = SearchGraphs(runner, world.model, head, bounds, record)
+    runner.pool.keys.fill_(POISON)
+    runner.pool.values.fill_(POISON)
+    engine.replay(graphs)
+    engine.record(trie)
+    return graphs
+
+
+def assert_same(wanted, got, close=1e-5):
+    for one, other in zip(wanted, got, strict=True):
+        assert one.rows.tolist() == other.rows.tolist()
+        np.testing.assert_allclose(one.scores, other.scores, rtol=close, atol=close)
+        assert one.exact == other.exact

@@ -1,0 +1,43 @@
+"""Engines whose text steps are recorded, over a pool that is poisoned all over."""
+
+import torch
+
+from recserve.engine.fixed_step import StepShape
+from recserve.engine.graphs import GraphLimits, StepGraphs
+from recserve.engine.text_lane import TextLane
+from tests.support import recorder
+from tests.support.text_engines import engine_for
+
+POISON = 1e4
+
+
+SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 8), StepShape(24, 8, 4), StepShape(64, 8, 12))
+
+
+class Counted:
+    """Records, and counts the replays."""
+
+    def __init__(self, record=recorder.record):
+        self.record, self.replays = record, 0
+
+    def __call__(self, step):
+        replay = self.record(step)
+
+        def counted():
+            self.replays += 1
+            return replay()
+
+        return counted
+
+
+def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limits):
+    """An engine whose text lane replays, over a pool that is poisoned all over."""
+    engine = engine_for(model, pages, drafters)
+    lane = engine._lanes["text"]
+    with torch.inference_mode():
+        bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
+        graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
+        lane.runner.pool.keys.fill_(POISON)
+        lane.runner.pool.values.fill_(POISON)
+    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    return engine
