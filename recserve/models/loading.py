@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.weight_check import is_finite
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,8 +53,13 @@ def load_language_model(
             if name not in files:
                 raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
             used.add(name)
-            tensor: Tensor = opened[files[name]].get_tensor(name)
-            return tensor.to(dtype)
+            tensor: Tensor = opened[files[name]].get_tensor(name).to(dtype)
+            if not is_finite(tensor):
+                raise UnsupportedModel(
+                    f"{files[name]}: {name} holds NaN or infinity as {dtype}; the file is damaged, "
+                    "or a weight is too large for this type"
+                )
+            return tensor
 
         for name, empty in model.state_dict().items():
             weight = _assemble(name, read)

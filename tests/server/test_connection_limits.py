@@ -4,11 +4,11 @@ import json
 import time
 
 import pytest
-from live_server import live
-from raw_http import all_of, connect, one_of
-from scripted_text import scripted
 
 from recserve.server import open_files
+from tests.support.live_server import live
+from tests.support.raw_http import all_of, connect, one_of
+from tests.support.scripted_text import scripted
 
 BODY = json.dumps({"model": "toy", "prompt": "a", "max_tokens": 4}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)

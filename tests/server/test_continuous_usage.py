@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from live_server import live
-from scripted_text import scripted
+
+from tests.support.live_server import live
+from tests.support.scripted_text import scripted
 
 # The scripted engine writes steps of 1, 3, 2, 1, 3, ... tokens of one byte each.
 TEXT = "abcdeé"

@@ -1,8 +1,9 @@
 """HEAD on what uptime checks ask for: the headers of a GET, without a body."""
 
 import pytest
-from live_server import live
-from scripted_text import scripted
+
+from tests.support.live_server import live
+from tests.support.scripted_text import scripted
 
 KEY = "a-key-of-sixteen"
 HEALTH = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")

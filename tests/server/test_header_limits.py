@@ -4,9 +4,10 @@ import json
 import time
 
 import pytest
-from live_server import live
-from raw_http import all_of, connect
-from scripted_text import scripted
+
+from tests.support.live_server import live
+from tests.support.raw_http import all_of, connect
+from tests.support.scripted_text import scripted
 
 LIMIT_BYTES, LIMIT_HEADERS = 64 << 10, 128
 TOO_LONG = "URL and headers may have 65536 bytes together, got more"

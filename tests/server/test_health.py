@@ -4,11 +4,11 @@ import asyncio
 
 import httpx
 import pytest
-from live_server import live
-from scripted_text import scripted
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
+from tests.support.live_server import live
+from tests.support.scripted_text import scripted
 
 KEY = "a-key-of-sixteen"
 

@@ -1,10 +1,10 @@
 """A method that does nothing on a path is 405 and names the methods that do something."""
 
 import pytest
-from live_server import live
-from tiny_bundle import shared_bundle
 
 from recserve.service import Service
+from tests.support.live_server import live
+from tests.support.tiny_bundle import shared_bundle
 
 
 @pytest.fixture(scope="module")

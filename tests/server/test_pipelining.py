@@ -6,14 +6,14 @@ import socket
 import httpx
 import pytest
 import uvicorn
-from live_server import live
-from raw_http import Wire
-from scripted_text import scripted
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
 from recserve.server.connection import SLICE_BYTES, Connection
 from recserve.server.connection_limits import ConnectionLimits
+from tests.support.live_server import live
+from tests.support.raw_http import Wire
+from tests.support.scripted_text import scripted
 
 SMALLEST = b"GET / HTTP/1.1\r\n\r\n"
 

@@ -7,14 +7,14 @@ import time
 
 import pytest
 import uvicorn
-from live_server import live
-from raw_http import Wire, all_of, connect, one_of
-from scripted_text import scripted
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
 from recserve.server.connection import Connection
 from recserve.server.connection_limits import ConnectionLimits
+from tests.support.live_server import live
+from tests.support.raw_http import Wire, all_of, connect, one_of
+from tests.support.scripted_text import scripted
 
 HEADER_TIMEOUT_S, BODY_TIMEOUT_S = 1.0, 1.5
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"

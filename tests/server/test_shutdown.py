@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from raw_http import all_of, connect
-from scripted_text import scripted
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
 from recserve.server.run import DrainingServer, uvicorn_config
+from tests.support.raw_http import all_of, connect
+from tests.support.scripted_text import scripted
 
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 

@@ -4,9 +4,10 @@ import json
 import socket
 
 import pytest
-from live_server import live
-from raw_http import all_of, connect
-from scripted_text import scripted
+
+from tests.support.live_server import live
+from tests.support.raw_http import all_of, connect
+from tests.support.scripted_text import scripted
 
 BODY = json.dumps({"model": "toy", "prompt": "a", "max_tokens": 4}).encode()
 HEAD = (
