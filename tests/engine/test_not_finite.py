@@ -10,7 +10,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from device_worlds import ranking, recommending, text_scores
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
@@ -25,6 +24,7 @@ from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
+from tests.support.device_worlds import ranking, recommending, text_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_plain import drawn_model
