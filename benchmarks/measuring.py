@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from recserve.kernels.processor import processor
+from recserve.kernels.processor import instructions, processor
 
 TAIL_RUNS = 100
 
@@ -94,6 +94,7 @@ def machine() -> dict[str, Any]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return {
         "processor": processor().name,
+        "instructions": instructions(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_before": round(load, 2),

@@ -35,6 +35,8 @@ from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.server.app import create_app
+from recserve.server.connection import connection_class
+from recserve.server.connection_limits import ConnectionLimits
 from recserve.service import Service
 from recserve.training.ranker import RankerRecipe, make_ranker
 
@@ -78,7 +80,9 @@ def make_bundle(folder: Path, num_items: int) -> Path:
 def serve(service: Service) -> tuple[uvicorn.Server, threading.Thread, int]:
     """A running server and its port."""
     app = create_app(ServerConfig(bundle=service.bundle.root), service)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
+    http = connection_class(ConnectionLimits(), app.state.metrics)
+    config = uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     worker = app.state.worker

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recserve.kernels.processor import processor
+from recserve.kernels.processor import instructions, processor
 
 FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
 
@@ -156,6 +156,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": device,
         "processor": processor().name,
+        "instructions": instructions(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -32,7 +32,8 @@ class ServerConfig(BaseSettings):
     """What `recserve serve` can be told. `bundle`, `llm` or both are required.
 
     llm: a Hugging Face folder of a language model. llm_name: what `model` says in a request, None:
-    the folder's name. llm_dtype: None is the folder's own. chat_template: a file to use instead of
+    the folder's name. llm_dtype: "auto" is the fastest here; None is the folder's own type, or
+    float32 on a CPU where that is faster. chat_template: a file to use instead of
     the folder's. drafters: `NAME`, or `NAME=DIR` for one with weights; the first is the one of
     requests that name none. text_timeout_ms: most time for a text, unless the request says less.
     store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. journal: folder for
@@ -40,11 +41,15 @@ class ServerConfig(BaseSettings):
     sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
     unless `insecure`. signing_key: signs attribution tokens; None: drawn at start, so that tokens
     do not outlive the process. max_queue: requests waiting for the engine before 429.
+    max_connections: clients connected at once; further ones get 503. header_timeout_s: time from
+    the connection, or from a request's first byte, to its last header. body_timeout_s: time from
+    there to the end of its body.
     drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
     listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
     far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
     where there is CUDA. invariant: no bit of an answer depends on other requests, on drafts or on
-    what is cached; CPU only. dtype: of the recommender's weights and of its cache. kv_dtype: of
+    what is cached; CPU only. dtype: of the recommender's weights and of its cache; "auto" is the
+    fastest here. kv_dtype: of
     every model's cache, None: as the model computes. shadow: a strategy that is compared with the
     answers given, on `shadow_share` of them. warm_drafts: events with `warm` leave a draft beside
     the user's root, for the question that is usually asked; false: the root alone.
@@ -55,7 +60,7 @@ class ServerConfig(BaseSettings):
     bundle: Path | None = None
     llm: Path | None = None
     llm_name: str | None = Field(None, min_length=1, max_length=256)
-    llm_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    llm_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     chat_template: Path | None = None
     drafters: Annotated[tuple[str, ...], NoDecode] = ()
     text_timeout_ms: int = Field(600_000, ge=1, le=3_600_000)
@@ -72,10 +77,13 @@ class ServerConfig(BaseSettings):
     kv_bytes: int = Field(256 * 2**20, ge=2**20)
     kv_dtype: Literal["fp8"] | None = None
     max_queue: int = Field(1024, ge=1, le=1_000_000)
+    max_connections: int = Field(4096, ge=1, le=1_000_000)
+    header_timeout_s: float = Field(10.0, gt=0, le=3600)
+    body_timeout_s: float = Field(30.0, gt=0, le=3600)
     drain_delay_s: float = Field(0.5, ge=0, le=600)
     drain_timeout_s: float = Field(30.0, ge=0, le=3600)
     threads: int | None = Field(None, ge=1, le=1024)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     load_aware: bool = False
     graphs: bool | None = None
     invariant: bool = False

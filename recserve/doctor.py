@@ -29,7 +29,6 @@ MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
 MIN_FREE_BYTES = 1 << 30
 MAX_STORE_MS = 5.0
-BF16 = ("amx_bf16", "avx512_bf16")  # the faster one first
 PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
 
 
@@ -59,6 +58,7 @@ def examine(
         "python": check_python,
         "packages": check_packages,
         "device": check_device,
+        "kernels": check_kernels,
         "open files": check_open_files,
         "disk": lambda: check_disk(Path(tempfile.gettempdir())),
         "clock": check_clock,
@@ -103,7 +103,7 @@ def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
 
 
 def check_device() -> Finding:
-    """Where tensors will live: a GPU, or the CPU with its threads and its bf16 instructions."""
+    """Where tensors will live: a GPU, or the CPU with its threads and instructions."""
     import torch
 
     if torch.cuda.is_available():
@@ -116,15 +116,39 @@ def check_device() -> Finding:
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
     from recserve.kernels import native
-    from recserve.kernels.processor import processor
+    from recserve.kernels.processor import instructions
 
-    bf16 = next((name for name in BF16 if name in processor().flags), "no bf16 instructions")
-    found = f"CPU, {threads}, {bf16}"
-
+    found = f"CPU, {threads}, {instructions()}"
     if native.library() is None:
         advice = "no C compiler (cc) that works, so layers take up to twice as long: install gcc"
         return Finding("device", "warn", f"{found}; {advice}")
     return Finding("device", "ok", f"{found}, layers compiled for it")
+
+
+def check_kernels() -> Finding:
+    """What runs in C and what in torch on this CPU, measured for a small model."""
+    import torch
+
+    from recserve.kernels import cpu_attention, dispatch, products
+    from recserve.kernels.cpu_plan import Form
+
+    if dispatch.KERNELS != "auto":
+        return Finding("kernels", "ok", f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}")
+    if not dispatch.looks_up():
+        return Finding("kernels", "ok", "torch, as there is no C compiler")
+    parts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        form = Form(4, 1, 64, dtype, True)
+        choices = {
+            "products": products.total(((768, 256), (256, 256), (1408, 256), (256, 704)), dtype),
+            "attention": cpu_attention.choose(form),
+        }
+        said = [
+            f"{name} {'C' if c.in_c else 'torch'} ({max(c.ratio, 1 / c.ratio):.1f}x)"
+            for name, c in choices.items()
+        ]
+        parts.append(f"{str(dtype)[6:]}: {', '.join(said)}")
+    return Finding("kernels", "ok", "; ".join(parts))
 
 
 def check_open_files() -> Finding:

@@ -66,9 +66,14 @@ class SpeculationBody(_Body, frozen=True, kw_only=True):
 
 
 class StreamOptions(_Body, frozen=True, kw_only=True):
-    """include_usage: one more chunk at the end, with the token counts."""
+    """What a stream says besides its text.
+
+    include_usage: one more chunk at the end, with the token counts of the whole answer.
+    continuous_usage_stats: every chunk has the token counts so far of the text it belongs to.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool | None = None
 
 
@@ -171,12 +176,15 @@ class PromptDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Token counts; a prompt counts once however many texts follow it."""
+    """Token counts; a prompt counts once however many texts follow it.
+
+    prompt_tokens_details: left out of the counts so far in a stream.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
 class SpeculationMetrics(Struct, frozen=True, kw_only=True):
@@ -279,7 +287,10 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
 
 
 class TextAnswer(Struct, frozen=True, kw_only=True):
-    """What every answer and chunk has. usage, metrics: in a stream with its last chunk."""
+    """What every answer and chunk has. usage, metrics: in a stream with its last chunk.
+
+    With `continuous_usage_stats` every chunk has `usage`.
+    """
 
     id: Id
     object: str

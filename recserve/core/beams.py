@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -64,7 +64,8 @@ class Beams:
     last root token. parents [B, W]: each beam's parent, as a column of the level above; None where
     the beams came from further up. places [B, 1]: as in core/bounds.py; None: nothing is left out.
     missing [n]: keys of prefixes that a draft should have held, each with all above it; None:
-    whatever the beams lack. repairs: rounds that scored such.
+    whatever the beams lack. repairs: rounds that scored such. flaws [B]: of the states that these
+    beams come from, as in core/finite.py; None: all of them are finite.
     """
 
     sequences: tuple[Sequence, ...]
@@ -81,6 +82,7 @@ class Beams:
     places: Tensor | None = None
     missing: Tensor | None = None
     repairs: int = 0
+    flaws: Tensor | None = None
 
     def at(
         self,
@@ -106,7 +108,12 @@ class Beams:
             self.places,
             self.missing,
             self.repairs,
+            self.flaws,
         )
+
+    def with_flaws(self, flaws: Tensor) -> Beams:
+        """The same beams with more flaws [B]."""
+        return replace(self, flaws=flaws if self.flaws is None else self.flaws + flaws)
 
     def alive(self) -> Tensor:
         """[B, W] bool."""

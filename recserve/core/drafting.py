@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, Result
 from recserve.core.sequence import Sequence
 from recserve.kernels.tree import TokenTree
@@ -58,6 +59,8 @@ class Strategy(Protocol):
         """Next state. slots [T]: pool slot of every node; hidden [Tq, E] of the computed nodes."""
         ...
 
-    def finish(self, state: Any) -> Seq[Result | Again]:
-        """Answers in the order of the sequences, or what to search before there is one."""
+    def finish(self, state: Any) -> Seq[Result | Again | NotFinite]:
+        """Answers in the order of the sequences, what to search before there is one, or why there
+        is none.
+        """
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from torch import Tensor
@@ -17,15 +18,16 @@ class KeptDraft:
     """Prefixes that proved an answer: scored in one forward they prove it again.
 
     asked: the request, but for its root, which is the one this is kept with, and its catalogue
-    version, which is not kept alive. nodes [n] int64: of the trie, in ascending order, 8 bytes
-    each and nothing behind them. trimmed: none of them is known to be of no use.
+    version, which is not kept alive. excluded: a digest of the excluded rows, of which a request
+    may name thousands. nodes [n] int64: of the trie, in ascending order, 8 bytes each and nothing
+    behind them. trimmed: none of them is known to be of no use.
     """
 
     trie: weakref.ref[AnyTrie]
     width: int
     k: int
     dense_weight: float
-    excluded: np.ndarray | None
+    excluded: bytes
     nodes: Tensor
     trimmed: bool = False
 
@@ -37,7 +39,7 @@ class KeptDraft:
             request.width,
             request.k,
             request.dense_weight,
-            request.excluded,
+            _digest(request.excluded),
             nodes.clone(),  # of a step's nodes a part would keep all
         )
 
@@ -48,7 +50,7 @@ class KeptDraft:
             and (self.width, self.k) == (request.width, request.k)
             and self.dense_weight == request.dense_weight
             and is_plain(request)
-            and _same(self.excluded, request.excluded)
+            and self.excluded == _digest(request.excluded)
         )
 
 
@@ -64,7 +66,7 @@ def is_plain(request: RecommendRequest) -> bool:
     return request.allowed is None and not request.caps
 
 
-def _same(one: np.ndarray | None, two: np.ndarray | None) -> bool:
-    if one is None or two is None:
-        return (one is None or not one.size) and (two is None or not two.size)
-    return np.array_equal(one, two)
+def _digest(excluded: np.ndarray | None) -> bytes:
+    """Of excluded rows in their order; the same for None and for no rows."""
+    rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
+    return blake2b(rows.tobytes(), digest_size=16).digest()

@@ -21,8 +21,8 @@ class Sequence:
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
     nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
     sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
-    rounds: forwards that scored a node of its trees. chosen: by earlier searches for it, None: this
-    is the first.
+    rounds: forwards that scored a node of its trees. flawed: a state of its trees was not finite,
+    so there will be no answer. chosen: by earlier searches for it, None: this is the first.
     """
 
     request: Request
@@ -39,6 +39,7 @@ class Sequence:
     ahead: Tensor | None = None
     notes: RootNotes = field(default_factory=RootNotes)
     timing: Timing = field(default_factory=Timing)
+    flawed: bool = False
     chosen: Again | None = None
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recserve.core.allowed import is_gone
 from recserve.core.diversity import first_k
+from recserve.core.finite import NotFinite
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.host import on_device
@@ -115,8 +116,13 @@ def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
 
 
 def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
-    """Vectors with a place to fill, alike ones merged. vectors [B, V, E], budgets [B, V]."""
+    """Vectors with a place to fill, alike ones merged. vectors [B, V, E], budgets [B, V].
+
+    Raises NotFinite if a vector is not finite; requests that start together then start alone.
+    """
     host = vectors.float().cpu().numpy()  # the one wait for the device: faiss reads host memory
+    if not np.isfinite(host).all():
+        raise NotFinite
     budgets = merge_alike(host, budgets)
     owners, which = budgets.nonzero()
     return Queries(host[owners, which], owners, budgets[owners, which])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.filtering import excluded_ranks, leaf_filter
+from recserve.core.finite import flaws_of
 from recserve.core.request import RecommendRequest
 from recserve.core.request_filters import Left, RequestFilters
 from recserve.core.sequence import Sequence
@@ -83,11 +84,13 @@ class Asked:
 @dataclass(frozen=True)
 class Leaves:
     """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead;
-    rivals [B, W] log-probabilities of the rivals, whatever where there is none.
+    flaws [B] of the states that live beams were scored by, as in core/finite.py. rivals [B, W]
+    log-probabilities of the rivals, whatever where there is none.
     """
 
     paths: Tensor
     log_probs: Tensor
+    flaws: Tensor
     rivals: Tensor | None = None
 
 
@@ -189,6 +192,7 @@ class FixedSearch:
         nodes = torch.zeros_like(widths)
         log_probs = torch.zeros(nodes.shape, device=nodes.device)
         paths = nodes[..., None][..., :0]
+        flaws = flaws_of(states)
         columns = columns_of(self.trie.widths, self.shape.width)
         left = self._filter.of(self.shape.requests)
         for level, children in enumerate(self.trie.widths):
@@ -205,7 +209,10 @@ class FixedSearch:
                 codes = trie.codes_of(nodes).clamp(max=trie.codebook_sizes[level] - 1)
                 step = Step(level, nodes, log_probs > DEAD, found.parents, codes)
                 states = self.scorer.deeper(states, step)
-        return Leaves(paths, log_probs, self._rival_scores() if self.shape.weighed else None)
+                of_beams = flaws_of(states).view(nodes.shape)
+                flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
+        rivals = self._rival_scores() if self.shape.weighed else None
+        return Leaves(paths, log_probs, flaws, rivals)
 
     def _rival_scores(self) -> Tensor:
         """[B, W] log-probabilities of the rivals' semantic ids."""
@@ -254,4 +261,5 @@ def with_leaves(beams: Beams, found: Leaves) -> Beams:
         scores = found.rivals[:count, : rivals.rows.shape[1]]
         scores = torch.where(rivals.valid, scores, DEAD)
         beams = replace(beams, rivals=replace(rivals, log_probs=scores))
+    beams = beams.with_flaws(found.flaws[:count].clone())
     return beams.at(beams.trie.num_levels, paths[..., -1], log_probs, paths)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.drafting import Draft, Strategy
+from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
     Again,
     DeadlineExceeded,
@@ -21,10 +22,12 @@ from recserve.core.request import (
     RecommendRequest,
     Request,
     Result,
+    RootKeys,
     Timing,
 )
 from recserve.core.sequence import Sequence
 from recserve.engine.delivery import AnyLane, expired
+from recserve.engine.flawed_states import checked, isolate
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.runner import Piece, Runner
@@ -143,9 +146,14 @@ class Lane:
         if not pieces:
             return []
         hidden = self.runner.forward(pieces)
-        for (sequence, _), states in zip(cold, hidden, strict=False):
-            self._keep_root(sequence, states)
+        started, flawed = list[tuple[Sequence, Strategy]](), list[Answer]()
+        for (sequence, strategy), states in zip(cold, hidden, strict=False):
+            if self._keep_root(sequence, states):
+                started.append((sequence, strategy))
+            else:
+                flawed.append((sequence, NotFinite()))
         for (cohort, draft), piece, states in zip(drafts, placed, hidden[len(cold) :], strict=True):
+            states = isolate(cohort.sequences, piece, states, self.runner.pool)
             cohort.state = cohort.strategy.verify(cohort.state, draft, piece.slots, states)
         ended = time.perf_counter()
         for sequence, _ in cold:
@@ -156,7 +164,8 @@ class Lane:
                 sequence.timing.verify_ms += (ended - drafted) * 1e3
                 sequence.timing.forwards += 1
         self.cold = []
-        return self._start(cold) + self._finish()
+        self._discard(flawed)
+        return flawed + self._start(started) + self._finish()
 
     def release(self, sequences: Seq[Sequence]) -> None:
         """Give back the pages of sequences that ended."""
@@ -203,8 +212,9 @@ class Lane:
             self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
         except Exception as error:
             if len(sequences) == 1:
-                self.release(sequences)
-                return [(sequences[0], error)]
+                failed: list[Answer] = [(sequences[0], error)]
+                self._discard(failed)
+                return failed
             return [answer for s in sequences for answer in self._start_group(strategy, [s])]
         return []
 
@@ -224,17 +234,29 @@ class Lane:
             except Exception as error:
                 log.exception("an answer failed")
                 answers = [(sequence, error) for sequence in cohort.sequences]
-            self.release([sequence for sequence, _ in answers])
+            self._discard(answers)
             done += answers
         self.cohorts = running
         return done
 
-    def _answers(self, cohort: Cohort, results: Seq[Result | Again]) -> list[Answer]:
+    def _discard(self, answers: Seq[Answer]) -> None:
+        """Release the sequences of answers; of roots that are not finite nothing is found again."""
+        for sequence, result in answers:
+            if isinstance(result, NotFinite):
+                log.error("the model's output for a request is not finite; its root is dropped")
+                root = sequence.request.root
+                keys = RootKeys(root.keys, root.shared)
+                self.cache.discard(keys, sequence.pages, self.runner.pool)
+        self.release([sequence for sequence, _ in answers])
+
+    def _answers(self, cohort: Cohort, results: Seq[Result | Again | NotFinite]) -> list[Answer]:
         """The answers among the results; the other requests wait for their next search."""
         answers: list[Answer] = []
         for sequence, result in zip(cohort.sequences, results, strict=True):
-            if not isinstance(result, Again):
-                answers.append((sequence, result))
+            if sequence.flawed:
+                answers.append((sequence, NotFinite()))
+            elif not isinstance(result, Again):
+                answers.append((sequence, checked(result)))
             elif expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed between two searches")
                 answers.append((sequence, late))
@@ -279,8 +301,14 @@ class Lane:
             tree = replace(tree, shared=shared)
         return Piece(tree, inputs, None, places, (slots[:start],), num_states, [len(inputs)])
 
-    def _keep_root(self, sequence: Sequence, states: Tensor) -> None:
-        """The root is computed: remember its last state, and let others find it."""
+    def _keep_root(self, sequence: Sequence, states: Tensor) -> bool:
+        """The root is computed: remember its last state, and let others find it.
+
+        Returns False where its states are not finite, and keeps nothing of it. On a device nobody
+        waits to know that: the answer tells, and the root is dropped then.
+        """
+        if not states.is_cuda and not all_finite(states):
+            return False
         if sequence.num_computed < sequence.root_length:
             sequence.tail, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
@@ -292,6 +320,7 @@ class Lane:
         self.cache.insert(
             root.keys, root.shared, pages, sequence.tail, sequence.ahead, sequence.notes
         )
+        return True
 
     def _copy_page(self, source: int, target: int, rows: int) -> None:
         step = torch.arange(rows, device=self.runner.pool.keys.device)

@@ -24,6 +24,7 @@ from torch import Tensor
 from recserve.core.request import RootKeys
 from recserve.core.root_notes import RootNotes
 from recserve.engine.pages import PageAllocator
+from recserve.kernels.paged_kv import KVPool, slots_of_pages
 
 Digest = bytes
 
@@ -152,6 +153,14 @@ class PrefixCache:
             entry = self._entries.pop(digest, None)
             if entry is not None and entry.page is not None:
                 self._allocator.release([entry.page])
+
+    def discard(self, root: RootKeys, pages: list[int], pool: KVPool) -> None:
+        """Forget a root whose states are not finite, and clear those of its pages that nobody else
+        holds. The caller still holds the pages.
+        """
+        self.drop(self.digests_of(root))
+        own = [page for page in pages if self._allocator.references(page) == 1]
+        pool.clear_slots(slots_of_pages(own, self._page_size, pool.keys.device))
 
     def clear(self) -> None:
         """Drop everything; pages that running requests hold stay theirs."""

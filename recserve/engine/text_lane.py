@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
@@ -211,7 +212,9 @@ class TextLane:
             logits = self.model.logits(own)
             kept = group.keep(self.runner.pool, piece, own, logits)
             done += self._commit(group, kept, own, logits)
-        return done
+        flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
+        self._drop(flawed)
+        return done + [(sequence, NotFinite()) for sequence in flawed]
 
     def drop_all(self) -> list[TextSequence]:
         """Forget everything that runs; the sequences are released and returned."""
@@ -263,6 +266,9 @@ class TextLane:
             draft, path, tokens = group.drafts[number], kept.paths[number], kept.tokens[number]
             before = len(sequence.context.tokens)
             try:
+                sequence.flawed |= number in kept.flawed
+                if sequence.flawed:
+                    raise NotFinite
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits[path], tokens, top)
                 added = sequence.commit(tokens, logprobs, counted)

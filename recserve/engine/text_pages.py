@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
+from recserve.core.request import RootKeys
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
 from recserve.engine.text_sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
+
+log = logging.getLogger(__name__)
 
 
 class TextPages:
@@ -59,14 +64,18 @@ class TextPages:
         sequence.room = len(sequence.pages) * self.size
 
     def release(self, sequence: TextSequence) -> None:
-        """Give its pages back."""
+        """Give its pages back; of a text that is not finite nothing is found again."""
+        if sequence.flawed:
+            log.error("the model's output for a text is not finite; its prefix is dropped")
+            root = RootKeys(np.array(sequence.context.tokens, dtype=np.int64))
+            self.cache.discard(root, sequence.pages, self.pool)
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.room = [], 0
 
     def keep(self, sequence: TextSequence) -> None:
         """Let others, and itself, find what the text has computed."""
         computed, tail = sequence.num_computed, sequence.tail
-        if tail is not None:
+        if tail is not None and not sequence.flawed:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
             self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
 

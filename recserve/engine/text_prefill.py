@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.core.finite import all_finite
 from recserve.engine.runner import Piece
 from recserve.engine.text_sequence import TextSequence
 from recserve.kernels.tree import chain
@@ -32,7 +33,11 @@ class Chunk:
         )
 
     def done(self, tail: Tensor) -> None:
-        """Its keys and values are there. tail [E]: its last state."""
+        """Its keys and values are there. tail [E]: its last state.
+
+        On a device nobody waits to know whether that is finite: the text's first logits tell.
+        """
+        self.sequence.flawed = not tail.is_cuda and not all_finite(tail)
         self.sequence.computed(self.sequence.num_computed + self.size, tail)
 
 

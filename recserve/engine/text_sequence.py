@@ -36,8 +36,8 @@ class TextSequence:
     tokens whose keys and values exist; a text may step when all but the last are computed. tail
     [E]: the final hidden state of the last computed one, None where it is not known; the next step
     may write where it lies. limit: most committed tokens that the model's positions allow, end:
-    and the request. waits: what it begins with is being computed by another text. token_counts:
-    None unless penalties need them.
+    and the request. waits: what it begins with is being computed by another text. flawed: a state
+    or logits of it are not finite. token_counts: None unless penalties need them.
     """
 
     request: TextRequest
@@ -52,6 +52,7 @@ class TextSequence:
     room: int = 0
     num_computed: int = 0
     waits: bool = False
+    flawed: bool = False
     tail: Tensor | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.finite import all_finite
 from recserve.core.sampling import largest_on_host
 from recserve.core.sampling_table import SamplingTable
 from recserve.core.target import Target, past_of
@@ -33,21 +34,24 @@ class Kept:
     """What is kept of the trees of B texts, on the host.
 
     paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
-    ranked [B, K, W]: the tokens of K heads that ended the step, or None.
+    ranked [B, K, W]: the tokens of K heads that ended the step, or None. flawed: numbers of the
+    texts whose logits on the path are not finite, whose tokens mean nothing.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
     ranked: NDArray[np.int64] | None = None
+    flawed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class StepOutputs:
     """What a step found for B texts, on the device.
 
-    found [B, 2 D + 4 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
-    0, bonus token, tokens of the nodes; then, where heads ended the step, the tokens they ranked
-    [K, W]. depth: D. num_heads: K, or 0. logits [T, V] raw and hidden [T, E] of all nodes.
+    found [B, 2 D + 5 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
+    0, bonus token, tokens of the nodes, 1 where logits of the accepted nodes are not finite; then,
+    where heads ended the step, the tokens they ranked [K, W]. depth: D. num_heads: K, or 0. logits
+    [T, V] raw and hidden [T, E] of all nodes.
     """
 
     found: Tensor
@@ -64,18 +68,20 @@ class StepOutputs:
     def kept(self) -> Kept:
         """The one look at the device in a step: what was written decides what is done next."""
         found, ranked = self.found.cpu(), None
-        width, stop = self.depth + 1, 2 * self.depth + 4
+        width, stop = self.depth + 1, 2 * self.depth + 5
         if self.num_heads:
             ranked = found[:, stop:].numpy().copy().reshape(len(found), self.num_heads, -1)
             found = found[:, :stop]
-        paths, tokens = [], []
-        for row in found.tolist():
+        paths, tokens, flawed = [], [], []
+        for number, row in enumerate(found.tolist()):
+            if row[stop - 1]:
+                flawed.append(number)
             length = row[width]
             paths.append(row[: length + 1])
             own = row[width + 3 : width + 3 + length]
             own.append(row[width + 1])
             tokens.append(own)
-        return Kept(paths, tokens, ranked)
+        return Kept(paths, tokens, ranked, frozenset(flawed))
 
 
 @dataclass(frozen=True)
@@ -137,13 +143,13 @@ class TextGroup:
         if logits.is_cuda or not (self.table.greedy and self.table.plain):
             return None
         chosen, start = largest_on_host(logits), 0
-        kept = Kept([], [])
+        paths, tokens = [], []
         for draft in self.drafts:
             path = path_of(chosen, draft, start)
-            kept.paths.append(path)
-            kept.tokens.append([chosen[node] for node in path])
+            paths.append(path)
+            tokens.append([chosen[node] for node in path])
             start += 1 + len(draft)
-        return kept
+        return Kept(paths, tokens, flawed=_flawed(logits, chosen, paths))
 
     def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
         """What is kept. logits [T, V] raw."""
@@ -216,10 +222,25 @@ def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
 
 def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
     """In shapes that depend on the tree's and the accepted nodes' alone."""
-    tokens = tree.tokens[accepted.nodes.clamp(min=0)]
-    found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None], tokens]
+    nodes = accepted.nodes.clamp(min=0)
+    # The largest of a row with NaN is NaN.
+    fits = torch.isfinite(logits.amax(1))[nodes] | (accepted.nodes < 0)
+    flawed = ~fits.all(1, keepdim=True)
+    found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
+    found += [tree.tokens[nodes], flawed.long()]
     depth = accepted.nodes.shape[1] - 1
     return StepOutputs(torch.cat(found, 1), depth, logits, hidden)
+
+
+def _flawed(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
+    """Numbers of the texts with logits on their path [T, V] that are not finite. chosen [T]: the
+    largest of each row, which is NaN or infinite where any number of it decides nothing.
+    """
+    largest = logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+    if all_finite(largest):
+        return frozenset()
+    fine = torch.isfinite(largest).tolist()
+    return frozenset(n for n, path in enumerate(paths) if not all(fine[node] for node in path))
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:

@@ -1,4 +1,4 @@
-"""Item filters: a bounded tree of conditions to one bool per item, cached.
+"""Item filters: a bounded tree of conditions to one bool per item.
 
 `{"and": [F, ...]}`, `{"or": [F, ...]}`, `{"not": F}`, `{"eq": [field, value]}`,
 `{"in": [field, [value, ...]]}`, `{"range": [field, low, high]}` with both ends inside and null for
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,7 +61,9 @@ class Texts:
         """Set `out` [I] where the column has the value. Raises ValueError for another type."""
         if not isinstance(value, str):
             raise ValueError(f"is compared with text, got {_shown(value)}")
-        out[self.rows.get(value, [])] = True
+        rows = self.rows.get(value)
+        if rows is not None:  # lists of item ids name few items of a segment
+            out[rows] = True
 
 
 @dataclass(frozen=True)
@@ -82,53 +82,35 @@ class Numbers:
 
 
 class ItemFilters:
-    """Filters over one catalogue version; safe to ask from several threads.
+    """Filters over one catalogue version; safe to call from several threads.
 
-    A field's column is made when it is first asked for. Results are kept, the latest used, up to
-    cache_bytes.
+    A field's column is made when it is first needed. Results are not cached here: the filters of
+    requests are cached in `service/filter_cache.py`, which knows what an entry weighs.
     """
 
-    def __init__(self, items: Columns, cache_bytes: int = 64 << 20) -> None:
+    def __init__(self, items: Columns) -> None:
         self._items = items
         self._columns: dict[str, Texts | Numbers] = {}
-        self._cache: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._capacity = max(1, cache_bytes // max(1, len(items)))
-        self._lock = threading.Lock()
         schema = items.attributes.schema
         kinds = {name: schema.field(name).type for name in items.attributes.column_names}
         self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
 
     def key(self, tree: Any) -> bytes:
-        """The same for the same filter. Raises FilterError for a tree that is too deep or large, or
-        has an unknown operator or field.
+        """Checks a filter and returns bytes that are the same for the same filter.
+
+        Raises:
+            FilterError: If the tree is too deep or large, or names an unknown operator or field.
         """
         self._check(tree, "", 1, [0])
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def evaluate(self, tree: Any) -> np.ndarray:
-        """[I] bool, made anew: the items that fulfil a filter that has a key.
+        """Returns [I] bool, the items that fulfil a filter for which `key` raises nothing.
 
-        Raises FilterError for a value of the wrong type.
+        Raises:
+            FilterError: If a value has the wrong type.
         """
         return self._evaluate(tree, "")
-
-    def allowed(self, tree: Any) -> np.ndarray:
-        """[I] bool, shared with others who ask the same: the items that fulfil the filter.
-
-        Raises FilterError for a tree that is too deep or large, an unknown operator or field, or a
-        value of the wrong type.
-        """
-        key = self.key(tree)
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        result = self.evaluate(tree)
-        with self._lock:
-            self._cache[key] = result
-            while len(self._cache) > self._capacity:
-                self._cache.popitem(last=False)
-        return result
 
     def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
         """Shape and bounds of the whole tree, before any of it is evaluated."""

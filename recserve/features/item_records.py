@@ -68,10 +68,14 @@ class RecordLog:
         return len(self.records)
 
     def allowed(self, tree: Any, count: int) -> np.ndarray:
-        """[count] bool: which of the first records fulfil a filter. Raises FilterError."""
+        """Returns [count] bool, which of the first records fulfil a filter that has a key.
+
+        Raises:
+            FilterError: If a value has the wrong type.
+        """
         parts = [np.zeros(0, dtype=bool)]
         for number, filters in enumerate(self._filters(count)):
-            parts.append(filters.allowed(tree)[: count - number * SEGMENT])
+            parts.append(filters.evaluate(tree)[: count - number * SEGMENT])
         return np.concatenate(parts)
 
     def of_category(self, path: str, count: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
 merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
 
-Softmax attends in C (native_attention.py), unplanned, where that can be compiled and products are
-no quicker. Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
+Softmax attends in C (native_attention.py), unplanned, where that was measured to be no slower
+(`choose`). Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
 tree nodes:
   few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
               products run at twice the rate of the flash kernel's where that has no wide vectors
@@ -17,28 +17,41 @@ copied beside each other for a product), the tree's keys once, in a shallow tree
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.choice import Choice, measure
 from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
 from recserve.kernels.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.tree import chain, root_branch
+
+log = logging.getLogger(__name__)
 
 ROW_BLOCK = 512
+MEASURED_ROWS = 256
+LAYERS = 4  # of the network for which a choice is measured: a plan is made once for all
 
 
 class CpuTreeAttention:
     """Attention of one batch, planned at the first layer, called once per layer of one network."""
 
     def __init__(
-        self, batch: TreeBatch, activation: Activation = SOFTMAX, native: bool = False
+        self,
+        batch: TreeBatch,
+        activation: Activation = SOFTMAX,
+        native: bool = False,
+        measured: bool = False,
     ) -> None:
-        """native: what C attends to more quickly it does, where it can be compiled."""
+        """native: C attends where it can. measured: only where it is no slower than torch."""
         self.batch, self.activation, self.native = batch, activation, native
+        self.measured = measured
         self._parts: list[Part] = []
         self._natively: NativeTreeAttention | None = None
         self._form: Form | None = None
@@ -66,10 +79,12 @@ class CpuTreeAttention:
         return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
 
     def natively(self, form: Form) -> NativeTreeAttention | None:
-        """The same in C; None where that is not for this batch."""
+        """The same in C; None where torch attends to this batch."""
         if self._form != form:
             self._form = form
             self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
+            if self._natively is not None and self.measured and not choose(form).in_c:
+                self._natively = None
         return self._natively
 
     def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -101,6 +116,46 @@ class CpuTreeAttention:
                     total += torch.einsum("nah,nahd->nhd", scores, values[slots])
             out[rows] = total * inverse
         return out
+
+
+def choose(form: Form) -> Choice:
+    """Attention of a tree below a root and of a prompt, in C and in torch.
+
+    One choice for both: a row then has the same sums whatever else is in its batch.
+    """
+    return _measured(form, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(form: Form, threads: int) -> Choice:
+    kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
+    rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
+    # 14 branches of 4 nodes below a root, and a chain that fills the same slots.
+    tokens = torch.arange(MEASURED_ROWS)
+    root, below = tokens[:200], tokens[200:]
+    branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
+    tree = TreeBatch(branches, None, below, (root,))
+    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
+
+    def attend(batch: TreeBatch, native: bool) -> None:
+        attention = CpuTreeAttention(batch, native=native)
+        query = rows[: batch.num_queries]
+        for _ in range(LAYERS):
+            attention(query, kv, kv, kv, kv)
+
+    with torch.inference_mode():
+        c, plain = (
+            [functools.partial(attend, batch, native) for batch in (tree, prompt)]
+            for native in (True, False)
+        )
+        work = (
+            f"attention of {below.shape[0]} nodes below 200 tokens and of {MEASURED_ROWS} tokens, "
+            f"{rows.shape[1]} heads of {form.dim}, {form.kv_heads} for keys, "
+            f"{str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads"
+        )
+        choice = measure(work, c, plain)
+    log.info("measured %s", choice)
+    return choice
 
 
 def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

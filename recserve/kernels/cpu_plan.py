@@ -249,12 +249,6 @@ def has_products(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
 
 
-def has_quick_products(dtype: torch.dtype) -> bool:
-    """Whether many rows attend more quickly by products than in C: by oneDNN's, or with AMX."""
-    halves = dtype != torch.float32
-    return has_products(dtype) or (halves and torch.cpu._is_amx_tile_supported())
-
-
 def _of_intel() -> bool:
     """Whether this processor says that it is Intel's."""
     return processor().vendor == "GenuineIntel"

@@ -1,20 +1,24 @@
-"""The one switch between the paths of a kernel: Triton on CUDA, C on a CPU, torch elsewhere.
+"""The one switch between the paths of a kernel: Triton on CUDA, C or torch on a CPU.
 
-The environment may say otherwise: `RECSERVE_KERNELS=torch` takes the plain twins on CUDA and on a
-CPU too, when a kernel is suspected; `=triton` takes the kernels everywhere, interpreted, in tests.
+Products and attention on a CPU run in C or in torch, whichever is faster here: both are measured
+once (choice.py). The environment may say otherwise: `RECSERVE_KERNELS=c` runs everything in C that
+can be, unmeasured; `=torch` takes the plain twins on CUDA and on a CPU, when a kernel is suspected;
+`=triton` takes the kernels everywhere, interpreted, in tests.
 Triton is imported inside the functions: it is not installed where there is no GPU.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import accept_reference, native, reference, trie_children
+from recserve.kernels import accept_reference, native, products, reference, trie_children
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
 from recserve.kernels.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
@@ -25,10 +29,12 @@ from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie_children import Allowed, BestChildren, LeafBits
 from recserve.kernels.trie_overlay import AnyTrie
 
+log = logging.getLogger(__name__)
+
 LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
 
-PATHS = ("auto", "torch", "triton")
+PATHS = ("auto", "c", "torch", "triton")
 KERNELS = os.environ.get("RECSERVE_KERNELS", "auto")
 if KERNELS not in PATHS:
     raise ValueError(f"RECSERVE_KERNELS is {KERNELS!r}; choose one of {PATHS}")
@@ -36,27 +42,47 @@ if KERNELS not in PATHS:
 
 def in_triton(x: Stored) -> bool:
     """Whether kernels on this tensor run in Triton."""
-    return x.is_cuda if KERNELS == "auto" else KERNELS == "triton"
+    return x.is_cuda if KERNELS in ("auto", "c") else KERNELS == "triton"
+
+
+def uses_c() -> bool:
+    """Whether C may do what it can do."""
+    return KERNELS in ("auto", "c")
 
 
 def in_native(x: Stored) -> bool:
     """Whether kernels on this tensor run in C: on a CPU with a compiler, outside training."""
-    return KERNELS == "auto" and native.takes(x)
+    return uses_c() and native.takes(x)
 
 
 def lays_out(keys: Tensor) -> bool:
     """Whether sets of trie nodes [n] become trees in C (native_layout.py)."""
-    return KERNELS == "auto" and native.reads(keys)
+    return uses_c() and native.reads(keys)
 
 
 def looks_up() -> bool:
     """Whether what followed in growing texts is looked up in C (native_lookup.py)."""
-    return KERNELS == "auto" and native.library() is not None
+    return uses_c() and native.library() is not None
 
 
-def packs(weight: Tensor) -> bool:
-    """Whether products with a weight [n, m], in panels, run in C."""
-    return KERNELS == "auto" and native.multiplies(weight)
+def packs(weights: Sequence[Tensor]) -> bool:
+    """Whether products with these weights [n, m] of a model run in C: all or none.
+
+    Each is one that `native.multiplies` takes.
+    """
+    if not uses_c() or not weights or not all(map(native.multiplies, weights)):
+        return False
+    if KERNELS == "c":
+        return True
+    choice = products.choose(weights)
+    log.info("measured %s", choice)
+    return choice.in_c
+
+
+def products_ms(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[float, ...]:
+    """Times of products with weights of these shapes (n, m): of few rows and of many."""
+    choice = products.total(shapes, dtype)
+    return choice.c_ms if uses_c() and choice.in_c else choice.torch_ms
 
 
 def turns(pool: Stored) -> bool:
@@ -83,7 +109,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
             query, keys, values, batch
         )
     if not batch.slots.is_cuda:
-        return CpuTreeAttention(batch, activation, native=KERNELS == "auto")
+        return CpuTreeAttention(batch, activation, native=uses_c(), measured=KERNELS == "auto")
 
     def plain(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return reference.tree_attention(query, keys, values, batch, activation)

@@ -127,6 +127,12 @@ def put(stored: Stored, rows: Tensor, x: Tensor) -> None:
         whole.index_copy_(0, rows, part)
 
 
+def clear_rows(stored: Stored, dim: int, rows: Tensor) -> None:
+    """Zeros to rows [n] of a dimension."""
+    for part in parts(stored):
+        part.index_fill_(dim, rows, 0)
+
+
 def copy_rows(stored: Stored, dim: int, source: Tensor, target: Tensor) -> None:
     """Rows `source` [n] of a dimension to rows `target` [n]; all are read before any is written."""
     for part in parts(stored):

@@ -86,10 +86,8 @@ def reads(x: Tensor) -> bool:
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether `Panels` are the quickest for a weight [n, m]: wide vectors, and no matrix unit."""
+    """Whether `Panels` can hold a weight [n, m]."""
     if not weight.is_cpu or weight.dtype not in TYPES or weight.ndim != 2 or weight.shape[1] % 2:
-        return False
-    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported():
         return False
     return library() is not None
 

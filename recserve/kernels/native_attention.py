@@ -1,6 +1,6 @@
 """Tree attention on a CPU in C: nothing is planned, gathered or masked beforehand.
 
-Where torch has faster products for many rows, those are cpu_attention.py's.
+cpu_attention.py decides which batches are attended to here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu_plan import Form, has_quick_products
+from recserve.kernels.cpu_plan import Form
 from recserve.kernels.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 AT_ONCE = 128  # rows; MOST_ROWS of attention.c
 MOST_NUMBERS = 2**16  # of the queries that attend at once, which lie on the stack
-# Rows and their scores on average, above which quick products are quicker. In a shallow tree over a
-# short root nearly all that a row sees is shared, and they are not.
-MOST_SCORES = 2**16
-MOST_ROWS, SHORT, SHALLOW = 512, 512, 8
 PARALLEL = 2**15  # scores of all heads from which threads share a call
 
 
@@ -70,7 +66,7 @@ class NativeTreeAttention:
 
     @staticmethod
     def of(batch: TreeBatch, form: Form) -> NativeTreeAttention | None:
-        """None where it cannot attend, or is not the quickest."""
+        """None where it cannot attend."""
         tree = batch.tree
         if not form.softmax or form.dtype not in TYPES or form.dim % LANES or library() is None:
             return None
@@ -79,9 +75,6 @@ class NativeTreeAttention:
         if isinstance(batch.root_slots, RootTable):
             return None
         if max(form.group, AT_ONCE) * form.dim > MOST_NUMBERS:
-            return None
-        roots = sum(root.shape[0] for root in batch.root_slots)
-        if _many(batch, form, tree.num_trees, roots) and has_quick_products(form.dtype):
             return None
         return NativeTreeAttention(batch, _counts(batch) if batch.counts is None else batch.counts)
 
@@ -121,16 +114,6 @@ class NativeTreeAttention:
             self.together(heads),
         )
         return out
-
-
-def _many(batch: TreeBatch, form: Form, trees: int, roots: int) -> bool:
-    """Whether a batch is one for quick products; roots: their tokens, of all trees."""
-    rows = batch.num_queries * form.group
-    if rows > MOST_ROWS * trees:
-        return True
-    if rows * (roots + batch.tree.num_nodes) <= MOST_SCORES * trees**2:
-        return False
-    return roots > SHORT * trees or int(batch.tree.depths.max()) >= SHALLOW
 
 
 def _counts(batch: TreeBatch) -> list[int]:

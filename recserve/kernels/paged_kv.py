@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.fp8 import copy_rows, put, vector_bytes, zeros
+from recserve.kernels.fp8 import clear_rows, copy_rows, put, vector_bytes, zeros
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 
@@ -68,6 +68,13 @@ class KVPool:
         """
         copy_rows(self.keys, 1, source, target)
         copy_rows(self.values, 1, source, target)
+
+    def clear_slots(self, slots: Tensor) -> None:
+        """Write zeros to slots [n]: NaN would spread from there to whoever weighs a masked key by
+        zero.
+        """
+        clear_rows(self.keys, 1, slots)
+        clear_rows(self.values, 1, slots)
 
 
 def slots_of_pages(pages: Seq[int], page_size: int, device: torch.device) -> Tensor:

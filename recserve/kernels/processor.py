@@ -13,6 +13,9 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd", "sve")
 # Names of x86-64's levels, and the flags each adds to the one before.
 LEVELS = {
     "x86-64": ("sse2",),
@@ -65,6 +68,13 @@ def processor() -> Processor:
     except OSError:
         text = ""
     return described(text)
+
+
+def instructions() -> str:
+    """What computes here, for people: of this processor, of the C sources and of torch."""
+    widest = [name for name in WIDEST if name in processor().flags]
+    torch_uses = torch.backends.cpu.get_cpu_capability()
+    return f"{', '.join(widest) or 'none of note'}; C {instruction_set()}; torch {torch_uses}"
 
 
 def described(text: str) -> Processor:

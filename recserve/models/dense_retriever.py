@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.models.recommender import Recommender
+from recserve.models.weight_check import check_finite
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
         weights = load_file(folder / "model.safetensors")
     except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable dense retriever: {error}") from error
+    check_finite(weights, folder / "model.safetensors")
     wanted = recommender.config.decoder.hidden_size
     if config.hidden_size != wanted:
         raise ValueError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.weight_check import is_finite
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,18 +36,8 @@ def load_language_model(
 
     Raises UnsupportedModel naming the field or tensor, what was expected and what came.
     """
-    fields = _read_json(folder / "config.json")
-    config = read_config(fields)
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        # Chat models end their turn with other tokens than the one that ends a text.
-        more = _tokens(_read_json(generation).get("eos_token_id"))
-        config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
-    if dtype is None:
-        name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
-        if name not in DTYPES:
-            raise UnsupportedModel(f"dtype is {name!r}; choose one of {sorted(DTYPES)}")
-        dtype = DTYPES[name]
+    config, stored = read_folder(folder)
+    dtype = stored if dtype is None else dtype
     with torch.device("meta"):
         model = LanguageModel(config)
     files = _tensor_files(folder)
@@ -62,8 +53,13 @@ def load_language_model(
             if name not in files:
                 raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
             used.add(name)
-            tensor: Tensor = opened[files[name]].get_tensor(name)
-            return tensor.to(dtype)
+            tensor: Tensor = opened[files[name]].get_tensor(name).to(dtype)
+            if not is_finite(tensor):
+                raise UnsupportedModel(
+                    f"{files[name]}: {name} holds NaN or infinity as {dtype}; the file is damaged, "
+                    "or a weight is too large for this type"
+                )
+            return tensor
 
         for name, empty in model.state_dict().items():
             weight = _assemble(name, read)
@@ -80,6 +76,24 @@ def load_language_model(
         )
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
+    """The configuration of a folder, and the type that it names for its weights.
+
+    Raises UnsupportedModel naming the field, what was expected and what came.
+    """
+    fields = _read_json(folder / "config.json")
+    config = read_config(fields)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        # Chat models end their turn with other tokens than the one that ends a text.
+        more = _tokens(_read_json(generation).get("eos_token_id"))
+        config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype is {name!r}; choose one of {sorted(DTYPES)}")
+    return config, DTYPES[name]
 
 
 def read_config(fields: dict[str, Any]) -> LanguageModelConfig:

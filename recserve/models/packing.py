@@ -1,50 +1,46 @@
 """Weights laid out as the processor's matrix products read them, for serving on a CPU.
 
-A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
-that and not by memory. Packed once, a row costs what reading the weights costs. The products are
-those of `kernels/native.py`, whose rows do not know how many there are, or oneDNN's, where a single
-row has an arithmetic of its own over long sums, which `keep_rows_alike` forgoes
-(`tests/models/test_packing.py`).
+The products are those of `kernels/native.py`, whose rows do not know how many there are, or
+oneDNN's, whichever is faster here. oneDNN has an arithmetic of its own for a single row over long
+sums; `keep_rows_alike` turns that off.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch
-from recserve.kernels.native import LANES, TYPES, Panels
+from recserve.kernels import dispatch, native
+from recserve.kernels.choice import MARGIN
+from recserve.kernels.native import LANES, Panels
 from recserve.kernels.native_layers import LayerShape, LayerWeights, NativeLayers
+from recserve.kernels.products import OneDnnWeight, onednn_packs
+from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer
 from recserve.models.language_model import LanguageModel
 from recserve.models.silu import Silu
-
-ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
-
-
-class _OneDnn:
-    """x W^T + b by oneDNN, W in its own layout."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = _onednn()._reorder_linear_weight(weight, ROWS), bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = _onednn()._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return product
 
 
 class PackedLinear(nn.Module):
     """nn.Linear for inference: x W^T + b, W as the quickest product of this machine reads it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight [n, m], bias [n], on the CPU in one of TYPES."""
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, in_c: bool | None = None
+    ) -> None:
+        """Packs a weight [n, m] and a bias [n], of which `packable` is true.
+
+        in_c: Whether the product runs in C; None measures it for this weight alone.
+        """
         super().__init__()
         self.never_alone = False
         bias = None if bias is None else bias.detach()
-        kind = Panels.of if dispatch.packs(weight) else _OneDnn
-        self._product: Panels | _OneDnn = kind(weight.detach(), bias)
+        if in_c is None:
+            in_c = dispatch.packs([weight])
+        kind = Panels.of if in_c and native.multiplies(weight) else OneDnnWeight
+        self._product: Panels | OneDnnWeight = kind(weight.detach(), bias)
 
     @property
     def panels(self) -> Panels | None:
@@ -54,38 +50,65 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., m] -> [..., n]. never_alone: oneDNN computes a single row twice."""
         alone = self.never_alone and x.numel() == x.shape[-1]
-        if alone and isinstance(self._product, _OneDnn):
+        if alone and isinstance(self._product, OneDnnWeight):
             return self._product(x.reshape(1, -1).repeat(2, 1))[:1].view(*x.shape[:-1], -1)
         return self._product(x)
 
 
-def packable(weight: Tensor) -> bool:
-    """Whether this machine has products of packed weights for it."""
-    if weight.device.type != "cpu" or weight.dtype not in TYPES:
+def packable(weight: Tensor, in_c: bool | None = None) -> bool:
+    """Whether this machine has products of packed weights for it; in_c as in PackedLinear."""
+    if not weight.is_cpu:
         return False
-    if dispatch.packs(weight):
-        return True
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return weight.dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
+    if in_c is None:
+        in_c = dispatch.packs([weight])
+    return onednn_packs(weight.dtype) or (in_c and native.multiplies(weight))
 
 
 @torch.no_grad()
 def pack_weights(model: nn.Module) -> None:
-    """Replace every linear layer, and the head of a language model whose head is its embedding,
-    by its packed form, in place; what this machine cannot pack stays.
+    """Replaces every linear layer by its packed form, in place.
 
-    A packed model answers, but neither trains nor is saved nor moves to another device.
+    So is the head of a language model whose head is its embedding. What this machine cannot pack
+    stays. All products of a model run in C or none does, because a decoder whose products are all
+    in C runs in one call. A packed model answers, but neither trains nor is saved nor moves to
+    another device.
     """
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    tied = model.tokens if isinstance(model, LanguageModel) and model.head is None else None
+    weights = [linear.weight for linear in linears] + ([] if tied is None else [tied.weight])
+    in_c = dispatch.packs([weight for weight in weights if native.multiplies(weight)])
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and packable(child.weight):
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-    if isinstance(model, LanguageModel) and model.head is None and packable(model.tokens.weight):
-        model.head = PackedLinear(model.tokens.weight)
+            if isinstance(child, nn.Linear) and packable(child.weight, in_c):
+                setattr(module, name, PackedLinear(child.weight, child.bias, in_c))
+    if tied is not None and packable(tied.weight, in_c):
+        model.head = PackedLinear(tied.weight, None, in_c)
     for module in model.modules():
         if isinstance(module, Decoder):
             module.together = _together(module)
+
+
+def fastest_dtype(decoder: DecoderConfig, candidates: Sequence[torch.dtype]) -> torch.dtype:
+    """The type in which a decoder's products are fastest on this CPU.
+
+    Args:
+        decoder: Its shapes.
+        candidates: The first is taken unless another is clearly faster.
+    """
+    heads = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
+    shapes = (
+        (heads, decoder.hidden_size),
+        (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
+        (2 * decoder.intermediate_size, decoder.hidden_size),
+        (decoder.hidden_size, decoder.intermediate_size),
+    )
+    best, *others = (dispatch.products_ms(shapes, dtype) for dtype in candidates)
+    found = candidates[0]
+    for dtype, ms in zip(candidates[1:], others, strict=True):
+        # A decoding step counts as much as a prompt, though a prompt takes longer.
+        if math.prod(b / m for b, m in zip(best, ms, strict=True)) > MARGIN ** len(ms):
+            best, found = ms, dtype
+    return found
 
 
 def _together(decoder: Decoder) -> NativeLayers | None:
@@ -127,7 +150,3 @@ def keep_rows_alike(model: nn.Module) -> None:
             module.never_alone = True
         elif isinstance(module, Silu):
             module.placeless = True
-
-
-def _onednn() -> Any:
-    return torch.ops.mkldnn

@@ -26,6 +26,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
 from recserve.models.silu import Silu
 from recserve.models.spare_rows import with_rows
+from recserve.models.weight_check import check_finite
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
 NUM_GROUPS = 4
@@ -296,9 +297,11 @@ def load_ranker(
     folder = Path(directory)
     try:
         model = Ranker(RankerConfig(**json.loads((folder / CONFIG_FILE).read_text())))
-        model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        weights = load_file(folder / WEIGHTS_FILE)
+        model.load_state_dict(weights)
     except (OSError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"{folder} holds no usable ranker: {error}") from error
+    check_finite(weights, folder / WEIGHTS_FILE)
     model.bind_items(torch.as_tensor(vectors, dtype=torch.float32))
     model = model.to(device).eval()
     model.freeze_items()

@@ -26,6 +26,7 @@ from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
 from recserve.models.recommender_config import RecommenderConfig as RecommenderConfig
 from recserve.models.spare_rows import with_rows
+from recserve.models.weight_check import check_finite
 
 BOS = 0
 
@@ -332,6 +333,7 @@ def load_recommender(
         weights = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    check_finite(weights, path)
     if model.config.tied:
         weights["head.weight"] = weights["tokens.weight"]
     try:

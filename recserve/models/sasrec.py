@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.models.attention import DenseAttention
+from recserve.models.weight_check import check_finite
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,11 @@ def load_sasrec(
         raise ValueError(f"{directory / 'config.json'} is not a SASRec's: {error}") from error
     path = directory / "model.safetensors"
     try:
-        model.load_state_dict(load_file(path))
+        weights = load_file(path)
+        model.load_state_dict(weights)
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its config.json: {error}") from error
+    check_finite(weights, path)
     model.to(device)
     model.bind_vectors(vectors)
     return model.eval()

@@ -30,6 +30,7 @@ from recserve.server import (
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.gate import Gate
+from recserve.server.methods import allowed_methods
 from recserve.server.openapi import describe
 from recserve.server.worker import Worker
 from recserve.service import Service
@@ -45,7 +46,8 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
     """An application for any ASGI server; its lifespan loads and closes the service.
 
     served: something opened to use instead of loading what `config` names; the app closes it.
-    `app.state.worker` is the worker, for whoever drains it.
+    `app.state.worker` is the worker, for whoever drains it; `app.state.metrics` counts what the
+    connections refuse.
     """
     given = Served(served) if isinstance(served, Service) else served
     worker = Worker((lambda: load(config)) if given is None else (lambda: given))
@@ -81,11 +83,15 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.state.worker = worker
+    app.state.metrics = metrics
     return app
 
 
-async def _to_gate(_: Request, error: Exception) -> Response:
-    """The framework's own refusals take the way of all errors."""
+async def _to_gate(request: Request, error: Exception) -> Response:
+    """Passes the framework's own refusals on to the gate; a 405 names all methods of the path."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allow = allowed_methods(request.app.routes, request.scope)
+        raise HTTPException(405, headers={"Allow": allow}) from None
     raise error
 
 

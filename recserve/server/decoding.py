@@ -30,12 +30,22 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     except RecursionError:
         raise InvalidRequest(None, "the body is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody(f"the body is not valid JSON: {error}") from None
+        raise _malformed(error) from None
 
 
 def _plain(raw: bytes) -> Any:
-    """The body as plain types; UNSET where a number is too large for any of them."""
+    """Returns the body as plain types; UNSET where a number is too large for any of them.
+
+    Raises:
+        MalformedBody: If the body is not UTF-8.
+    """
     try:
         return msgspec.json.decode(raw)
+    except UnicodeDecodeError as error:
+        raise _malformed(error) from None
     except (msgspec.DecodeError, RecursionError):
         return UNSET
+
+
+def _malformed(error: Exception) -> MalformedBody:
+    return MalformedBody(f"the body is not valid JSON: {error}")

@@ -29,6 +29,22 @@ class BodyTooLarge(ValueError):
     """The body is longer than the server reads."""
 
 
+class MalformedRequest(ValueError):
+    """The request is not HTTP/1.1."""
+
+
+class HeadersTooLarge(ValueError):
+    """The URL and headers exceed a limit."""
+
+
+class RequestTimeout(TimeoutError):
+    """The client took too long to send its request."""
+
+
+class TooManyConnections(RuntimeError):
+    """The server has reached its limit of connections."""
+
+
 class Unauthorized(PermissionError):
     """No valid key came with the request."""
 
@@ -62,11 +78,13 @@ class Row:
 INTERNAL = Row(500, "server_error", "internal", "internal", "internal error")
 TABLE: dict[type[Exception], Row] = {
     MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
+    MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
     Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
     CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
     UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
     UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
     UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
+    RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
     ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
@@ -79,6 +97,7 @@ TABLE: dict[type[Exception], Row] = {
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
+    HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
     ClientGone: Row(499, "client_error", "client_gone", "cancelled"),
     CorruptHistory: Row(
         500,
@@ -88,6 +107,9 @@ TABLE: dict[type[Exception], Row] = {
         "the stored history of this user is damaged; delete the user to start anew",
     ),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
+    TooManyConnections: Row(
+        503, "overloaded_error", "too_many_connections", "too_many_connections"
+    ),
     ServiceClosed: Row(
         503, "unavailable_error", "not_ready", "not_ready", "the server is shutting down"
     ),

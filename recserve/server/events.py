@@ -12,6 +12,7 @@ from starlette.responses import Response
 from recserve.messages import MAX_ID_LENGTH, InvalidRequest
 from recserve.messages_events import EventsBody
 from recserve.server.exchange import Exchange, json_response
+from recserve.server.user_routes import HistoryRoute, UserRoute
 
 BODY = msgspec.json.Decoder(EventsBody)
 
@@ -25,16 +26,30 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         body = await exchange.body(request, BODY)
         return json_response(await asyncio.to_thread(exchange.service.add_events, body))
 
-    @app.get("/v1/users/{user_id:path}/history", operation_id="history")
     async def history(user_id: str) -> Response:
         """A user's events, oldest first."""
         return json_response(await asyncio.to_thread(exchange.service.history, _bounded(user_id)))
 
-    @app.delete("/v1/users/{user_id:path}", operation_id="delete_user", status_code=204)
     async def delete_user(user_id: str) -> Response:
         """Forget a user: stored events and cached work."""
         await asyncio.to_thread(exchange.service.delete_user, _bounded(user_id))
         return Response(status_code=204)
+
+    app.router.add_api_route(
+        "/v1/users/{user_id:path}/history",
+        history,
+        methods=["GET"],
+        operation_id="history",
+        route_class_override=HistoryRoute,
+    )
+    app.router.add_api_route(
+        "/v1/users/{user_id:path}",
+        delete_user,
+        methods=["DELETE"],
+        operation_id="delete_user",
+        status_code=204,
+        route_class_override=UserRoute,
+    )
 
 
 def _bounded(user_id: str) -> str:

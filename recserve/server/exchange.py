@@ -21,6 +21,7 @@ from recserve.metrics import Metrics
 from recserve.server.decoding import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.trace import Trace, trace_of
+from recserve.server.upload import upload_error
 from recserve.server.worker import Worker
 from recserve.service import Service
 from recserve.service.served import Served
@@ -54,7 +55,15 @@ class Exchange:
         return self.worker.service
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """The typed body. Raises BodyTooLarge, MalformedBody, InvalidRequest, ClientGone."""
+        """Returns the typed body.
+
+        Raises:
+            BodyTooLarge: If it is longer than `max_body_bytes`.
+            MalformedBody: If it is not JSON.
+            InvalidRequest: If it does not fit the message.
+            ClientGone: If the client closes the connection.
+            Exception: If the connection has refused the rest of the body, whatever it says.
+        """
         limit = self.max_body_bytes
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
@@ -72,6 +81,9 @@ class Exchange:
                 raise BodyTooLarge(f"the body may have {limit} bytes, got more")
             chunks.append(chunk)
             more = message.get("more_body", False)
+            error = upload_error(request.scope)
+            if more and error is not None:
+                raise error
         body = decode(decoder, chunks[0] if len(chunks) == 1 else b"".join(chunks))
         trace_of(request.scope).rename(getattr(body, "request_id", None))
         return body

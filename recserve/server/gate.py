@@ -19,7 +19,9 @@ from recserve.server.worker import Worker
 
 log = logging.getLogger(__name__)
 # Probes of orchestrators carry no key, and up or down is all that these say.
-OPEN_PATHS = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+)
 
 
 class Gate:

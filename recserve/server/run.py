@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from dataclasses import replace
 from types import FrameType
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
+from recserve.server.connection import Connection, connection_class
+from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.open_files import possible_connections
 from recserve.server.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -41,6 +46,9 @@ class DrainingServer(uvicorn.Server):
         if self.worker.failure is not None:
             return True
         if self.worker.draining:
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.drain()
             self.delay_s -= 0.1
             if self.delay_s <= 0:
                 return True
@@ -58,14 +66,13 @@ def show_log() -> None:
             ours.setLevel(logging.INFO)
 
 
-def serve(config: ServerConfig) -> int:
-    """Serve until a signal comes. Returns the exit code: 1 if the bundle could not be served."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    show_log()
-    app = create_app(config)
-    worker: Worker = app.state.worker
-    settings = uvicorn.Config(
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Returns how uvicorn serves the app."""
+    limits = ConnectionLimits.of(config)
+    possible = possible_connections(limits.max_connections)
+    if possible < limits.max_connections:
+        log.warning("the limit on open files leaves room for %d connections", possible)
+    return uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
@@ -73,8 +80,18 @@ def serve(config: ServerConfig) -> int:
         access_log=config.access_log,
         server_header=False,
         ws="none",
+        http=connection_class(replace(limits, max_connections=possible), app.state.metrics),
         timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
-        h11_max_incomplete_event_size=64 << 10,
     )
-    asyncio.run(DrainingServer(settings, worker, config.drain_delay_s).serve())
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until a signal comes. Returns the exit code: 1 if the bundle could not be served."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    show_log()
+    app = create_app(config)
+    worker: Worker = app.state.worker
+    server = DrainingServer(uvicorn_config(app, config), worker, config.drain_delay_s)
+    asyncio.run(server.serve())
     return 1 if worker.failure is not None else 0

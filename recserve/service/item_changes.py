@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recserve.features.filters import CATEGORY
 from recserve.features.id_assignment import IdAssigner
 from recserve.features.item_records import ItemRecord, checked_attributes
 from recserve.features.live_catalog import ItemChange
@@ -146,7 +147,7 @@ class ItemChanges:
             self.degraded.append(Rejection(index=draft.index, reason=reason))
 
     def _rows_of_path(self, path: str) -> np.ndarray:
-        return np.flatnonzero(self.snapshot.filters.allowed({"eq": ["category", path]}))
+        return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORY, path]}))
 
     def _reject(self, index: int, reason: str) -> None:
         self.rejected.append(Rejection(index=index, reason=reason))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from recserve.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.history_stores import open_store
@@ -16,6 +14,7 @@ from recserve.service.histories import Histories
 from recserve.service.incoming import import_events
 from recserve.service.loading import (
     Device,
+    DTypeName,
     Models,
     default_journal,
     default_store,
@@ -43,7 +42,7 @@ def open_parts(
     folder: Path,
     store: str | None,
     device: Device,
-    dtype: torch.dtype,
+    dtype: DTypeName,
     signing_key: bytes,
     sizes: EngineConfig,
     journal: Path | None,

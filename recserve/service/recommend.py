@@ -172,10 +172,14 @@ class Recommendations:
         filled = draft.fill(missing, rows) if missing > 0 else rows[:0]
         if missing > filled.size:
             degraded = [*degraded, "fewer_than_k"]
+        if slate is not None and filled.size and not rows.size:
+            degraded = [*degraded, "no_model_items"]
         return RecommendAnswer(
             items=draft.items(rows, scores, filled),
             strategy=strategy,
-            exact=slate is not None and slate.exact,
+            # An exact search ends short of k only where no other item is allowed: then there is no
+            # popular one to fill up with either.
+            exact=slate is not None and slate.exact and not filled.size,
             rounds=0 if slate is None else slate.rounds,
             explanation=draft.explanation(slate, self.roots) if draft.body.explain else UNSET,
             **self.runtime.envelope(

@@ -53,6 +53,7 @@ from recserve.verify.rules import RULES
 class TextWork:
     """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
 
+    prompt_tokens: length of each prompt. include_usage, continuous_usage: what a stream counts.
     exact: whether the acceptance rule leaves the text's distribution as it is. watch: began with
     the body.
     """
@@ -62,10 +63,11 @@ class TextWork:
     streams: tuple[TextStream, ...]
     futures: tuple[Future[Completion], ...]
     copies: int
-    prompt_tokens: int
+    prompt_tokens: tuple[int, ...]
     speculation: Speculation
     exact: bool
     include_usage: bool
+    continuous_usage: bool
     watch: Stopwatch
 
     def cancel(self) -> None:
@@ -83,7 +85,9 @@ class TextWork:
 
     def chunk(self, piece: Piece, last: bool) -> TextAnswer:
         """A piece on its way. last: no other follows, and no chunk that counts does either."""
-        usage: None | UnsetType = None if self.include_usage else UNSET
+        usage: Usage | None | UnsetType = None if self.include_usage else UNSET
+        if self.continuous_usage:
+            usage = self.usage_so_far(piece)
         head = {**self.head, "usage": usage}
         if last and not self.include_usage:
             head["metrics"] = self.metrics()
@@ -98,11 +102,21 @@ class TextWork:
         """Token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
         cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
+        prompts = sum(self.prompt_tokens)
         return Usage(
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=prompts,
             completion_tokens=written,
-            total_tokens=self.prompt_tokens + written,
+            total_tokens=prompts + written,
             prompt_tokens_details=PromptDetails(cached),
+        )
+
+    def usage_so_far(self, piece: Piece) -> Usage:
+        """Returns the token counts of one text up to a piece of it, as vLLM counts them."""
+        prompt = self.prompt_tokens[piece.index // self.copies]
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=piece.num_tokens,
+            total_tokens=prompt + piece.num_tokens,
         )
 
     def timing_ms(self) -> TimingMs:
@@ -256,10 +270,11 @@ class Texts:
             tuple(streams),
             self._submit(requests, streams),
             copies,
-            sum(len(prompt.tokens) for prompt in prompts),
+            tuple(len(prompt.tokens) for prompt in prompts),
             asked,
             RULES[asked.verifier].exact,
             options is not None and options.include_usage,
+            options is not None and options.continuous_usage_stats,
             watch,
         )
 

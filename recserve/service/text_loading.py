@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,21 @@ import torch
 from recserve.core.text import Drafter
 from recserve.draft.text_drafters import JOIN, DrafterWeights, build_drafter
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import DTYPES, load_language_model
-from recserve.models.packing import pack_weights
+from recserve.models.loading import DTYPES, load_language_model, read_folder
+from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.service.loading import resolve_dtype
 from recserve.service.text_model import TextModel
 from recserve.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 WITHOUT_WEIGHTS = ("none", "ngram", "suffix", "lookahead")
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """name: None is the folder's. dtype: None is the folder's own. drafters: `NAME` or `NAME=DIR`,
+    """name: None is the folder's. dtype: "auto" is the fastest; None is the folder's own type, or
+    float32 on a CPU where that is faster. drafters: `NAME` or `NAME=DIR`,
     the first is the default of requests.
     """
 
@@ -55,9 +60,8 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     folder = settings.folder
     if not folder.is_dir():
         raise ValueError(f"llm: there is no folder {folder}")
-    dtype = None if settings.dtype is None else DTYPES[settings.dtype]
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
-    network = load_language_model(folder, dtype, device)
+    network = load_language_model(folder, _dtype(settings, device), device)
     config = network.config
     if len(tokenizer.all_bytes) > config.vocab_size:
         raise ValueError(
@@ -79,6 +83,21 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     )
     pack_weights(network)
     return LoadedText(network, drafters, model)
+
+
+def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
+    """The type to compute in."""
+    if settings.dtype not in (None, "auto"):
+        return DTYPES[settings.dtype]
+    config, stored = read_folder(settings.folder)
+    if settings.dtype == "auto":
+        return resolve_dtype("auto", config.decoder, device)
+    if device.type == "cuda" or stored == torch.float32:
+        return stored
+    found = fastest_dtype(config.decoder, (stored, torch.float32))
+    if found != stored:
+        log.info("%s computes in float32: on this processor that is faster", settings.folder.name)
+    return found
 
 
 def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:

@@ -159,8 +159,20 @@ def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
         )
 
 
+def check_length(param: str, text: str, model: TextModel) -> None:
+    """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
+    fewest = model.tokenizer.min_tokens(text)
+    if fewest > model.context:
+        raise ContextExceeded(
+            param,
+            f"this model reads and writes at most {model.context} tokens; this text has at least "
+            f"{fewest}",
+        )
+
+
 def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
     if isinstance(given, str):
+        check_length("prompt", given, model)
         prompt = Prompt(model.tokenizer.encode(given, special), given)
     else:
         check_tokens("prompt", given, model)

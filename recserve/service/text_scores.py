@@ -33,7 +33,7 @@ from recserve.messages_text import PromptDetails, Usage
 from recserve.models.inputs import NodeInputs
 from recserve.service.errors import ContextExceeded
 from recserve.service.text_model import TextEngine, TextModel
-from recserve.service.text_prompts import check_tokens
+from recserve.service.text_prompts import check_length, check_tokens
 
 # Texts of one request to the engine, in tokens: what shares a forward, and its logits' memory.
 GROUP_TOKENS = 4096
@@ -123,6 +123,9 @@ class TextScores:
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
         question = self._question(body.instruction or INSTRUCTION, body.query)
         encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
+        if most is None or most > self.model.context:  # else a long document is cut to what fits
+            for place, text in enumerate(texts):
+                check_length(f"documents[{place}]", text, self.model)
         branches = [[*encode(text)[:most], *question.after] for text in texts]
 
         def finish(values: np.ndarray, usage: Usage) -> RerankAnswer:
@@ -200,6 +203,7 @@ class TextScores:
         before, found, after = text.partition(PLACE)
         if not found or PLACE in after:
             raise InvalidRequest("query", "the model's chat template does not show it once")
+        check_length("query", before + after, self.model)
         yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))
         same = next((n for n, (a, b) in enumerate(zip(yes, no, strict=False)) if a != b), None)
         if same is None:
@@ -209,6 +213,7 @@ class TextScores:
 
     def _tokens(self, param: str, given: str | list[int], special: bool) -> list[int]:
         if isinstance(given, str):
+            check_length(param, given, self.model)
             tokens = self.model.tokenizer.encode(given, special)
         else:
             check_tokens(param, given, self.model)

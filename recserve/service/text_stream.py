@@ -33,10 +33,12 @@ class Piece:
     """What one step added to the text number `index`; text may be empty while more is needed.
 
     first: nothing came before. ended: nothing follows; then finish_reason or error is set.
+    num_tokens: tokens of the text up to and including this piece.
     """
 
     index: int
     text: str = ""
+    num_tokens: int = 0
     first: bool = False
     tokens: tuple[WrittenToken, ...] = ()
     finish_reason: FinishReason | None = None
@@ -146,4 +148,5 @@ class TextStream:
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:
-            self._listener(Piece(self.index, text, first, tokens, finish_reason))
+            piece = Piece(self.index, text, self.num_tokens, first, tokens, finish_reason)
+            self._listener(piece)

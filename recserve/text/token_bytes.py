@@ -69,6 +69,7 @@ def _alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _alphabet()
+ALPHABET = frozenset(_BYTE_OF)
 
 
 def _byte_level(token: str) -> bytes:

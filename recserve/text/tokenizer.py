@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from recserve.text.chat_template import ChatTemplate, TemplateError
+from recserve.text.length_bound import max_bytes_per_token
 from recserve.text.token_bytes import UnsupportedTokenizer, token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -22,7 +23,8 @@ class TextTokenizer:
 
     literal: the same, but the names of special tokens in a text are only text. all_bytes,
     text_bytes: what each token writes; special ones write nothing in the second. end_token: ends a
-    text. template: of chats. Either is None where the folder does not have it.
+    text. template: of chats. Either is None where the folder does not have it. max_bytes_per_token:
+    most UTF-8 bytes of a text that one token stands for; None: there is no bound.
     """
 
     tokenizer: Tokenizer
@@ -31,6 +33,7 @@ class TextTokenizer:
     text_bytes: tuple[bytes, ...]
     end_token: int | None
     template: ChatTemplate | None
+    max_bytes_per_token: int | None = None
 
     @staticmethod
     def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
@@ -57,23 +60,37 @@ class TextTokenizer:
             tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
             vocabulary.get(names.get("eos_token", "")),
             _template(folder, said, names, chat_template),
+            max_bytes_per_token(fields, vocabulary, every),
         )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token numbers. special: add what the model expects at the beginning, such as BOS."""
-        numbers: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-        return numbers
+        return _encode(self.tokenizer, text, special)
 
     def encode_literal(self, text: str) -> list[int]:
         """Token numbers of a text from elsewhere, which may not end a turn or begin one."""
-        numbers: list[int] = self.literal.encode(text, add_special_tokens=False).ids
-        return numbers
+        return _encode(self.literal, text, special=False)
+
+    def min_tokens(self, text: str) -> int:
+        """Returns how many tokens a text has at least, without encoding it; 0 if there is no bound.
+
+        A text of a megabyte takes most of a second to encode, and microseconds to refuse.
+        """
+        if self.max_bytes_per_token is None:
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self.max_bytes_per_token)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, special ones left out, as it reads after other text."""
         table = self.text_bytes
         spelled = b"".join(table[token] for token in tokens if token < len(table))
         return spelled.decode("utf-8", "replace")
+
+
+def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    # `Tokenizer.encode` holds the GIL while it works, and with it the event loop; batches do not.
+    numbers: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return numbers
 
 
 def _tokenizer(raw: bytes, file: Path) -> Tokenizer:

@@ -16,6 +16,7 @@ from recserve.core.bounds import NEVER, bound_places, value_at
 from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
 from recserve.core.filtering import leaf_filter
+from recserve.core.finite import flaws_of, without_flaws
 from recserve.core.request import RecommendRequest
 from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
@@ -47,6 +48,10 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     trie = requests[0].trie
     tails = torch.stack([s.tail for s in sequences if s.tail is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
+    flaws = None
+    if tails.is_cuda:  # on a CPU the lane has looked already
+        flaws = _root_flaws(sequences, tails)
+        tails = without_flaws(tails, flaws)
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
     places = bound_places(requests, tails.device) if by_children else None
     filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
@@ -61,7 +66,15 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
         tails,
         nothing_scored(tails),
         places=places,
+        flaws=flaws,
     )
+
+
+def _root_flaws(sequences: tuple[Sequence, ...], tails: Tensor) -> Tensor:
+    """[B] of the last states [B, E] of the roots, and of the placeholders' behind them."""
+    ahead = [s.ahead for s in sequences if s.placeholders is not None and s.ahead is not None]
+    flaws = flaws_of(tails)
+    return flaws + flaws_of(torch.stack(ahead)) if ahead else flaws
 
 
 def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
@@ -69,7 +82,12 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
 
     slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
     """
-    return replace(beams, scored=beams.scored.add(*draft.computed(slots), hidden))
+    keys, slots = draft.computed(slots)
+    if hidden.is_cuda:  # on a CPU the lane has looked already
+        flaws = flaws_of(hidden)
+        hidden, owners = without_flaws(hidden, flaws), keys // beams.trie.num_nodes
+        beams = beams.with_flaws(flaws.new_zeros(len(beams.sequences)).index_add(0, owners, flaws))
+    return replace(beams, scored=beams.scored.add(keys, slots, hidden))
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:

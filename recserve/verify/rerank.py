@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
 from recserve.core.descent import descend, searches
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, Slate
 from recserve.core.request_filters import RequestFilters
 from recserve.draft.candidates import needed_prefixes
@@ -126,12 +128,12 @@ def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
     return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
 
 
-def slates(beams: Beams, exact: bool) -> list[Slate | Again]:
+def slates(beams: Beams, exact: bool) -> list[Slate | Again | NotFinite]:
     """The k best items of each request under its caps, best first; equal scores in the order of
     item rows. Fewer beams than a request keeps are all items that it may have.
 
     Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
-    target's own.
+    target's own. A request whose states or scores are not finite has NotFinite instead.
     """
     rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
     if (rivals := beams.rivals) is not None:
@@ -141,12 +143,20 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Again]:
         alive = torch.cat([alive, rivals.valid & ~again], dim=1)
         rows = torch.cat([rows, rivals.rows], dim=1)
         scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
+    if beams.flaws is not None:  # as one more beam, dead or NaN, so that nothing else is read
+        scores = torch.cat([scores, (beams.flaws + DEAD)[:, None]], dim=1)
+        rows = F.pad(rows, (0, 1))
     rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
+    flawed = np.isnan(scores_read).any(axis=1)
     # Few numbers: the host has sorted them before a device would begin.
     order = np.lexsort((rows_read, -scores_read))
-    answers, alive_read = [], scores_read > DEAD
+    answers: list[Slate | Again | NotFinite] = []
+    alive_read = scores_read > DEAD
     kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
     for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):
+        if flawed[b]:
+            answers.append(NotFinite())
+            continue
         places = order[b, : np.count_nonzero(alive_read[b])]
         found = rows_read[b, places], scores_read[b, places]
         answers.append(answer(sequence, *found, complete=bool(kept[b] < width), exact=exact))

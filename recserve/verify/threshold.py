@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.diversity import first_k
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie_children import DEAD
@@ -96,7 +97,7 @@ def only(beams: Beams, numbers: Seq[int]) -> Beams:
     return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
 
 
-def slates(beams: Beams, judged: Judged) -> list[Slate | Again]:
+def slates(beams: Beams, judged: Judged) -> list[Slate | Again | NotFinite]:
     """The accepted items of each request as they came, then the finished beams, likeliest first; k
     under its caps. What another search finds stands behind them in the same order.
     """
@@ -105,8 +106,13 @@ def slates(beams: Beams, judged: Judged) -> list[Slate | Again]:
     owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
     found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
     every = judged.at(judged.accepted).and_then(found.likeliest_first())
-    answers, kept = [], alive.sum(1).tolist()
+    answers: list[Slate | Again | NotFinite] = []
+    counts = alive.sum(1).float()
+    kept = (counts if beams.flaws is None else counts + beams.flaws).tolist()
     for b, sequence in enumerate(beams.sequences):
+        if math.isnan(kept[b]):
+            answers.append(NotFinite())
+            continue
         mine = every.at(every.owners == b)
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
         complete = kept[b] < _request(sequence).width

@@ -3,6 +3,8 @@
 import pytest
 
 from recserve import doctor
+from recserve.kernels import cpu_attention, dispatch, products
+from recserve.kernels.choice import Choice
 
 
 def test_this_machine_passes():
@@ -12,11 +14,28 @@ def test_this_machine_passes():
         "python",
         "packages",
         "device",
+        "kernels",
         "open files",
         "disk",
         "clock",
     ]
     assert not [f for f in findings if f.state == "fail"]
+
+
+def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
+    monkeypatch.setattr(dispatch, "KERNELS", "auto")
+    for ratio, name in ((0.5, "C"), (2.0, "torch")):
+        choice = Choice("a test", (ratio,), (1.0,))
+        monkeypatch.setattr(products, "total", lambda shapes, dtype, it=choice: it)
+        monkeypatch.setattr(cpu_attention, "choose", lambda form, it=choice: it)
+        monkeypatch.setattr(dispatch, "looks_up", lambda: True)
+        finding = doctor.check_kernels()
+        parts = f"products {name} (2.0x), attention {name} (2.0x)"
+        assert finding.detail == f"float32: {parts}; bfloat16: {parts}"
+    monkeypatch.setattr(dispatch, "looks_up", lambda: False)
+    assert doctor.check_kernels().detail == "torch, as there is no C compiler"
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    assert doctor.check_kernels().detail == "not measured: RECSERVE_KERNELS is torch"
 
 
 def test_a_missing_package_is_named():

@@ -10,7 +10,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie import build_trie
 from recserve.messages import Exclude, RecommendBody, RollbackBody
 from recserve.service import live_items as live_items_module
-from recserve.service.filter_cache import FilterCache, Kept
+from recserve.service.filter_cache import ENTRY_BYTES, FilterCache, Kept
 from tests.support.live_catalogues import base_of, item_like, put, slate
 
 CARE = {"eq": ["category", "Care"]}
@@ -135,7 +135,7 @@ def test_the_cache_is_bounded_by_bytes():
         items.leaves(trie)
         return Kept(*(weakref.ref(x) for x in (version, trie)), items)
 
-    size = kept().allowed.num_bytes + 1
+    size = kept().allowed.num_bytes + 1 + ENTRY_BYTES
     cache = FilterCache(3 * size)
     for name in (b"a", b"b", b"c"):
         cache.put(name, kept())

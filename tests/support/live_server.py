@@ -17,6 +17,8 @@ import uvicorn
 from recserve.config import ServerConfig
 from recserve.server import worker
 from recserve.server.app import create_app
+from recserve.server.connection import connection_class
+from recserve.server.connection_limits import ConnectionLimits
 from recserve.service import Service
 from recserve.service.served import Served
 
@@ -28,9 +30,12 @@ COLLECTOR = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unf
 def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a running server; the service is closed with it."""
     named = {"bundle": service.bundle.root} if isinstance(service, Service) else {"llm": "given"}
-    app = create_app(ServerConfig(**named, **settings), service)
-    config = uvicorn.Config(app, port=0, log_level="warning", ws="none", server_header=False)
-    server = uvicorn.Server(config)
+    config = ServerConfig(**named, **settings)
+    app = create_app(config, service)
+    http = connection_class(ConnectionLimits.of(config), app.state.metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none", server_header=False)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     with mock.patch.object(worker, "gc", COLLECTOR):
         thread.start()

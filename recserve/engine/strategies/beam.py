@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.drafting import Draft
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
@@ -69,7 +70,7 @@ class BeamStrategy:
         scored = beam_verify.record(state, draft, slots, hidden)
         return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
 
-    def finish(self, state: Beams) -> Seq[Result | Again]:
+    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
         """Slates."""
         return rerank.slates(state, exact=True)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams, Rivals
 from recserve.core.descent import searches
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft.nezha import item_log_probs, search
@@ -53,7 +54,7 @@ class NezhaStrategy(AtOnce):
             sequence.rounds += 1
         return found
 
-    def finish(self, state: Beams) -> Seq[Result | Again]:
+    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
         """Slates, scored by the head."""
         if state.rivals is not None and state.rivals.log_probs is None:
             state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))

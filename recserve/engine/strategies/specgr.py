@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recserve.core.beams import Beams
 from recserve.core.drafting import Draft
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
@@ -98,7 +99,7 @@ class SpecGRStrategy:
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
-    def finish(self, state: Inspection) -> Seq[Result | Again]:
+    def finish(self, state: Inspection) -> Seq[Result | Again | NotFinite]:
         """Slates."""
         return threshold.slates(state.beams, state.judged)
 

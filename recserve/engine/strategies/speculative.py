@@ -14,6 +14,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.core.drafting import Draft
+from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.root_notes import KeptDraft, is_plain
 from recserve.core.sequence import Sequence
@@ -180,7 +181,7 @@ class SpeculativeStrategy(BeamStrategy):
         ]
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
-    def finish(self, state: Beams) -> Seq[Result | Again]:
+    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
         """Slates; what they took is remembered, where all were asked and drafted for alike. On a
         CPU that is the thread's own time: what other processes take says nothing about drafts.
         """

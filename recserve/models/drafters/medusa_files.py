@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.loading import UnsupportedModel
+from recserve.models.weight_check import is_finite
 
 ACCURACIES = "medusa_accuracies"
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
@@ -202,6 +203,10 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 for name in file.keys():  # noqa: SIM118
                     if _may_be_head(name):
                         weights[name] = file.get_tensor(name)
+                        if not is_finite(weights[name]):
+                            raise UnsupportedModel(
+                                f"{path}: {name} holds NaN or infinity; the heads are damaged"
+                            )
         except SafetensorError as error:
             raise UnsupportedModel(f"{path.name} of {folder.name} is damaged: {error}") from error
     return weights

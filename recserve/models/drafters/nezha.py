@@ -27,6 +27,7 @@ from recserve.kernels.native import Panels
 from recserve.kernels.native_search import Cell, LevelCodes, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
+from recserve.models.weight_check import check_finite
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
         SafetensorError,
     ) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
+    check_finite(weights, folder / "model.safetensors")
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
     if replace(config, placeholders=False) != wanted:
         raise ValueError(f"{folder} was made for {config}; this recommender is {wanted}")

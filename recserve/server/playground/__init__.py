@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
+from recserve.server.methods import add_get_and_head
 
 NUM_USERS = 50
 NUM_ITEMS = 200
@@ -42,9 +43,10 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     }
     body = page.encode()
 
-    @app.get("/", include_in_schema=False)
     async def playground() -> Response:
         return Response(body, headers=headers, media_type="text/html; charset=utf-8")
+
+    add_get_and_head(app, "/", playground)
 
     @app.get("/playground/samples", include_in_schema=False)
     async def samples() -> Response:

@@ -1,0 +1,77 @@
+"""Which of two implementations is faster on this processor: measured once, then remembered.
+
+The C sources are written for wide vectors; on a processor without them torch can be faster. No list
+of processors says which, so both do the same work once, for the shapes that are served and with the
+threads that serve them, and the faster one is used from then on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# torch replaces C only where it is clearly faster, so that noise does not change the choice from
+# one start to the next.
+MARGIN = 1.1
+ROUNDS = 5
+BUDGET_S = 0.05  # of one pair; at least two rounds are timed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Times of C and of torch for the same work.
+
+    work: what was measured, for people.
+    c_ms: one time for each size of the work.
+    torch_ms: the same sizes in torch.
+    """
+
+    work: str
+    c_ms: tuple[float, ...]
+    torch_ms: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Geometric mean of C's times over torch's."""
+        pairs = zip(self.c_ms, self.torch_ms, strict=True)
+        return math.exp(sum(math.log(c / t) for c, t in pairs) / len(self.c_ms))
+
+    @property
+    def in_c(self) -> bool:
+        """Whether C does this work."""
+        return self.ratio <= MARGIN
+
+    def __str__(self) -> str:
+        c, torch = (" / ".join(f"{t:.3g}" for t in ms) for ms in (self.c_ms, self.torch_ms))
+        return f"{self.work}: {'C' if self.in_c else 'torch'} (C {c} ms, torch {torch} ms)"
+
+
+def measure(
+    work: str, c: Sequence[Callable[[], object]], torch: Sequence[Callable[[], object]]
+) -> Choice:
+    """Times each pair of calls in turns.
+
+    Args:
+        work: What the calls compute.
+        c: One call for each size of the work.
+        torch: The same work in torch.
+    """
+    pairs = [_best_ms(one, other) for one, other in zip(c, torch, strict=True)]
+    return Choice(work, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+
+def _best_ms(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
+    """The shortest time of each; the first round only warms up."""
+    best = [math.inf, math.inf]
+    began = time.perf_counter()
+    for number in range(ROUNDS + 1):
+        for i, call in enumerate((one, other)):
+            start = time.perf_counter()
+            call()
+            if number:
+                best[i] = min(best[i], (time.perf_counter() - start) * 1e3)
+        if number >= 2 and time.perf_counter() - began > BUDGET_S:
+            break
+    return best[0], best[1]

@@ -1,0 +1,250 @@
+"""uvicorn's HTTP connection, with limits on the size and the time of requests.
+
+uvicorn itself accepts headers of any size, queues any number of pipelined requests and waits for
+an unfinished request without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from recserve.metrics import Metrics
+from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.errors import (
+    HeadersTooLarge,
+    MalformedRequest,
+    NotReady,
+    RequestTimeout,
+    TooManyConnections,
+    row_of,
+)
+from recserve.server.header_count import HeaderCount
+from recserve.server.holdable_flow import HoldableFlow
+from recserve.server.refusal import refusal_bytes
+from recserve.server.request_timer import Part, RequestTimer
+from recserve.server.unread_answer import limit_unread_answer
+from recserve.server.upload import SCOPE_KEY, Upload
+
+SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
+# A connection that is closed with unread bytes is reset, and the client may lose the answer. So
+# the bytes of a refused client are read and dropped for this long.
+LINGER_S = 1.0
+
+
+class Connection(HttpToolsProtocol):
+    """Answers a request that exceeds a limit with an error, and closes.
+
+    Bytes are parsed one slice at a time, and only while no pipelined request waits for its turn.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+        metrics: Metrics,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.limits = limits
+        self.metrics = metrics
+        self._number = 0  # of requests that were read
+        self._part = Part.HEADERS
+        self._begun = False
+        self._unread = b""
+        self._header_count = HeaderCount(limits)
+        self._timer = RequestTimer(self.loop, limits)
+        self._upload = Upload()
+        self._refusal: Exception | None = None  # once set, what arrives is dropped
+        self._linger: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self.flow = self._reading = HoldableFlow(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refusal = TooManyConnections("the server has reached its limit of connections")
+            self._write_refusal(self._refusal)
+            transport.close()
+        else:
+            limit_unread_answer(transport, self.limits.unread_timeout_s)
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._timer.stop()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have arrived."""
+        if self._refusal is not None:
+            return
+        self._unset_keepalive_if_required()
+        if self._part is Part.NOTHING:
+            self._part = Part.HEADERS
+        self._unread += data
+        self._parse()
+
+    def on_message_begin(self) -> None:
+        """Parser: a request begins."""
+        super().on_message_begin()
+        self._part = Part.HEADERS
+        self._begun = True
+        self._header_count.begin()
+        self._upload = Upload()
+        cast(dict[str, Any], self.scope)[SCOPE_KEY] = self._upload
+
+    def on_url(self, url: bytes) -> None:
+        """Parser: a part of the URL."""
+        self._header_count.url(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Parser: a header, or a trailer, which the application does not get."""
+        self._header_count.header(name, value)
+        if self._part is Part.HEADERS:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Parser: the body follows, unless the request is parsed again without `Upgrade`."""
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._part = Part.BODY
+
+    def on_body(self, body: bytes) -> None:
+        """Parser: a part of the body."""
+        self._header_count.body()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Parser: the request is complete, unless it is parsed again without `Upgrade`."""
+        if self.parser.should_upgrade():
+            return
+        self._number += 1
+        self._part = Part.NOTHING
+        self._begun = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The application has answered the oldest request."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._unread or self._part is not Part.NOTHING:
+            self._unset_keepalive_if_required()
+        if self._refusal is not None and not self._answering():
+            self._send_refusal(self._refusal)
+        else:
+            self._parse()
+
+    def shutdown(self) -> None:
+        """The server stops; from now on it only waits for running requests."""
+        super().shutdown()
+        self.drain()
+
+    def drain(self) -> None:
+        """The server takes no new work; refuses a request whose body is not complete."""
+        if self._part is Part.BODY and self._refusal is None:
+            self._refuse(NotReady("the server is shutting down"))
+
+    def _watch(self) -> None:
+        """Runs the timer while the server waits for the client, and stops it otherwise."""
+        waits = bool(self.pipeline) if self._part is Part.BODY else self._answering()
+        free = self._refusal is not None or waits
+        part = Part.NOTHING if free else self._part
+        self._timer.watch(self._number, part, self._late)
+
+    def _late(self) -> None:
+        if not self._begun:
+            self.transport.close()
+            return
+        limit_s = self._timer.seconds[self._part]
+        self._refuse(RequestTimeout(f"the {self._part.value} did not arrive within {limit_s:g} s"))
+
+    def _parse(self) -> None:
+        """Feeds the parser until nothing is left, a request is queued or one is refused."""
+        view, start = memoryview(self._unread), 0
+        while start < len(view) and not self.pipeline and self._refusal is None:
+            self._feed(view[start : start + SLICE_BYTES])
+            start += SLICE_BYTES
+        self._unread = b"" if self._refusal is not None else bytes(view[start:])
+        self._reading.hold(bool(self._unread), resume=not self.pipeline)
+        self._watch()
+
+    def _feed(self, data: memoryview) -> None:
+        self._header_count.fed(len(data))
+        try:
+            self.parser.feed_data(data)
+            self._header_count.check()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, HeadersTooLarge):
+                self._refuse(error.__context__)
+            else:
+                self._refuse(MalformedRequest("the request is not valid HTTP"))
+        except HeadersTooLarge as error:
+            self._refuse(error)
+
+    def _ignore_upgrade(self, rest: memoryview) -> None:
+        """Parses a request again without `Upgrade`, for which the parser skips its body."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(MalformedRequest("CONNECT is for proxies"))
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(memoryview(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(rest)))
+
+    def _refuse(self, error: Exception) -> None:
+        """Stops reading. The error is sent after the answers to earlier requests."""
+        self._refusal = error
+        self._timer.stop()
+        if self._part is Part.BODY:
+            self._end_body(error)
+        elif not self._answering():
+            self._send_refusal(error)
+
+    def _end_body(self, error: Exception) -> None:
+        """Makes the route that waits for the body answer with the error."""
+        if self.cycle.response_complete:
+            self.transport.close()
+            return
+        self._upload.error = error
+        self.cycle.keep_alive = False
+        self.cycle.message_event.set()
+
+    def _send_refusal(self, error: Exception) -> None:
+        self._unset_keepalive_if_required()
+        self._write_refusal(error)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _write_refusal(self, error: Exception) -> None:
+        self.metrics.failure(row_of(error).reason)
+        self.transport.write(refusal_bytes(error, self.server_state.default_headers))
+
+    def _answering(self) -> bool:
+        """Returns whether the headers of an unanswered request are complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+
+def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:
+    """Returns the connection class for uvicorn's setting `http`."""
+    return cast(type[asyncio.Protocol], partial(Connection, limits=limits, metrics=metrics))

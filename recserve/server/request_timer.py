@@ -1,0 +1,51 @@
+"""Limits the time that a client takes to send the next part of its request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+
+from recserve.server.connection_limits import ConnectionLimits
+
+
+class Part(Enum):
+    """What the client is expected to send next."""
+
+    NOTHING = "nothing"
+    HEADERS = "headers"
+    BODY = "body"
+
+
+class RequestTimer:
+    """At most one timer at a time. Bytes that arrive do not restart it.
+
+    seconds: time limit of each part.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
+        self._loop = loop
+        self.seconds = {Part.HEADERS: limits.header_timeout_s, Part.BODY: limits.body_timeout_s}
+        self._watched: tuple[int, Part] | None = None
+        self._handle: asyncio.TimerHandle | None = None
+
+    def watch(self, number: int, part: Part, on_late: Callable[[], None]) -> None:
+        """Starts the timer, unless it runs for this part of this request already.
+
+        Args:
+            number: Which request of the connection.
+            part: What is expected; `NOTHING` stops the timer.
+            on_late: Called when the part takes too long.
+        """
+        if self._watched == (number, part):
+            return
+        self.stop()
+        if part is not Part.NOTHING:
+            self._watched = (number, part)
+            self._handle = self._loop.call_later(self.seconds[part], on_late)
+
+    def stop(self) -> None:
+        """Stops the timer."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._watched = self._handle = None
