@@ -35,14 +35,14 @@ def requests_of(page: str) -> list[tuple[str, str, str | None]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("examples")
-    (folder / "template.jinja").write_text(TEMPLATE)
+@pytest.fixture
+def client(tmp_path):
+    """A server of its own for each page: one page deletes the user whom another asks for."""
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
     llm = reference("stories260k")
-    settings = TextSettings(llm, chat_template=folder / "template.jinja")
+    settings = TextSettings(llm, chat_template=tmp_path / "template.jinja")
     text = load_text(settings, torch.device("cpu"))
-    store, journal = f"lmdb:{folder}/store", folder / "items"
+    store, journal = f"lmdb:{tmp_path}/store", tmp_path / "items"
     service = Service.open(shared_bundle(), store, "cpu", text=text, journal=journal)
     with live(Served(service, text.model)) as running:
         yield running

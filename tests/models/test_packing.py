@@ -56,6 +56,8 @@ def test_a_row_does_not_depend_on_the_number_of_rows(inner, outer, dtype):
     skip_unless_packable(dtype)
     g = torch.Generator().manual_seed(1)
     layer = PackedLinear(torch.randn(outer, inner, generator=g).to(dtype))
+    # oneDNN has, on some processors, an arithmetic of its own for a single row.
+    layer.never_alone = layer.panels is None
     x = torch.randn(300, inner, generator=g).to(dtype)
     whole = layer(x)
     for rows in (1, 2, 3, 5, 6, 8, 15, 16, 17, 33, 64, 128):
