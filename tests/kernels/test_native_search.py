@@ -97,8 +97,9 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
             assert not set(mine.rows.tolist()) & {*changed.hidden, *excluded.tolist()}
 
 
-def test_a_score_does_not_know_its_company():
+def test_a_score_does_not_know_its_company(monkeypatch):
     """Bit for bit: alone, among other requests, drafted and not."""
+    monkeypatch.setattr(dispatch, "KERNELS", "c")
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     head = make_head(model, "from-target")
     model.pack()
