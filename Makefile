@@ -1,8 +1,10 @@
 # Every target does its own set-up: a virtual environment with the exact pins of constraints.txt.
 # `make demo ONCE=1` prints and exits. `make test PYTEST_ARGS="-k engine"` runs a part.
+# `make test TIER=avx2` runs the tests as on a machine with less.
 
 VENV ?= .venv
 WORKERS ?= 2
+TIER ?= native
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -15,13 +17,32 @@ TRITON := triton==3.6.0
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check format install redis newest-triton cuda-versions clean
+# What stands in for another machine, by the name of the tier: the instruction sets of the C sources,
+# of torch's kernels and of oneDNN; no C sources; no C compiler.
+TIERS := native avx2 sse torch no-compiler
+ENVIRONMENT_native :=
+ENVIRONMENT_avx2 := RECSERVE_ISA=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+ENVIRONMENT_sse := RECSERVE_ISA=x86-64-v2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+ENVIRONMENT_torch := RECSERVE_KERNELS=torch
+ENVIRONMENT_no-compiler := CC=no-such-compiler
+ifeq ($(filter $(TIER),$(TIERS)),)
+$(error TIER is '$(TIER)'; choose one of $(TIERS))
+endif
+PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all test-slow check format install redis newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
 
 test: $(DEV) redis
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(DEV) redis
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: $(DEV) redis
+	$(PYTEST) $(PYTEST_ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check

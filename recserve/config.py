@@ -19,7 +19,8 @@ from pydantic_settings import (
 )
 
 ENV_PREFIX = "RECSERVE_"
-KERNELS = "kernels"  # kernels/dispatch.py reads this variable where there is no server too
+# RECSERVE_KERNELS and RECSERVE_ISA: recserve/kernels reads them where there is no server too.
+KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
 
 
@@ -136,7 +137,7 @@ class ServerConfig(BaseSettings):
         for name in os.environ:
             if name.upper().startswith(ENV_PREFIX):
                 key = name[len(ENV_PREFIX) :].lower()
-                if key not in cls.model_fields and key != KERNELS:
+                if key not in cls.model_fields and key not in KERNEL_KEYS:
                     raise ConfigError(f"environment: {_unknown(key, name)}")
         if file is not None and not file.is_file():
             raise ConfigError(f"config file {file} does not exist")

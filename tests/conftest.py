@@ -8,9 +8,13 @@ import pytest
 
 from tests.support.paths import reference
 from tests.support.redis_server import start_redis
+from tests.support.small_caches import shrink_default_caches
 
 # Triton decides when it is first imported, by whatever library, whether kernels are interpreted.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# Before a signature takes the default size of a cache.
+shrink_default_caches()
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from tests.support.compile_kernels import CHECKED
 from tests.support.paths import ROOT
 from tests.support.pretend_cuda import PretendCuda
 
+pytestmark = pytest.mark.slow
+
 # As on a machine that has torch, numpy, safetensors and triton, and nothing else: python runs this
 # at its start, in the parts' processes too.
 BARE = """

@@ -7,6 +7,8 @@ import gpu
 import parts
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_stages_share_the_limit():
     """In the order in which they run: checks before measurements, and goals before the rest."""

@@ -17,6 +17,8 @@ from timing import Deadline
 from recserve.engine.graphs import StepGraphs
 from recserve.engine.search_graphs import SearchGraphs
 
+pytestmark = pytest.mark.slow
+
 
 def failing(method, name):
     """A recorder that has no room for one bucket."""

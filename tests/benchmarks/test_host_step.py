@@ -3,6 +3,9 @@
 import json
 
 import host_step
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_row_is_of_replayed_steps(tmp_path, capsys):

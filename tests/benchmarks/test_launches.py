@@ -3,6 +3,9 @@
 import json
 
 import launches
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_recorded_searches_launch_next_to_nothing(tmp_path):

@@ -114,6 +114,7 @@ def test_only_a_codes_model_is_a_llama():
 TINY = ["--threads", "1", "--repeats", "1", "--budget-s", "60"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "benchmark,arguments",
     [
@@ -136,6 +137,7 @@ def test_benchmarks_compare_equals(benchmark, arguments, monkeypatch, tmp_path):
         assert all(run["median_ms"] > 0 for run in cell["runs"].values())
 
 
+@pytest.mark.slow
 def test_a_benchmark_fails_where_answers_differ(monkeypatch):
     """The comparison notices a method that answers something else."""
     arguments = ["benchmark", "--models", "64x1", "--beams", "5", "--methods", "bare-tree", *TINY]

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 import shared_cores
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_row_alone_and_a_row_beside_a_neighbour(tmp_path, capsys):

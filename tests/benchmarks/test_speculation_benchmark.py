@@ -14,6 +14,8 @@ from recserve.bundle import Bundle
 from recserve.cli import app
 from tests.support.tiny_bundle import tiny_bundle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):

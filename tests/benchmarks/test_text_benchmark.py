@@ -15,6 +15,8 @@ from recserve.models.attention import DenseAttention
 from tests.support.paths import DATA
 from tests.support.walking_model import drawn_language_model
 
+pytestmark = pytest.mark.slow
+
 TINY = ["text", "--model", "64x2", "--vocabulary", "300", "--prompt", "40", "--tokens", "12"]
 TINY += ["--repeats", "2", "--threads", "1"]
 

@@ -9,6 +9,8 @@ import torch
 
 from tests.support.paths import DATA
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not (DATA / "stories260k").is_dir(), reason="NO REFERENCE DATA: did not run")
 def test_every_load_and_drafter_has_its_row(monkeypatch, tmp_path):

@@ -132,6 +132,7 @@ def test_options_are_checked(option: dict[str, Any], message: str) -> None:
         dataclasses.replace(plain, **option)
 
 
+@pytest.mark.slow
 def test_beauty_builds_with_its_real_shape(beauty: Path, tmp_path: Path) -> None:
     options = BuildOptions(beauty / "items.parquet", beauty / "events.parquet", tmp_path / "b")
     report = build_bundle(options, log=lambda line: None)

@@ -61,6 +61,12 @@ def test_bad_file_names_key_bound_and_value(tmp_path, text, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("name,value", [("RECSERVE_KERNELS", "torch"), ("RECSERVE_ISA", "native")])
+def test_what_the_kernels_read_is_no_setting_of_the_server(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert ServerConfig.load({"bundle": "b"}).bundle == Path("b")
+
+
 def test_unknown_environment_names_the_near_one(monkeypatch):
     monkeypatch.setenv("RECSERVE_STROE", "lmdb:x")
     with pytest.raises(ConfigError, match="did you mean store"):

@@ -125,6 +125,7 @@ raise SystemExit(demo.run_demo(None, int(sys.argv[3]), once=False))
 """
 
 
+@pytest.mark.slow
 def test_it_serves_until_it_is_told_to_stop(small):
     """The address it prints answers with the same catalogue; SIGINT ends it with status 0."""
     folder = demo.prepare(None, demo.Console(quiet=True))

@@ -19,6 +19,7 @@ from recserve.engine.heads import Heads
 from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
 SMALL = EngineConfig(kv_bytes=2**24)
@@ -105,15 +106,15 @@ def test_an_item_that_set_the_bound_may_be_displaced():
     assert bounded_search(trie, gains, 3, 1)[0] == [(-1.0, trie.any_leaf + 4)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", ["beam", "speculative", "nezha"])
-@pytest.mark.parametrize("form,normalization", FORMS)
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-def test_fewer_items_are_the_first_of_more(codes, form, normalization, strategy, tied):
+@pytest.mark.parametrize(
+    "codes,form,strategy,tied",
+    covering(CATALOGUES, FORMS, ("beam", "speculative", "nezha"), (False, True), pairs=True),
+)
+def test_fewer_items_are_the_first_of_more(codes, form, strategy, tied):
     """With k under the width a slate is the beginning of the slate of all beams, which no bound
     touches: in one batch, filtered, with the dense head's rivals, where scores tie.
     """
-    model, trie = make(codes, form, normalization)
+    model, trie = make(codes, *form)
     if tied:
         model.head.weight.data.zero_()
     heads = [SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes)) for _ in range(2)]
@@ -122,7 +123,7 @@ def test_fewer_items_are_the_first_of_more(codes, form, normalization, strategy,
     requests = []
     for seed, (k, width) in enumerate(product((1, 2, 5), (3, 8, 20))):
         excluded = rng.integers(0, len(codes), len(codes) // 5) if seed % 2 else None
-        weight = 1.5 * (seed % 3 == 0) if form == "items" else 0.0
+        weight = 1.5 * (seed % 3 == 0) if form[0] == "items" else 0.0
         request = RecommendRequest(
             draw_root(model, 3 + seed, seed), trie, k, width, strategy, excluded
         )

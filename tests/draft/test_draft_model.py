@@ -15,6 +15,7 @@ from recserve.draft.rank_tree import expansion_tree
 from recserve.draft.specinfer import specinfer
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
+from tests.support.grids import covering
 from tests.support.text_loop import (
     VOCABULARY,
     check_draft,
@@ -50,8 +51,9 @@ def committed_before(written, prompt) -> list[list[int]]:
     return starts
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("expansion", [(1,) * 5, (1, 1, 3, 1, 1), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "expansion,temperature", covering(((1,) * 5, (1, 1, 3, 1, 1), (3, 2, 2)), (0.7, 0.0))
+)
 @torch.inference_mode()
 def test_chosen_drafts_are_what_full_forwards_choose(expansion, temperature):
     """The k-th child carries the k-th best of logits / temperature and the target's own noise."""

@@ -14,6 +14,7 @@ from recserve.draft.specinfer import specinfer
 from recserve.draft.suffix import SuffixDrafter
 from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter, check_speculation
 from recserve.models.loading import UnsupportedModel
+from tests.support.grids import covering
 from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model
 
@@ -80,11 +81,10 @@ MAKERS = {
 LENGTHS = {"right": (4.0, 6.0), "wrong": (0.0, 0.0), "beside": (3.0, 6.0)}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name,temperature", covering(tuple(MAKERS), (0.0, 0.7)))
 def test_the_text_is_the_plain_text(name, temperature):
     model = tiny_model()
-    params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=28)
+    params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=20)
     plain = generate(model, PROMPTS, params, NoDrafter())
     for num_nodes in (5, 40):
         written = generate(model, PROMPTS, params, MAKERS[name](model), num_nodes=num_nodes)
@@ -96,9 +96,12 @@ def test_the_text_is_the_plain_text(name, temperature):
     assert low <= mean <= high
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "multi_step", "typical"])
 @pytest.mark.parametrize(
-    "name", [n for n in MAKERS if n not in ("right", "wrong", "late", "beside")]
+    "name,rule",
+    covering(
+        [name for name in MAKERS if name not in ("right", "wrong", "late", "beside")],
+        ("rejection", "block", "multi_step", "typical"),
+    ),
 )
 def test_every_rule_gets_drafts_that_it_takes(name, rule):
     """multi_step judges drawn drafts only; all others take every drafter's."""

@@ -10,6 +10,7 @@ from recserve.draft.text_index import GAP
 from recserve.draft.text_lookup import NativeLookup, text_lookup
 from recserve.kernels import dispatch, native
 from recserve.kernels.native_lookup import FIRST_SLOTS, NativeIndex
+from tests.support.grids import covering
 from tests.support.token_paths import drawn_text
 
 in_c = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -54,8 +55,7 @@ def equal(one, other) -> bool:
 
 
 @in_c
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("lengths", [(2, 3, 4, 5), (1,), ANCHORS])
+@pytest.mark.parametrize("stream,lengths", covering(tuple(STREAMS), ((2, 3, 4, 5), (1,), ANCHORS)))
 def test_ngrams_are_those_of_the_plain_lookup(stream, lengths):
     """Three texts side by side that grow by drawn numbers of tokens."""
     rng, found = random.Random(0), 0
@@ -72,9 +72,9 @@ def test_ngrams_are_those_of_the_plain_lookup(stream, lengths):
 
 
 @in_c
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("capacity", [0, 5, 100, 3000])
+@pytest.mark.parametrize(
+    "stream,limits,capacity", covering(tuple(STREAMS), tuple(LIMITS), (0, 5, 100, 3000), pairs=True)
+)
 def test_suffixes_are_those_of_the_plain_lookup(stream, limits, capacity):
     """Texts come, grow and leave their output to the store, which drops its oldest tokens."""
     rng, found, forks = random.Random(1), 0, 0

@@ -22,13 +22,14 @@ def launches(monkeypatch):
     return triton_interpreter.interpret_pretended(monkeypatch)
 
 
+SEARCH = {*FORWARD, "children_kernel"}
 CASES = [
-    ("beam", "plain", "items", {*FORWARD, "children_kernel"}),
-    ("beam", "filters", "codes", {*FORWARD, "children_kernel"}),
-    ("beam", "live", "items", {*FORWARD, "children_kernel"}),
-    ("speculative", "filters", "items", {*FORWARD, "children_kernel"}),
-    ("nezha", "plain", "items", {*FORWARD, "children_kernel"}),
-    ("likelihood", "plain", "codes", FORWARD),
+    pytest.param("beam", "plain", "items", SEARCH, marks=pytest.mark.slow),
+    ("beam", "filters", "codes", SEARCH),
+    ("beam", "live", "items", SEARCH),
+    pytest.param("speculative", "filters", "items", SEARCH, marks=pytest.mark.slow),
+    ("nezha", "plain", "items", SEARCH),
+    pytest.param("likelihood", "plain", "codes", FORWARD, marks=pytest.mark.slow),
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from recserve.kernels import dispatch
 from tests.support.device_worlds import assert_same, ranking, recommending
+from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 
 RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")
@@ -19,8 +20,7 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
 
 
-@pytest.mark.parametrize("form", HOW)
-@pytest.mark.parametrize("strategy", RECOMMEND + WARMED)
+@pytest.mark.parametrize("strategy,form", covering(RECOMMEND + WARMED, tuple(HOW)))
 def test_recommendations_are_the_cpu_s(strategy, form):
     """Cold and warm, in every way of asking."""
     here = recommending("cpu", form)

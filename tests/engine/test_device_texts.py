@@ -10,6 +10,7 @@ from tests.support.device_worlds import (
     text_scores,
     texts,
 )
+from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 
 DRAFTERS = (
@@ -32,21 +33,20 @@ def both(names, requests, pages=200):
             assert_same(there.run_many(turn), answers)
 
 
-CASES = [(d, p) for d in DRAFTERS for p in ("greedy", "everything")]
-CASES += [("suffix", p) for p in TEXT_PARAMETERS if ("suffix", p) not in CASES]
-
-
-@pytest.mark.parametrize("drafter,parameters", CASES)
+@pytest.mark.parametrize("drafter,parameters", covering(DRAFTERS, tuple(TEXT_PARAMETERS)))
 def test_texts_are_the_cpu_s(drafter, parameters):
     names = () if drafter == "none" else (drafter,)
     both(names, texts(drafter, "sample", parameters))
 
 
-RULES = [(d, r) for d in ("draft_model", "ngram") for r in ("rejection", "block", "typical")]
-RULES += [("specinfer", "multi_step"), ("specinfer", "typical")]
-
-
-@pytest.mark.parametrize("drafter,rule", RULES)
+@pytest.mark.parametrize(
+    "drafter,rule",
+    [
+        *covering(("draft_model", "ngram"), ("rejection", "block", "typical")),
+        ("specinfer", "multi_step"),
+        pytest.param("specinfer", "typical", marks=pytest.mark.slow),
+    ],
+)
 def test_rules_decide_as_on_the_cpu(drafter, rule):
     both((drafter,), texts(drafter, rule, "hot"))
 

@@ -15,6 +15,7 @@ import pytest
 from recserve.core.text import Budget
 from recserve.engine.budget import NOTHING, Asking, DraftBudget
 from recserve.engine.costs import Cost
+from tests.support.grids import covering
 
 LEVELS, LENGTH = 5, 64
 FULL = Budget(64, 64)
@@ -97,10 +98,16 @@ def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
     return world.rate
 
 
-@pytest.mark.parametrize("busy", [1.0, 1.6], ids=["idle", "busy"])
-@pytest.mark.parametrize("load", [1, 8, 32])
-@pytest.mark.parametrize("kept", [0.05, 0.4, 0.7, 0.95])
-@pytest.mark.parametrize("price", [CHEAP, DEAR], ids=["cheap", "dear"])
+@pytest.mark.parametrize(
+    "price,kept,load,busy",
+    covering(
+        {"cheap": CHEAP, "dear": DEAR},
+        (0.05, 0.4, 0.7, 0.95),
+        (1, 8, 32),
+        {"idle": 1.0, "busy": 1.6},
+        pairs=True,
+    ),
+)
 def test_never_slower_than_the_better(price, kept, load, busy):
     drafter, steps = Drafter(kept, *price), 1500
     better = max(unaware(drafter, load, 0, 400), unaware(drafter, load, LEVELS, steps))

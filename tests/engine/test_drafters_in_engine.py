@@ -14,6 +14,7 @@ from recserve.draft.draft_model import ModelDrafter
 from recserve.draft.specinfer import specinfer
 from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter
 from recserve.models.loading import load_language_model
+from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (
     MAKERS,
@@ -50,8 +51,9 @@ def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextR
     ]
 
 
-@pytest.mark.parametrize("parameters", ["greedy", "hot", "stops", "everything"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name,parameters", covering(tuple(MAKERS), ("greedy", "hot", "stops", "everything"))
+)
 def test_the_text_is_the_plain_text(name, parameters, model, plain):
     """Alone; eight together; eight together with so few pages that some are set aside."""
     drafter = MAKERS[name](model)
@@ -70,8 +72,9 @@ def test_the_text_is_the_plain_text(name, parameters, model, plain):
     assert_forgotten(drafter)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block", "multi_step"])
-@pytest.mark.parametrize("name", ["draft_model", "specinfer"])
+@pytest.mark.parametrize(
+    "name,verifier", covering(("draft_model", "specinfer"), ("rejection", "block", "multi_step"))
+)
 def test_drawn_drafts_are_judged_and_forgotten(name, verifier, model):
     """The draft model is the target, so nearly everything that it draws is kept."""
     drafter = ModelDrafter(model, VOCABULARY, (1, 1, 1), distinct=True)

@@ -8,6 +8,7 @@ from recserve.engine.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
 from tests.support import triton_interpreter  # noqa: F401
+from tests.support.grids import chosen
 from tests.support.recorded_steps import POISON, Counted, with_graphs
 from tests.support.text_engines import PARAMETERS, engine_for, prompts
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
@@ -47,7 +48,7 @@ def engine():
         yield model, made, launched
 
 
-@pytest.mark.parametrize("name", ["warm", "everything"])
+@pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
 def test_kernels_write_the_plain_text(name, engine):
     """Trees with wrong siblings, alone and three together with other parameters beside."""
     model, made, launched = engine
@@ -68,7 +69,7 @@ def test_kernels_write_the_plain_text(name, engine):
     assert (made._lanes["text"].runner.pool.keys == POISON).any()
 
 
-@pytest.mark.parametrize("name", ["warm", "everything"])
+@pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
 def test_kernels_reject_as_the_host_does(name, engine):
     """Three chains side by side, over rows of probs in one place."""
     model, made, launched = engine

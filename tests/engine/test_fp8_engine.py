@@ -24,6 +24,7 @@ from recserve.server.app import load
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head
+from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.recorded_steps import SHAPES, Counted
@@ -74,8 +75,9 @@ def asked(expected, name, drafter="none"):
     return requests, wanted, known
 
 
-@pytest.mark.parametrize("kind", ["none", "right", "tree", "mixed"])
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize(
+    "kind,name", covering(("none", "right", "tree", "mixed"), tuple(PARAMETERS))
+)
 def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     """Alone and together, from an empty cache and a warm one, in prefills of three tokens."""
     requests, wanted, known = asked(expected, name, "table")
@@ -129,10 +131,9 @@ def test_another_type_is_refused(model):
         engine_for(model, kv_dtype="int8")
 
 
-@pytest.mark.parametrize("form,normalization", FORMS)
-@pytest.mark.parametrize("catalogue", ["deep", "ordinary"])
-def test_slates_are_the_same_drafted_together_and_warm(catalogue, form, normalization):
-    trained, trie = make(CATALOGUES[catalogue], form, normalization)
+@pytest.mark.parametrize("catalogue,form", covering(("deep", "ordinary"), FORMS))
+def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
+    trained, trie = make(CATALOGUES[catalogue], *form)
     heads = Heads(make_head(trained, "from-target"))
 
     def slates(strategy, engine):

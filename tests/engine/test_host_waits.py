@@ -9,6 +9,7 @@ import torch
 
 from recserve.kernels import dispatch
 from tests.support.device_worlds import ranking, recommending
+from tests.support.grids import covering
 from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_searches import with_searches
@@ -22,8 +23,7 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
 
 
-@pytest.mark.parametrize("how", ["plain", "filters", "live"])
-@pytest.mark.parametrize("strategy", WAITS)
+@pytest.mark.parametrize("strategy,how", covering(tuple(WAITS), ("plain", "filters", "live")))
 def test_recommendations(strategy, how):
     """The same for one request and for several, with and without filters and new items."""
     with PretendCuda() as device:
@@ -31,8 +31,7 @@ def test_recommendations(strategy, how):
         assert_waits(device, world.engine, world.ask(strategy, how), WAITS[strategy])
 
 
-@pytest.mark.parametrize("how", ["plain", "filters", "live"])
-@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+@pytest.mark.parametrize("strategy,how", covering(("beam", "nezha"), ("plain", "filters", "live")))
 def test_recorded_searches(strategy, how):
     with PretendCuda() as device:
         world = recommending("cuda")

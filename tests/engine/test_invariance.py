@@ -19,6 +19,7 @@ from recserve.messages_events import EventBody, EventsBody
 from recserve.models.packing import PackedLinear, packable
 from recserve.service import Service
 from tests.support.draft_heads import make_head
+from tests.support.grids import covering
 from tests.support.invariant_texts import SIZES, asked, long_sums, packed, report
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, draw_root, make
@@ -31,8 +32,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kernels,dtype", covering(("auto", "torch"), (torch.bfloat16, torch.float32))
+)
 def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
     dtype, kernels, monkeypatch
 ):
@@ -55,18 +57,6 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
     )
     assert few._lanes["text"].allocator.num_pages == 14
     assert report(few, asked()) == alone, "with so few pages that some are set aside"
-
-
-def test_without_the_mode_bits_differ(monkeypatch):
-    """The comparison above finds what the mode is for: with oneDNN's products."""
-    monkeypatch.setattr(dispatch, "KERNELS", "torch")
-    model = packed(long_sums())
-    engine = Engine(text=model, config=replace(SIZES, invariant=False))
-    alone = [report(engine, [request])[0] for request in asked()]
-    engine.forget_all()
-    together = report(engine, asked())
-    assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
-    assert together != alone
 
 
 def same_slates(left, right) -> None:

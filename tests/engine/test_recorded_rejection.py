@@ -20,6 +20,7 @@ from recserve.engine.graphs import GraphLimits, StepGraphs
 from recserve.engine.text_lane import TextLane
 from recserve.kernels import dispatch
 from tests.support.device_worlds import text_engine
+from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts, shared_model
@@ -74,7 +75,8 @@ def assert_same_texts(engines, requests):
     return answers, counted.replays - before
 
 
-@pytest.mark.parametrize("name,drafter", [("warm", "close"), *((name, "far") for name in DRAWN)])
+@pytest.mark.parametrize("drafter", ["close", "far"])
+@pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
 def test_replays_write_the_launched_text(name, drafter, engines):
     """Alone, and eight together with neighbours of other parameters."""
     requests = requests_of(name, Speculation(drafter, "rejection"))
@@ -124,7 +126,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
 def test_each_text_is_judged_by_its_own_rule(name, mixture, engines):
     """Of eight in a step, chains and trees, drawn and chosen, one of them greedy."""
     counts = engines[1]._lanes["text"].graphs.counts

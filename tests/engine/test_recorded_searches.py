@@ -17,6 +17,7 @@ from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_insertion import overlay_trie
 from recserve.models.drafters.calibration import DraftPlan
 from tests.support.device_worlds import ITEMS, SIZES, recommending
+from tests.support.grids import covering
 from tests.support.recorded_searches import SHAPES, assert_same, with_searches
 from tests.support.recorded_steps import Counted
 
@@ -47,8 +48,10 @@ def assert_no_leak(engine):
     assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
 
 
-@pytest.mark.parametrize("how", ["plain", "filters", "diversity", "weighed", "live"])
-@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+@pytest.mark.parametrize(
+    "strategy,how",
+    covering(("beam", "nezha"), ("plain", "filters", "diversity", "weighed", "live")),
+)
 def test_replays_find_what_is_launched(strategy, how, worlds):
     """Together, alone, and again with the root in the prefix cache. What caps leave too short is
     searched again, by a replay too.

@@ -9,6 +9,7 @@ from recserve.kernels.paged_kv import RootTable
 from recserve.kernels.trie_overlay import TrieOverlay
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.device_worlds import recommending
+from tests.support.grids import chosen
 from tests.support.recorded_searches import assert_same, with_searches
 
 pytest.importorskip("triton")
@@ -18,7 +19,7 @@ from recserve.kernels import rope_write, tree_attention, trie_topk  # noqa: E402
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 
 
-@pytest.mark.parametrize("how", ["plain", "filters", "weighed"])
+@pytest.mark.parametrize("how", chosen(("plain", "filters", "weighed"), "filters", "weighed"))
 def test_kernels_find_what_the_twins_find(how, monkeypatch):
     """Two requests of three places, roots in a table whose rows lie apart."""
     launched, levels = [], []

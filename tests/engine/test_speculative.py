@@ -158,9 +158,7 @@ def test_no_request_measures(monkeypatch):
     engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
     choice = engine._strategies["speculative"].choice
     assert choice.costs is None
-    began = time.monotonic()
     engine.prepare(trie)
-    assert time.monotonic() - began < 30
     costs = choice.costs
     for cost in (costs.forward, costs.round, costs.drafted, costs.kept):
         assert len(cost.sizes) == len(cost.milliseconds) >= 1 and min(cost.milliseconds) >= 0

@@ -89,13 +89,14 @@ class DrawingDrafter:
         ("rejection", "lying"),
     ],
 )
-def test_law_of_the_text(rule, drawing):
-    """Chi-square, 1,000 texts of 3 tokens out of 4, alpha = 1e-6; `lying` declares another q than
-    it draws from, and must fail.
+@pytest.mark.parametrize("texts", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_law_of_the_text(rule, drawing, texts):
+    """Chi-square of so many texts of 3 tokens out of 4, alpha = 1e-6; `lying` declares another q
+    than it draws from, and must fail. Of few texts only the first two tokens are counted, so that
+    enough are expected of each.
     """
     model = drawn_model(1, spread=0.5)
-    prompt = np.array([3, 7, 1])
-    texts, length = 1000, 3
+    prompt, length = np.array([3, 7, 1]), 3
     drafter = DrawingDrafter("chain" if drawing == "lying" else drawing, drawing != "lying")
     engine = Engine(
         text=model, drafters={"drawn": drafter}, config=EngineConfig(kv_bytes=8 * 2**20)
@@ -125,8 +126,11 @@ def test_law_of_the_text(rule, drawing):
             fill((*place, i), mass * float(p[i]))
 
     fill((), texts)
+    if texts < 1000:
+        counts, expected = counts.sum(2), expected.sum(2)
+    assert expected.min() > 1
     statistic = ((counts - expected) ** 2 / expected).sum()
-    p_value = stats.chi2.sf(statistic, 63)
+    p_value = stats.chi2.sf(statistic, counts.size - 1)
     assert (p_value < 1e-6) if drawing == "lying" else (p_value > 1e-6)
 
 

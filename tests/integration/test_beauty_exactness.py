@@ -1,12 +1,15 @@
-"""`speculative` is `beam` on real data: 2,000 users of Amazon Beauty at beams 10, 50 and 200.
+"""`speculative` is `beam` on real data: users of Amazon Beauty at beams 10, 50 and 200.
 
-The recommender and its draft head are trained for a minute: real distributions, not drawn ones.
+The recommender and its draft head are trained for a moment: real distributions, not drawn ones.
 Half of the users have their history excluded, so that filters are part of what is compared.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
@@ -26,20 +29,32 @@ from recserve.training.drafters import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import ITEMS, train_recommender
 from recserve.training.schedule import Schedule
+from tests.support.grids import chosen
 from tests.support.paths import DATA
 
 BEAUTY = DATA / "amazon-beauty"
-NUM_USERS = 2000
+# Users that are compared, and users whose events the models are trained on.
+SIZES = {"60": (60, 2000), "2000": (2000, None)}
 QUIET = Console(quiet=True)
 
 pytestmark = pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"no Amazon Beauty at {BEAUTY}")
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory) -> Bundle:
+def events_of(users: int | None, folder: Path) -> Path:
+    """A file of the events of the first users, or of all."""
+    path = BEAUTY / "events.parquet"
+    if users is None:
+        return path
+    events = pq.read_table(path)
+    first = events["user_id"].unique()[:users]
+    pq.write_table(events.filter(pc.is_in(events["user_id"], first)), folder / "events.parquet")
+    return folder / "events.parquet"
+
+
+def trained(folder: Path, users: int | None) -> Bundle:
     """Beauty with a small recommender after one epoch, and a head distilled for one."""
-    out = tmp_path_factory.mktemp("beauty") / "bundle"
-    items, events = BEAUTY / "items.parquet", BEAUTY / "events.parquet"
+    out = folder / "bundle"
+    items, events = BEAUTY / "items.parquet", events_of(users, folder)
     options = BuildOptions(items, events, out, text_dim=48, collaborative_dim=0, levels=3)
     build_bundle(options, log=lambda _: None)
     opened = Bundle.open(out)
@@ -58,9 +73,11 @@ def bundle(tmp_path_factory) -> Bundle:
     return Bundle.open(out)
 
 
-@pytest.fixture(scope="module")
-def asked(bundle):
+@pytest.fixture(scope="module", params=chosen(SIZES, "60"))
+def asked(request, tmp_path_factory):
     """The engine, and a function from beam width and strategy to one request per user."""
+    num_users, num_trained = request.param
+    bundle = trained(tmp_path_factory.mktemp("beauty"), num_trained)
     catalog = bundle.catalog()
     codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
     vectors = torch.from_numpy(catalog.vectors)
@@ -71,8 +88,8 @@ def asked(bundle):
     head.pack()
     heads = Heads(head)
     trie = build_trie(codes, model.config.codebook_sizes)
-    cases = leave_one_out_cases(bundle.events(), "test").sample(NUM_USERS)
-    assert len(cases) == NUM_USERS
+    cases = leave_one_out_cases(bundle.events(), "test").sample(num_users)
+    assert len(cases) == num_users
 
     def requests(width: int, strategy: str) -> list[RecommendRequest]:
         made = []
@@ -89,7 +106,7 @@ def asked(bundle):
     return Engine(model, config=EngineConfig(kv_bytes=2**28, max_queue=4096), heads=heads), requests
 
 
-def test_two_thousand_users_get_the_slates_of_beam(asked):
+def test_users_get_the_slates_of_beam(asked):
     engine, requests = asked
     for width in (10, 50, 200):
         plain = engine.run_many(requests(width, "beam"))

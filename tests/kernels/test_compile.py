@@ -10,13 +10,13 @@ from tests.support import triton_interpreter  # noqa: F401
 from tests.support.paths import ROOT
 
 
-@pytest.mark.parametrize("capability,kernels", [(80, 16), (90, 68)])
-def test_compiles_to_machine_code(capability, kernels, tmp_path_factory):
+def compiled(folder, *arguments: str) -> int:
+    """How many kernels became machine code, in a process of their own."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "triton")
+    environment["TRITON_CACHE_DIR"] = str(folder / "triton")
     environment["PYTHONPATH"] = str(ROOT)
     run = subprocess.run(
-        [sys.executable, "tests/support/compile_kernels.py", str(capability)],
+        [sys.executable, "tests/support/compile_kernels.py", *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -24,4 +24,15 @@ def test_compiles_to_machine_code(capability, kernels, tmp_path_factory):
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("compiled") == kernels, run.stdout
+    return run.stdout.count("compiled")
+
+
+def test_a_few_compile_to_machine_code(tmp_path):
+    """Attention with and without FP8, one acceptance kernel and the search of children."""
+    assert compiled(tmp_path, "80", "90", "--few") == 2 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability,kernels", [(80, 16), (90, 68)])
+def test_all_compile_to_machine_code(capability, kernels, tmp_path):
+    assert compiled(tmp_path, str(capability)) == kernels

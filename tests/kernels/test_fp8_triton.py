@@ -10,6 +10,7 @@ from recserve.kernels.reference import SOFTMAX, Activation
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.fp8_values import CODES, pooled, spread
+from tests.support.grids import covering
 from tests.support.path_moves import draw_paths
 
 triton = pytest.importorskip("triton")
@@ -85,20 +86,25 @@ def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
     torch.testing.assert_close(got.float(), expected, **(tolerance or {"rtol": 2e-5, "atol": 5e-6}))
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["put-together", "native"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
-def test_attention(kinds, roots, heads, kv_heads, dim, split, native, monkeypatch, poisoned):
+@pytest.mark.parametrize(
+    "shape,split,native",
+    covering(
+        SHAPES[:-1],
+        {"whole": False, "split": True},
+        {"put-together": False, "native": True},
+        pairs=True,
+    ),
+)
+def test_attention(shape, split, native, monkeypatch, poisoned):
     monkeypatch.setattr(tree_attention, "has_native", lambda device: native)
     if split:
         split_short_roots(monkeypatch, 16)
     cached, limits = (0.6, True) if split else (0.0, False)
-    drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits)
-    batch, query, keys, values = drawn
+    batch, query, keys, values = draw_batch(*shape, cached=cached, limits=limits)
     pool = pooled(keys * 5, values)
     poison(pool, batch)
     compare(batch, query, pool)
-    if heads == kv_heads:
+    if query.shape[1] == keys.shape[1]:
         compare(batch, query, pool, Activation(37.0))
 
 

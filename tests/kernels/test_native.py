@@ -199,7 +199,9 @@ with torch.inference_mode():
 """
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+@pytest.mark.parametrize(
+    "compiler", ["no-such-compiler", pytest.param("false", marks=pytest.mark.slow)]
+)
 def test_without_a_compiler_torch_does_the_same(compiler, tmp_path):
     said = subprocess.run(
         [sys.executable, "-c", WITHOUT],

@@ -17,6 +17,7 @@ from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from tests.support.draft_heads import make_head
+from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.tries import SHAPES, Changed, engine_of
 
@@ -59,9 +60,10 @@ def same_as_in_torch(model, head, requests, monkeypatch):
     return answers[0]
 
 
-@pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+@pytest.mark.parametrize(
+    "codes,form,kind",
+    covering(CATALOGUES, FORMS, ("drawn", "from-target", "adversarial"), pairs=True),
+)
 def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, monkeypatch):
     model, trie = make(codes, "items", "children")
     head = make_head(model, kind)

@@ -11,6 +11,7 @@ from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
+from tests.support.grids import covering
 
 
 def same(batch, query, keys, values, activation):
@@ -29,12 +30,18 @@ def splits(request, monkeypatch):
         split_short_roots(monkeypatch, 16, request.param)
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
-@pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
-def test_softmax_matches_reference(splits, kinds, roots, heads, kv_heads, dim, cached, limits):
-    drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits)
-    same(*drawn, SOFTMAX)
+SPLITS = {"whole": 1, "split": 3}
+CACHED = {"all-new": 0.0, "some-scored-before": 0.6}
+LIMITS = {"whole-root": False, "root-limits": True}
+
+
+@pytest.mark.parametrize(
+    "splits,shape,cached,limits",
+    covering(SPLITS, SHAPES[:-1], CACHED, LIMITS, pairs=True),
+    indirect=["splits"],
+)
+def test_softmax_matches_reference(splits, shape, cached, limits):
+    same(*draw_batch(*shape, cached=cached, limits=limits), SOFTMAX)
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
@@ -106,17 +113,24 @@ def close_in(dtype, batch, query, keys, values):
 HALVES = [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (7, 1), (8, 1), (3, 3)])
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype):
-    drawn = draw_batch([("tree", 13), ("branches", 5)], [37, 0], heads, kv_heads, dim)
-    close_in(dtype, *drawn)
+@pytest.mark.parametrize(
+    "heads,dim,dtype",
+    covering(
+        ((4, 2), (7, 1), (8, 1), (3, 3)),
+        (32, 64, 80, 96, 128, 256),
+        (torch.float32, *HALVES),
+        pairs=True,
+    ),
+)
+def test_head_dims_groups_and_halves(heads, dim, dtype):
+    close_in(dtype, *draw_batch([("tree", 13), ("branches", 5)], [37, 0], *heads, dim))
 
 
-@pytest.mark.parametrize("nodes", [1, 17, 64])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "splits,nodes,dim,dtype",
+    covering(SPLITS, (1, 17, 64), (64, 128), HALVES),
+    indirect=["splits"],
+)
 def test_trees_of_halves(splits, nodes, dim, dtype):
     """Four query heads for each of two of keys, roots whole and in three parts."""
     close_in(dtype, *draw_batch([("tree", nodes)], [37], 8, 2, dim))

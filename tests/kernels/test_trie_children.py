@@ -9,6 +9,7 @@ from recserve.kernels.fixed_trie import FixedTrie
 from recserve.kernels.trie import build_trie
 from recserve.kernels.trie_children import Allowed, best_children, leaf_bits, popcount, unpacked
 from recserve.kernels.trie_insertion import overlay_trie
+from tests.support.grids import covering
 from tests.support.tries import CATALOGUES
 
 DEAD = float("-inf")
@@ -141,8 +142,7 @@ def options_of(form, trie, logits, allowed, excluded):
     }[form]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
+@pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
 def test_triton_matches_torch(codes, form, monkeypatch):
     from recserve.kernels import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
@@ -162,8 +162,9 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         assert torch.equal(got.parents, expected.parents)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["one-item", "all-share-a-prefix", "deep", "drawn"])
+@pytest.mark.parametrize(
+    "name,form", covering(("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
+)
 def test_triton_matches_torch_over_an_overlay(name, form):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
     from recserve.kernels import trie_topk

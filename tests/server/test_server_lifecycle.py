@@ -70,7 +70,7 @@ def test_sigterm_drains_and_loses_nothing(tmp_path):
     try:
         until(lambda: ask(base + "/health/ready") == 200)
         user = httpx.get(base + "/playground/samples").json()["users"][0]
-        body = {"user": {"id": user}, "k": 100, "beam_width": 500}
+        body = {"user": {"id": user}, "k": 20, "beam_width": 100}
         statuses: list[int] = []
         stop = threading.Event()
 

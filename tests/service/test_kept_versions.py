@@ -13,6 +13,7 @@ from recserve.service import kept_versions as module
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownVersion
 from recserve.service.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
+from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
 
 
@@ -45,7 +46,7 @@ def there(kept, count):
     return found
 
 
-@pytest.mark.parametrize("every_s", [0.1, 7.0, 61.0, 3600.0])
+@pytest.mark.parametrize("every_s", chosen((0.1, 7.0, 61.0, 3600.0), "0.1", "61.0"))
 def test_dense_near_now_and_sparse_further_back(every_s):
     count = 3000
     kept, bases = filled(count, every_s)

@@ -1,6 +1,7 @@
 """Every kernel in every form to machine code, without a GPU. Run as a program by test_compile.py.
 
-python tests/support/compile_kernels.py 90
+python tests/support/compile_kernels.py 90             # all of them
+python tests/support/compile_kernels.py 80 90 --few    # four for each
 """
 
 import io
@@ -169,6 +170,14 @@ def forms(capability):
         yield trie("bf16", trie_topk.NO_FILTER, False)
 
 
+def few_forms(capability):
+    """Attention with and without FP8, one acceptance kernel and the search of children."""
+    yield attention("bf16", 64, 2)
+    yield attention("bf16", 64, 2, fp8=capability >= 89)
+    yield next(acceptance("bf16", True))
+    yield trie("bf16", trie_topk.EXCLUDED, False)
+
+
 def rare_forms():
     """What a run of benchmarks/gpu.py launches beside those: its checks, half of each form, and
     what it measures; and what a machine with little shared memory would.
@@ -222,11 +231,18 @@ def spilled_bytes(told):
 
 
 def main():
-    capability = int(sys.argv[1])
+    few = "--few" in sys.argv
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # the assembler says nothing of what is cached
-    rare = rare_forms() if capability >= 90 else ()
-    wanted = [*((form, SPILLED) for form in forms(capability)), *((form, SPILLS) for form in rare)]
+    for word in sys.argv[1:]:
+        if word.isdigit():
+            compile_for(int(word), few)
+
+
+def compile_for(capability, few):
+    usual = (few_forms if few else forms)(capability)
+    rare = rare_forms() if capability >= 90 and not few else ()
+    wanted = [*((form, SPILLED) for form in usual), *((form, SPILLS) for form in rare)]
     for (kernel, constants, kinds, *launch), most_spilled in distinct(wanted):
         began = time.perf_counter()
         signature = {

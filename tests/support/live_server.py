@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import uvicorn
 
 from recserve.config import ServerConfig
+from recserve.server import worker
 from recserve.server.app import create_app
 from recserve.server.connection import connection_class
 from recserve.server.connection_limits import ConnectionLimits
 from recserve.service import Service
 from recserve.service.served import Served
+
+# A full collection when a server is ready takes long in a process with thousands of tests.
+COLLECTOR = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
 
 
 @contextmanager
@@ -30,16 +37,18 @@ def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
         uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none", server_header=False)
     )
     thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while client.get("/health/ready").status_code != 200:
-                time.sleep(0.01)
-            client.app = app
-            yield client
-    finally:
-        server.should_exit = True
-        thread.join()
+    with mock.patch.object(worker, "gc", COLLECTOR):
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        address = f"http://127.0.0.1:{port}"
+        try:
+            with httpx.Client(base_url=address, timeout=30, verify=False) as client:
+                while client.get("/health/ready").status_code != 200:
+                    time.sleep(0.01)
+                client.app = app
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()

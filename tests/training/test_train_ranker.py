@@ -362,6 +362,7 @@ def test_users_with_too_few_events_are_refused(tmp_path) -> None:
         fit_ranker(short, topic_items(), noise_vectors(), tmp_path, CPU, SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.exists(), reason=f"the development data is not at {DATA}")
 def test_movielens_beats_popularity_and_vectors(tmp_path) -> None:
     """One short epoch on real ratings and timestamps, 610 users."""
