@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recserve.core.cost import Cost
 from recserve.core.text import Budget
 from recserve.engine.chances import DEPTHS, Chances
-from recserve.engine.costs import Cost
 from recserve.engine.step_times import StepTimes
 
 NOTHING = Budget(0, 0)

@@ -15,6 +15,10 @@ from recserve.engine.prefix_cache import PrefixCache
 log = logging.getLogger(__name__)
 
 
+class RequestTooLarge(ValueError):
+    """A request needs more pages than the pool has, whatever else is running."""
+
+
 class Running(Protocol):
     """A request between admission and answer: core/sequence.py, engine/text_sequence.py."""
 

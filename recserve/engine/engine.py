@@ -29,6 +29,7 @@ from recserve.engine.graphs import cuda_graphs
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import STRATEGIES, invariant_runner
 from recserve.engine.lane import Lane
+from recserve.engine.measured_steps import learn_costs
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Runner
 from recserve.engine.search_graphs import SearchGraphs, cuda_searches
@@ -169,7 +170,7 @@ class Engine:
         self.record(trie)
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
             with self._stepping:
-                strategy.measure(trie)
+                learn_costs(strategy, trie)
 
     def repeats(self, request: RecommendRequest) -> bool:
         """Whether the request would be answered from a draft that was kept, if there were one."""

@@ -26,7 +26,7 @@ from recserve.core.request import (
     Timing,
 )
 from recserve.core.sequence import Sequence
-from recserve.engine.delivery import AnyLane, expired
+from recserve.engine.delivery import AnyLane, RequestTooLarge, expired
 from recserve.engine.flawed_states import checked, isolate
 from recserve.engine.pages import PageAllocator
 from recserve.engine.prefix_cache import PrefixCache
@@ -37,10 +37,6 @@ from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
-
-
-class RequestTooLarge(ValueError):
-    """A request needs more pages than the pool has, whatever else is running."""
 
 
 Answer = tuple[Sequence, Result | Exception]

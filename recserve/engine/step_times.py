@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.engine.costs import Cost
+from recserve.core.cost import Cost
 
 MEMORY = 16  # steps that an average remembers
 

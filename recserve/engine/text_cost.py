@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from recserve.engine.costs import ROOT, Cost, scratch_runner
+from recserve.core.cost import Cost
+from recserve.engine.costs import ROOT, scratch_runner
 from recserve.engine.runner import Piece
 from recserve.kernels.tree import root_branch
 from recserve.models.inputs import NodeInputs

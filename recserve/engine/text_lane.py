@@ -25,8 +25,8 @@ from recserve.core.request import DeadlineExceeded
 from recserve.core.target import TokenCounts
 from recserve.core.text import Drafter, TextContext, TextOutcome, empty_draft
 from recserve.core.text_request import Completion, TextRequest
+from recserve.engine.delivery import RequestTooLarge
 from recserve.engine.graphs import StepGraphs
-from recserve.engine.lane import RequestTooLarge
 from recserve.engine.runner import Runner
 from recserve.engine.text_drafting import TextDrafting
 from recserve.engine.text_groups import TextGroups

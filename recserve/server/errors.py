@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.core.text import UnfitDraft
-from recserve.engine.lane import RequestTooLarge
+from recserve.engine.delivery import RequestTooLarge
 from recserve.features.history import CorruptHistory, StoreUnavailable
 from recserve.features.item_journal import JournalError
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest

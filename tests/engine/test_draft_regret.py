@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from recserve.core.cost import Cost
 from recserve.core.text import Budget
 from recserve.engine.budget import NOTHING, Asking, DraftBudget
-from recserve.engine.costs import Cost
 from tests.support.grids import covering
 
 LEVELS, LENGTH = 5, 64

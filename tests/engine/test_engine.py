@@ -19,9 +19,9 @@ from recserve.core.request import (
     RootKeys,
 )
 from recserve.engine import engine as engine_module
+from recserve.engine.delivery import RequestTooLarge
 from recserve.engine.engine import EngineConfig
 from recserve.engine.heads import Heads
-from recserve.engine.lane import RequestTooLarge
 from recserve.kernels.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead

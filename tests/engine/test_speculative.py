@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
+from recserve.core.cost import Cost, measured
 from recserve.core.request import RecommendRequest, RootKeys
 from recserve.engine import costs as costs_module
-from recserve.engine import step_costs as step_costs_module
-from recserve.engine.costs import Cost, forward_cost, measured
+from recserve.engine import measured_steps as measured_steps_module
+from recserve.engine.costs import forward_cost
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
@@ -167,7 +168,7 @@ def test_no_request_measures(monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError("measured on a request's path")
 
-    for module in (costs_module, step_costs_module):
+    for module in (costs_module, measured_steps_module):
         monkeypatch.setattr(module, "measured", refuse)
     for count, width in ((1, 5), (9, 5), (3, 40)):
         requests = [

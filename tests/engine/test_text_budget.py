@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.cost import Cost
 from recserve.core.text import Budget
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.budget import NOTHING, PAUSE, PROBE_SHARE, TRIAL, Asking, DraftBudget
 from recserve.engine.chances import Chances
-from recserve.engine.costs import Cost
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.step_times import StepTimes
 from recserve.engine.text_cost import SMALL, text_cost

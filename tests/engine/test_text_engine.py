@@ -13,7 +13,7 @@ import torch
 
 from recserve.core.request import DeadlineExceeded
 from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.lane import RequestTooLarge
+from recserve.engine.delivery import RequestTooLarge
 from recserve.engine.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights

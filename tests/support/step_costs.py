@@ -1,6 +1,6 @@
 """Stated costs of a step, and groups that choose by them whether to draft."""
 
-from recserve.engine.costs import Cost
+from recserve.core.cost import Cost
 from recserve.engine.plan_choice import Group, PlanChoice
 from recserve.engine.step_costs import StepCosts
 

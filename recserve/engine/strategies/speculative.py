@@ -22,11 +22,10 @@ from recserve.draft.kept import keep, kept, keys_of, trim
 from recserve.draft.nezha import likely_prefixes
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
-from recserve.engine.step_costs import Ways, step_costs
+from recserve.engine.step_costs import StepCosts, Ways
 from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie_children import DEAD
-from recserve.kernels.trie_overlay import AnyTrie
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender
@@ -52,7 +51,7 @@ class SpeculativeStrategy(BeamStrategy):
     k-th item is thought to reach. What it missed is scored in further rounds, as far as it could
     still change the answer. What proved an answer stays with the cached root, and is the draft when
     the same is asked again, whoever steps with it. How much is drafted follows from the head's
-    calibration, from what steps cost on this machine, which `measure` learns before requests come,
+    calibration, from what steps cost on this machine, which `learn` is told before requests come,
     and from what answers took; where drafting does not pay nothing is drafted.
     """
 
@@ -74,17 +73,22 @@ class SpeculativeStrategy(BeamStrategy):
         on_cpu = self.level_offsets.device.type == "cpu"
         self._now = time.thread_time if on_cpu else time.perf_counter
 
-    def measure(self, trie: AnyTrie) -> None:
-        """Learn what steps cost on this machine, in a few seconds, over a catalogue like this one.
-        Nothing where the head was not calibrated: then nothing could be expected from it.
+    def ways(self) -> Ways | None:
+        """The strategies whose costs on this machine `learn` takes.
+
+        None where the head was not calibrated: then nothing could be expected from it.
         """
-        if self.head.calibration is not None:
-            ways = Ways(
-                BeamStrategy(self.model),
-                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED, keeps=False),
-                SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED),
-            )
-            self.choice.costs = step_costs(self.model, ways, trie)
+        if self.head.calibration is None:
+            return None
+        return Ways(
+            BeamStrategy(self.model),
+            SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED, keeps=False),
+            SpeculativeStrategy(self.model, self.head, NOT_CALIBRATED),
+        )
+
+    def learn(self, costs: StepCosts) -> None:
+        """Use what steps cost on this machine, from now on."""
+        self.choice.costs = costs
 
     def repeats(self, request: RecommendRequest) -> bool:
         """Whether a draft that was kept would be used for this request, as far as is known."""
