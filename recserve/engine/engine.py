@@ -164,9 +164,7 @@ class Engine:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: AnyTrie) -> None:
-        """Record searches, and learn how fast this machine is over such a catalogue: no request
-        measures anything.
-        """
+        """Record searches and measure what steps cost, so that no request measures anything."""
         self.record(trie)
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
             with self._stepping:
