@@ -23,8 +23,8 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.fixed_search import SearchShape
 from recserve.engine.heads import Heads
 from recserve.engine.search_graphs import SearchGraphs, SearchLimits
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker

@@ -28,7 +28,7 @@ from gpu_engine import (
 from timing import Deadline
 
 from recserve.engine.fixed_search import SearchShape
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 
 SMALL = tuple(

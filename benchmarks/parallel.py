@@ -29,9 +29,9 @@ from recserve.draft.item_graph import LATEST, STEPS, latest_items
 from recserve.engine.engine import Engine
 from recserve.features.encoding import root_tokens, window_start
 from recserve.features.item_graph import EDGES, link_items
-from recserve.kernels.item_graph import ItemGraph, search
-from recserve.kernels.item_scores import best_of_all, rows_of
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.item_scores import best_of_all, rows_of
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender

@@ -28,7 +28,7 @@ from recserve.features.events import EventLog
 from recserve.features.items import ItemTable, read_items
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.vectors import collaborative_vectors, join_vectors, text_vectors, unit
-from recserve.kernels.processor import processor
+from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.options import TrainOptions

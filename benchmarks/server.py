@@ -29,7 +29,7 @@ from recserve.config import ServerConfig
 from recserve.core.request import Result
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.processor import processor
+from recserve.kernels.cpu.processor import processor
 from recserve.messages_events import EventBody, EventsBody
 from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker

@@ -115,8 +115,8 @@ def check_device() -> Finding:
             return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    from recserve.kernels import native
-    from recserve.kernels.processor import instructions
+    from recserve.kernels.cpu import native
+    from recserve.kernels.cpu.processor import instructions
 
     found = f"CPU, {threads}, {instructions()}"
     if native.library() is None:
@@ -129,8 +129,9 @@ def check_kernels() -> Finding:
     """What runs in C and what in torch on this CPU, measured for a small model."""
     import torch
 
-    from recserve.kernels import cpu_attention, dispatch, products
-    from recserve.kernels.cpu_plan import Form
+    from recserve.kernels import dispatch
+    from recserve.kernels.cpu import cpu_attention, products
+    from recserve.kernels.cpu.cpu_plan import Form
 
     if dispatch.KERNELS != "auto":
         return Finding("kernels", "ok", f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}")

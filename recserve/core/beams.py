@@ -12,7 +12,7 @@ from recserve.core.request import RecommendRequest
 from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
 from recserve.kernels.scored import Scored
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

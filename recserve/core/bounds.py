@@ -27,7 +27,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.request import RecommendRequest
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie.trie_children import DEAD
 
 NEVER = 2**31  # past every place
 ROUNDING = 1e-4  # a rival's score and a beam's are sums in different orders

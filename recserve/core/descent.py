@@ -10,7 +10,7 @@ from torch import Tensor
 from recserve.core.beams import Beams
 from recserve.core.bounds import NEVER
 from recserve.kernels import dispatch
-from recserve.kernels.native_search import (
+from recserve.kernels.trie.native_search import (
     Levels,
     Limits,
     NativeSearch,
@@ -18,8 +18,8 @@ from recserve.kernels.native_search import (
     States,
     passed_prefixes,
 )
-from recserve.kernels.native_trie import Prefixes
-from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie.native_trie import Prefixes
+from recserve.kernels.trie.trie_children import DEAD
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Shapes follow from what the host knows, the beam width and the widest node of each level; dead beams
 and padding are computed with the others. On a CPU core/descent.py does without them. Ties go to the
 lower trie node, which is the lexicographically smaller semantic id; prefixes that came after the
-trie was built (kernels/trie_overlay.py) stand after all others of their level.
+trie was built (kernels/trie/trie_overlay.py) stand after all others of their level.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recserve.core.beams import Beams
 from recserve.core.bounds import above_bound
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_children import DEAD, BestChildren
+from recserve.kernels.trie.trie_children import DEAD, BestChildren
 
 
 def best_children(

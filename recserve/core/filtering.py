@@ -12,8 +12,8 @@ from torch import Tensor
 
 from recserve.core.allowed import AllowedItems, is_gone
 from recserve.kernels.host import on_device
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 NOTHING = np.empty(0, np.int64)
 

@@ -10,8 +10,8 @@ import numpy as np
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.trie_children import Allowed, counted
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.trie_children import Allowed, counted
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from recserve.core.beams import Beams
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.native_layout import ALIVE, FORKED, OPEN, wanted_prefixes
-from recserve.kernels.native_trie import Prefixes
+from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, wanted_prefixes
+from recserve.kernels.trie.native_trie import Prefixes
 
 
 def wanted(beams: Beams, skip_single: bool) -> Tensor:

@@ -13,7 +13,7 @@ from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest, TextScoreRequest
 from recserve.draft.prefixes import PrefixDraft, draft_of_keys
 from recserve.kernels.tree import TokenTree, merge, root_branch
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import RecommendRequest
 from recserve.kernels.host import on_device
-from recserve.kernels.item_graph import search
-from recserve.kernels.item_scores import NOTHING, best_of_all
+from recserve.kernels.trie.item_graph import search
+from recserve.kernels.trie.item_scores import NOTHING, best_of_all
 
 STEPS = 3
 LATEST = 8

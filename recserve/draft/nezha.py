@@ -13,9 +13,9 @@ from recserve.core.descent import descend, searches
 from recserve.core.expansion import best_children
 from recserve.draft.beam import wanted
 from recserve.kernels.host import on_device
-from recserve.kernels.native_search import ANY, KNOWN
-from recserve.kernels.trie_children import child_log_probs
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.native_search import ANY, KNOWN
+from recserve.kernels.trie.trie_children import child_log_probs
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead
 

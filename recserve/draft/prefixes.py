@@ -9,10 +9,10 @@ from torch import Tensor
 
 from recserve.core.drafting import Draft
 from recserve.kernels import dispatch
-from recserve.kernels.native_layout import lay_out
 from recserve.kernels.scored import Scored
-from recserve.kernels.trie_overlay import AnyTrie
-from recserve.kernels.trie_tree import tree_of_nodes
+from recserve.kernels.trie.native_layout import lay_out
+from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
 
 

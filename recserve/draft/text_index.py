@@ -3,7 +3,7 @@
 A chain of positions per n-gram, newest first: a head by hash, and for each position the one before
 it. Adding a token costs the same however long the text is. What follows equal n-grams, counted, is
 a suffix tree's subtree; it is made when it is asked for instead of being kept. The plain twin of
-NativeIndex (kernels/native_lookup.py).
+NativeIndex (kernels/cpu/native_lookup.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from recserve.draft.lookup import LOOKED_AT, USUAL, Ask, Lookup, SuffixLimits
 from recserve.draft.plain_lookup import PlainLookup
 from recserve.draft.text_index import GAP
 from recserve.kernels import dispatch
-from recserve.kernels.native_lookup import Counting, Found, NativeIndex, Question
+from recserve.kernels.cpu.native_lookup import Counting, Found, NativeIndex, Question
 
 
 def text_lookup(lengths: Seq[int], capacity: int = 0, limits: SuffixLimits = USUAL) -> Lookup:

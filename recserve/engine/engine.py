@@ -48,7 +48,7 @@ from recserve.engine.text_lane import TextLane, TextLimits
 from recserve.engine.waiting import Waiting, admit, line_up
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender

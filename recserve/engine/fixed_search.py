@@ -23,9 +23,9 @@ from recserve.core.sequence import Sequence
 from recserve.engine.search_scorers import Scorer, Step
 from recserve.engine.strategies.beam import request_of
 from recserve.kernels import dispatch
-from recserve.kernels.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.trie_children import DEAD, Allowed, LeafBits, child_log_probs, counted
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
+from recserve.kernels.trie.trie_children import DEAD, Allowed, LeafBits, child_log_probs, counted
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

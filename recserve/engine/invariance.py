@@ -1,7 +1,7 @@
 """The invariant mode: a request's bits depend on the request alone, and that is tried beforehand.
 
 Products never compute one row by itself (models/packing.py), attention sums exactly
-(kernels/exact_attention.py). That products of two rows and of hundreds agree is how this machine's
+(exact_attention.py). That products of two rows and of hundreds agree is how this machine's
 library happens to work for these shapes and this number of threads, so it is tried at start, on the
 served weights, and the mode is refused where it does not hold.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recserve.engine.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runner import Piece, Runner
-from recserve.kernels.exact_attention import ExactPool, ExactTreeAttention
+from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel

@@ -17,7 +17,7 @@ from recserve.engine.costs import forward_cost, scratch_runner
 from recserve.engine.lane import Lane
 from recserve.engine.step_costs import StepCosts, Ways
 from recserve.engine.strategies.speculative import SpeculativeStrategy
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
 

@@ -35,9 +35,9 @@ from recserve.engine.search_scorers import HeadScorer, Scorer, TargetScorer
 from recserve.engine.step_lock import StepLock
 from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.engine.strategies.nezha import NezhaStrategy
-from recserve.kernels.fixed_trie import ROOM, FixedTrie
-from recserve.kernels.trie import Trie
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.fixed_trie import ROOM, FixedTrie
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.verify import rerank

@@ -15,10 +15,10 @@ from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.engine.runner import Runner
 from recserve.engine.strategies.beam import request_of
-from recserve.kernels.fixed_trie import FixedTrie
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.trie.fixed_trie import FixedTrie
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.paged_attention import PagedAttention
 from recserve.models.recommender import Recommender

@@ -1,6 +1,6 @@
 """The semantic id index: item id <-> row <-> codes, in compact arrays.
 
-The trie over the same codes lives in `recserve.kernels.trie`; this index needs numpy only. A
+The trie over the same codes lives in `recserve.kernels.trie.trie`; this index needs numpy only. A
 million items of five levels take 26 MB here, beside the id strings themselves.
 """
 

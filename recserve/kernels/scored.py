@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels import dispatch
-from recserve.kernels.native import compiled
+from recserve.kernels.cpu.native import compiled
 
 
 @dataclass(frozen=True)

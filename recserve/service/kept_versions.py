@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from recserve.features.catalog_version import CatalogVersion
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.service.errors import UnknownVersion
 
 NEWEST = 32

@@ -18,7 +18,7 @@ from recserve.features.item_journal import ItemJournal, JournalEntry, JournalErr
 from recserve.features.live_catalog import changed, difference, restored, with_short_log
 from recserve.features.live_ranking import LiveRanking
 from recserve.features.new_vectors import NewVectors
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.models.dense_retriever import item_vectors
 from recserve.service.errors import UnknownItem

@@ -14,7 +14,7 @@ from recserve.engine.heads import Heads
 from recserve.features.grown_index import GrownIndex
 from recserve.features.item_graph import ItemLinks
 from recserve.features.vector_index import FaissIndex
-from recserve.kernels.item_graph import ItemGraph
+from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import load_self_draft

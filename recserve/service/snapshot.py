@@ -17,10 +17,10 @@ from recserve.features.filters import ItemFilters
 from recserve.features.grown_index import GrownIndex
 from recserve.features.ranking_tables import RankingTables
 from recserve.features.row_map import RowMap
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import Trie, build_trie
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
 from recserve.service.diversity import BundleCategories
 from recserve.service.filter_cache import FilterCache, Kept
 

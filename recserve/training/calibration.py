@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from recserve.bundle import Bundle, BundleError
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.speculative import SpeculativeStrategy
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from recserve.bundle import Bundle, BundleError
 from recserve.engine.heads import Heads
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head

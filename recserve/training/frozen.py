@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from recserve.bundle import Bundle, BundleError
 from recserve.features.events import EventLog
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.training.cases import Cases, leave_one_out_cases
 

@@ -23,9 +23,9 @@ from recserve.core.sequence import Sequence
 from recserve.draft.beam import wanted
 from recserve.draft.prefixes import PrefixDraft
 from recserve.kernels.host import on_device
-from recserve.kernels.native_search import KNOWN, MISSING, NativeSearch
 from recserve.kernels.scored import nothing_scored
-from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie.native_search import KNOWN, MISSING, NativeSearch
+from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
 
 LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow

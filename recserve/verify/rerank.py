@@ -21,10 +21,10 @@ from recserve.core.request import Again, Slate
 from recserve.core.request_filters import RequestFilters
 from recserve.draft.candidates import needed_prefixes
 from recserve.kernels.host import on_device
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.native_search import NativeSearch
-from recserve.kernels.trie_children import DEAD
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.native_search import NativeSearch
+from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.recommender import Recommender
 from recserve.verify.capped import answer
 from recserve.verify.scores import path_scores, root_scores

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.scored import Scored
-from recserve.kernels.trie_overlay import AnyTrie, padding_of
+from recserve.kernels.trie.trie_overlay import AnyTrie, padding_of
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.verify.beam import level_log_probs

@@ -23,7 +23,7 @@ from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
-from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
 from recserve.verify.capped import answer, with_chosen
 from recserve.verify.scores import path_scores, root_scores

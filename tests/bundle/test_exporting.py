@@ -16,7 +16,7 @@ from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine
 from recserve.exporting import export_llama
 from recserve.features.encoding import root_tokens
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import (

@@ -17,7 +17,7 @@ from recserve.core.request_filters import RequestFilters
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.kernels.scored import nothing_scored
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make

@@ -16,7 +16,8 @@ from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
 from recserve.engine.strategies import SpeculativeStrategy
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.prefix_head import load_prefix_head, save_prefix_head

@@ -12,7 +12,8 @@ from recserve.draft.lookup import ANCHORS, LOOKED_AT, SuffixLimits
 from recserve.draft.ngram import NgramDrafter
 from recserve.draft.suffix import SuffixDrafter
 from recserve.draft.text_index import GAP, TextIndex
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import drawn_text, paths
 

@@ -8,8 +8,9 @@ from recserve.draft.lookup import ANCHORS, Ask, SuffixLimits
 from recserve.draft.plain_lookup import PlainLookup
 from recserve.draft.text_index import GAP
 from recserve.draft.text_lookup import NativeLookup, text_lookup
-from recserve.kernels import dispatch, native
-from recserve.kernels.native_lookup import FIRST_SLOTS, NativeIndex
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
+from recserve.kernels.cpu.native_lookup import FIRST_SLOTS, NativeIndex
 from tests.support.grids import covering
 from tests.support.token_paths import drawn_text
 

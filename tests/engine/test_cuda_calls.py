@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.engine.cuda_recorder import WARM_UP, CudaRecorder
-from recserve.kernels import attention_launch, fp8_kernel
+from recserve.kernels.triton import attention_launch, fp8_kernel
 from tests.support import triton_interpreter  # noqa: F401
 
 

@@ -22,7 +22,7 @@ from recserve.engine import engine as engine_module
 from recserve.engine.delivery import RequestTooLarge
 from recserve.engine.engine import EngineConfig
 from recserve.engine.heads import Heads
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs

@@ -15,7 +15,12 @@ from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plai
 
 triton = pytest.importorskip("triton")
 
-from recserve.kernels import accept, accept_drawn, path_move, tree_attention  # noqa: E402
+from recserve.kernels.triton import (  # noqa: E402
+    accept,
+    accept_drawn,
+    path_move,
+    tree_attention,  # noqa: E402
+)
 
 SHAPES = (StepShape(2, 1, 0), StepShape(16, 1, 6), StepShape(14, 3, 5), StepShape(30, 3, 6))
 

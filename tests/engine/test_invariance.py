@@ -13,7 +13,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.heads import Heads
 from recserve.engine.invariance import NotInvariant
 from recserve.kernels import dispatch
-from recserve.kernels.exact_attention import ExactTreeAttention
+from recserve.kernels.cpu.exact_attention import ExactTreeAttention
 from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
 from recserve.messages_events import EventBody, EventsBody
 from recserve.models.packing import PackedLinear, packable

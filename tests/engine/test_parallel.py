@@ -14,8 +14,8 @@ from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.draft import item_graph as draft_graph
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.item_graph import ItemGraph, search
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.trie import build_trie
 from recserve.messages import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig

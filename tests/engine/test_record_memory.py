@@ -15,7 +15,11 @@ from tests.support.walking_model import drawn_language_model
 
 pytest.importorskip("triton")
 
-from recserve.kernels import accept, accept_drawn, path_move  # noqa: E402
+from recserve.kernels.triton import (
+    accept,
+    accept_drawn,
+    path_move,  # noqa: E402
+)
 
 SHAPE = StepShape(40, 4, 16)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from recserve.kernels import dispatch
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.drafters.calibration import DraftPlan
 from tests.support.device_worlds import ITEMS, SIZES, recommending
 from tests.support.grids import covering

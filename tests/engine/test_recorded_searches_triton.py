@@ -6,7 +6,7 @@ import torch
 from recserve.engine.fixed_search import SearchShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
-from recserve.kernels.trie_overlay import TrieOverlay
+from recserve.kernels.trie.trie_overlay import TrieOverlay
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.device_worlds import recommending
 from tests.support.grids import chosen
@@ -14,7 +14,11 @@ from tests.support.recorded_searches import assert_same, with_searches
 
 pytest.importorskip("triton")
 
-from recserve.kernels import rope_write, tree_attention, trie_topk  # noqa: E402
+from recserve.kernels.triton import (
+    rope_write,
+    tree_attention,
+    trie_topk,  # noqa: E402
+)
 
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from recserve.core.allowed import AllowedItems
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
 from tests.support.device_worlds import recommending
 
 if native.library() is None:

@@ -6,8 +6,8 @@ import torch
 
 from recserve.features import item_graph
 from recserve.features.item_graph import ItemLinks, link_items
-from recserve.kernels.item_graph import ItemGraph, search
-from recserve.kernels.item_scores import NOTHING, best_of_all, rows_of
+from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.item_scores import NOTHING, best_of_all, rows_of
 
 
 def catalogue(items, sizes=(9, 9, 9, 9), dim=5, seed=0):

@@ -8,7 +8,7 @@ import torch
 from recserve.features.catalog import Catalog, item_key, item_keys
 from recserve.features.items import ItemTable
 from recserve.features.semantic_ids import SemanticIdIndex, build_index
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 
 
 def codes_of(rows: list[list[int]]) -> np.ndarray:

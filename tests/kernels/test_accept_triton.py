@@ -12,10 +12,15 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 from recserve.core.text import ScoredTrees  # noqa: E402
-from recserve.kernels import accept, accept_drawn, dispatch, noise, noise_kernel  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
+from recserve.kernels import dispatch, noise  # noqa: E402
 from recserve.kernels.accept_reference import DraftProbs, Keys  # noqa: E402
 from recserve.kernels.tree import from_parents, merge  # noqa: E402
+from recserve.kernels.triton import (  # noqa: E402
+    accept,
+    accept_drawn,
+    noise_kernel,  # noqa: E402
+)
 from recserve.verify.rules import verify  # noqa: E402
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from recserve.kernels import choice, cpu_attention, dispatch, native, products
-from recserve.kernels.choice import MARGIN, Choice
-from recserve.kernels.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu_plan import Form
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import choice, cpu_attention, native, products
+from recserve.kernels.cpu.choice import MARGIN, Choice
+from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.tree import chain
 from recserve.models import packing

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from recserve.kernels import reference
-from recserve.kernels.exact_attention import BITS, ExactTreeAttention, exponents, on_grid, powers
+from recserve.kernels.cpu.exact_attention import (
+    BITS,
+    ExactTreeAttention,
+    exponents,
+    on_grid,
+    powers,
+)
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import TokenTree, chain, from_parents
@@ -93,7 +99,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_root(kinds, root, 
 
 def test_plain_attention_would_not_pass():
     """The same comparison with the ordinary path finds differences: the test above can fail."""
-    from recserve.kernels.cpu_attention import CpuTreeAttention
+    from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 
     batch, query, keys, values = draw_batch([("tree", 30)], [45], 4, 2, 32)
     together = CpuTreeAttention(batch)(query, keys[batch.slots], values[batch.slots], keys, values)

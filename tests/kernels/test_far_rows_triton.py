@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recserve.kernels import grouped_rms_norm, reference, tree_attention
+from recserve.kernels import reference
+from recserve.kernels.triton import grouped_rms_norm, tree_attention
 from tests.support import triton_interpreter
 from tests.support.attention_batches import draw_batch, split_short_roots
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from recserve.kernels import fp8_kernel, path_move, reference, rope_write, tree_attention
+from recserve.kernels import reference
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.triton import fp8_kernel, path_move, rope_write, tree_attention
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.fp8_values import CODES, pooled, spread

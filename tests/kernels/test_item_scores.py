@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels import item_scores
-from recserve.kernels.item_scores import (
+from recserve.kernels.trie import item_scores
+from recserve.kernels.trie.item_scores import (
     NOTHING,
     best_of_all,
     keys_of,

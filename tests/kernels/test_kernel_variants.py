@@ -10,11 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels import (
+from recserve.kernels import dispatch, fp8
+from recserve.kernels.accept_reference import DraftProbs, Keys
+from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
+from recserve.kernels.tree import merge
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import Allowed, leaf_bits
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.triton import (
     accept,
     accept_drawn,
-    dispatch,
-    fp8,
     grouped_rms_norm,
     head_topk,
     path_move,
@@ -22,12 +27,6 @@ from recserve.kernels import (
     tree_attention,
     trie_topk,
 )
-from recserve.kernels.accept_reference import DraftProbs, Keys
-from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
-from recserve.kernels.tree import merge
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import Allowed, leaf_bits
-from recserve.kernels.trie_insertion import overlay_trie
 from tests.support import triton_interpreter
 from tests.support.attention_batches import draw_tree
 from tests.support.device_worlds import text_engine, texts

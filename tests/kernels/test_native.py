@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.kernels import dispatch, native, reference
-from recserve.kernels.cpu_plan import Form
-from recserve.kernels.native_attention import NativeTreeAttention
+from recserve.kernels import dispatch, reference
+from recserve.kernels.cpu import native
+from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.tree import chain
 from tests.support.attention_batches import SHAPES, draw_batch, placed

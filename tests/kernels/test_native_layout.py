@@ -9,9 +9,10 @@ from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
 from recserve.draft import beam as beam_draft
 from recserve.draft.prefixes import draft_of_keys
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
 from recserve.kernels.scored import Scored, nothing_scored
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed

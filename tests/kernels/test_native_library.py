@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recserve.kernels import native, native_library
-from recserve.kernels.processor import LEVELS, instruction_set, processor
+from recserve.kernels.cpu import native, native_library
+from recserve.kernels.cpu.processor import LEVELS, instruction_set, processor
 from tests.support.grids import chosen
 
 COMPILER = native_library.find_compiler()

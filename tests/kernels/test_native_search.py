@@ -10,11 +10,19 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.kernels import dispatch, native
-from recserve.kernels.native_search import KNOWN, MISSING, LevelCodes, Limits, NativeSearch, States
-from recserve.kernels.native_trie import BaseArrays, NativeTrie, Prefixes
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import best_children
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
+from recserve.kernels.trie.native_search import (
+    KNOWN,
+    MISSING,
+    LevelCodes,
+    Limits,
+    NativeSearch,
+    States,
+)
+from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie, Prefixes
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

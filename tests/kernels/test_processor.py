@@ -2,7 +2,7 @@
 
 import platform
 
-from recserve.kernels.processor import described
+from recserve.kernels.cpu.processor import described
 
 INTEL = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recserve.kernels import grouped_rms_norm, head_topk, path_move, reference, rope_write
+from recserve.kernels import reference
+from recserve.kernels.triton import grouped_rms_norm, head_topk, path_move, rope_write
 from tests.support import triton_interpreter
 from tests.support.path_moves import draw_paths
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels import attention_launch, reference, tree_attention
+from recserve.kernels import reference
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch
+from recserve.kernels.triton import attention_launch, tree_attention
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.grids import covering

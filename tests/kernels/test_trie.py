@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels.tree import from_parents
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_tree import tree_of_nodes
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_tree import tree_of_nodes
 from tests.support.tries import CATALOGUES, draw_codes
 
 

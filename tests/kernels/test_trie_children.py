@@ -5,10 +5,16 @@ import math
 import pytest
 import torch
 
-from recserve.kernels.fixed_trie import FixedTrie
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import Allowed, best_children, leaf_bits, popcount, unpacked
-from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie.fixed_trie import FixedTrie
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import (
+    Allowed,
+    best_children,
+    leaf_bits,
+    popcount,
+    unpacked,
+)
+from recserve.kernels.trie.trie_insertion import overlay_trie
 from tests.support.grids import covering
 from tests.support.tries import CATALOGUES
 
@@ -144,7 +150,7 @@ def options_of(form, trie, logits, allowed, excluded):
 
 @pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
 def test_triton_matches_torch(codes, form, monkeypatch):
-    from recserve.kernels import trie_topk
+    from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
 
     trie = build(codes)
@@ -167,7 +173,7 @@ def test_triton_matches_torch(codes, form, monkeypatch):
 )
 def test_triton_matches_torch_over_an_overlay(name, form):
     """Later ids below every level, as they come and in a place with room to spare; and none."""
-    from recserve.kernels import trie_topk
+    from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter  # noqa: F401
 
     codes = CATALOGUES[name]
@@ -204,7 +210,7 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
     """The first beam is far down the batch: logits, keys and filters of those above are not there,
     but their numbers count.
     """
-    from recserve.kernels import trie_topk
+    from recserve.kernels.triton import trie_topk
     from tests.support import triton_interpreter
 
     trie = build(CATALOGUES["drawn"])

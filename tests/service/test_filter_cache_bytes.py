@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.messages import ItemsBody
 from recserve.service import Service
 from recserve.service.filter_cache import ENTRY_BYTES, FilterCache, Kept

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.messages import Exclude, RecommendBody, RollbackBody
 from recserve.service import live_items as live_items_module
 from recserve.service.filter_cache import ENTRY_BYTES, FilterCache, Kept

@@ -9,7 +9,7 @@ import pytest
 
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.features.catalog_version import CatalogVersion
-from recserve.kernels.trie_overlay import TrieOverlay
+from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.messages import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
 from recserve.service import Service
 from recserve.service.diversity import ListedItems, caps_of

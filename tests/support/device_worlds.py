@@ -31,10 +31,10 @@ from recserve.draft.specinfer import specinfer
 from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import Trie, build_trie
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads

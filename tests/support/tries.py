@@ -5,8 +5,8 @@ import torch
 
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, RecommenderConfig

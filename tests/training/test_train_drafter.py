@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from recserve.bundle import Bundle, BundleError
 from recserve.cli import app
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, load_self_draft
 from recserve.models.recommender import load_recommender

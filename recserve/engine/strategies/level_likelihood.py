@@ -14,7 +14,7 @@ from recserve.core.sequence import Sequence
 from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.likelihood import likelihood_request, likelihood_results
 from recserve.kernels.host import on_device
-from recserve.kernels.item_scores import score_rows
+from recserve.kernels.trie.item_scores import score_rows
 from recserve.models.recommender import Recommender
 
 

@@ -19,7 +19,7 @@ from recserve.core.sequence import Sequence
 from recserve.draft.item_graph import best_items
 from recserve.engine.strategies.at_once import AtOnce
 from recserve.engine.strategies.beam import request_of
-from recserve.kernels.item_scores import NOTHING, rows_of, scores_of
+from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.verify.capped import answer
 

@@ -25,7 +25,7 @@ from recserve.engine.plan_choice import NOT_CALIBRATED, Group, PlanChoice
 from recserve.engine.step_costs import StepCosts, Ways
 from recserve.engine.strategies.beam import BeamStrategy, request_of
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_children import DEAD
+from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender

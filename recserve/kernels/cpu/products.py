@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import choice, native
-from recserve.kernels.choice import Choice
-from recserve.kernels.native import TYPES, Panels
+from recserve.kernels.cpu import choice, native
+from recserve.kernels.cpu.choice import Choice
+from recserve.kernels.cpu.native import TYPES, Panels
 
 ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
 MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt

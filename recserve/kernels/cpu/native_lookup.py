@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import N, P, compiled
+from recserve.kernels.cpu.native import N, P, compiled
 
 ALL = 2**62  # tokens kept where none is ever dropped
 FIRST_SLOTS = 256

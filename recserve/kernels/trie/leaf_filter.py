@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Leaves
-from recserve.kernels.trie_children import LeafBits, listed
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie import Leaves
+from recserve.kernels.trie.trie_children import LeafBits, listed
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.native_trie import BaseArrays, NativeTrie
+from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Leaves:
 class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
-    `kernels/trie_overlay.py` has the same methods for a catalogue that changes; whoever may get
+    `trie_overlay.py` has the same methods for a catalogue that changes; whoever may get
     either calls the methods and leaves the arrays alone.
 
     first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is

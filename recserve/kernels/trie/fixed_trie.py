@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie, Grown, TrieOverlay
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie, Grown, TrieOverlay
 
 NOWHERE = 2**62  # past every node number and leaf rank
 SEARCHED = 2

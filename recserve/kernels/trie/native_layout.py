@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import N, P, compiled
-from recserve.kernels.native_trie import NativeTrie, Prefixes
+from recserve.kernels.cpu.native import N, P, compiled
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.trie.native_trie import NativeTrie, Prefixes
 
 ALIVE, FORKED, OPEN = range(3)  # which beams: with a child, several children, several items
 

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.choice import Choice, measure
-from recserve.kernels.cpu_plan import TILE, Form, Part, Place, Whole, plan
-from recserve.kernels.native_attention import NativeTreeAttention
+from recserve.kernels.cpu.choice import Choice, measure
+from recserve.kernels.cpu.cpu_plan import TILE, Form, Part, Place, Whole, plan
+from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain, root_branch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import N, P
+from recserve.kernels.cpu.native import N, P
 
 
 class _Trie(ctypes.Structure):

@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from recserve.kernels.cpu_plan import Form
-from recserve.kernels.native import LANES, TYPES, N, P, compiled, library
+from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 
 AT_ONCE = 128  # rows; MOST_ROWS of attention.c

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie, lexicographic_order
-from recserve.kernels.trie_overlay import Descent, Grown, TrieOverlay
+from recserve.kernels.trie.trie import Trie, lexicographic_order
+from recserve.kernels.trie.trie_overlay import Descent, Grown, TrieOverlay
 
 
 def overlay_trie(

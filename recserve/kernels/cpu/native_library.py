@@ -1,10 +1,10 @@
 """The compiled C sources: built for this processor, cached, checked and loaded.
 
-The sources in `cpu/` are compiled by the system's C compiler when they are first needed, in two
-seconds, and cached in the user's cache folder. The file's name holds a fingerprint of everything
-that the code depends on and the sha256 of its content. A file is loaded only if its content has
-that hash, and only if nobody but this user can have written it. Without a compiler torch does the
-same work.
+The system's C compiler builds the sources beside this file when they are first needed, in two
+seconds, and the result is cached in the user's cache folder. The file's name holds a fingerprint of
+everything that the code depends on and the sha256 of its content. A file is loaded only if its
+content has that hash, and only if nobody but this user can have written it. Without a compiler
+torch does the same work.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from recserve.kernels.processor import instruction_set, processor
+from recserve.kernels.cpu.processor import instruction_set, processor
 
 log = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 FLAGS = "-O3 -std=gnu11 -fPIC -fopenmp -ffp-contract=fast -fno-math-errno -Wno-psabi"
 
 

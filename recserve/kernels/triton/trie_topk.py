@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
-from recserve.kernels.trie_children import Allowed, BestChildren, unpacked
-from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_children import Allowed, BestChildren, unpacked
+from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What differs from level to level and from version to version: one code serves.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, Product, compiled
-from recserve.kernels.native_trie import NativeTrie, Prefixes
+from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.native_trie import NativeTrie, Prefixes
 
 UNNEEDED, KNOWN, MISSING = range(3)
 ANY = -1

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recserve.kernels.cpu.native_library import find_compiler, load_library
 from recserve.kernels.fp8 import Stored
-from recserve.kernels.native_library import find_compiler, load_library
 
 log = logging.getLogger(__name__)
 

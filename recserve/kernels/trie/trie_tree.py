@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recserve.kernels import attention_launch
-from recserve.kernels.attention_launch import Launch, Work, machine_of
 from recserve.kernels.fp8 import Fp8, Stored, parts
-from recserve.kernels.fp8_kernel import decoded, has_native, powers
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.triton import attention_launch
+from recserve.kernels.triton.attention_launch import Launch, Work, machine_of
+from recserve.kernels.triton.fp8_kernel import decoded, has_native, powers
 
 SCAN_NODES = 1024  # whose subtrees' ends are looked at at once
 # Arrays of int64 that are slices now and then: aligned or not, one code serves.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.native_trie import NativeTrie, OverlayArrays
-from recserve.kernels.trie import Children, Leaves, Trie
+from recserve.kernels.trie.native_trie import NativeTrie, OverlayArrays
+from recserve.kernels.trie.trie import Children, Leaves, Trie
 
 
 @dataclass(frozen=True)

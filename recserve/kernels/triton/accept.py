@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recserve.kernels import noise_kernel as noise
 from recserve.kernels.accept_reference import Keys, Walk
 from recserve.kernels.noise import LANES, TILE
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.triton import noise_kernel as noise
 
 BLOCK_NODES = 128
 BLOCK_TILES = 4

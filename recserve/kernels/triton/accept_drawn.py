@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recserve.kernels import noise_kernel as noise
-from recserve.kernels.accept import (
+from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
+from recserve.kernels.noise import LANES, TILE
+from recserve.kernels.tree import TokenTree
+from recserve.kernels.triton import noise_kernel as noise
+from recserve.kernels.triton.accept import (
     COUNTS,
     NONE,
     TABLES,
@@ -29,9 +32,6 @@ from recserve.kernels.accept import (
     shares,
     tiles_of,
 )
-from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
-from recserve.kernels.noise import LANES, TILE
-from recserve.kernels.tree import TokenTree
 
 
 @triton.jit

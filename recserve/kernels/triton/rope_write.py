@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels.fp8 import Fp8, Stored, parts
-from recserve.kernels.fp8_kernel import encoded, exponents_of, sizes
+from recserve.kernels.triton.fp8_kernel import encoded, exponents_of, sizes
 
 
 @triton.jit

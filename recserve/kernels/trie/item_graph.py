@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.item_scores import NOTHING, keys_of, rows_of, score_rows
+from recserve.kernels.trie.item_scores import NOTHING, keys_of, rows_of, score_rows
 
 
 @dataclass(frozen=True)

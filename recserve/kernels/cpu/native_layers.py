@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import FLOAT, TYPES, N, P, Panels, Product, compiled
-from recserve.kernels.native_attention import NativeTreeAttention
+from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.cpu.native_attention import NativeTreeAttention
 
 
 @dataclass(frozen=True)

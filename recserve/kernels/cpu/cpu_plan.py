@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recserve.kernels.cpu.processor import processor
 from recserve.kernels.paged_kv import RootTable, TreeBatch
-from recserve.kernels.processor import processor
 
 SHALLOW = 8
 FEW = 256  # nodes whose N x N mask costs less than gathering each node's ancestors

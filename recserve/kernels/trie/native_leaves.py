@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.native import compiled
-from recserve.kernels.trie_children import LeafBits
+from recserve.kernels.cpu.native import compiled
+from recserve.kernels.trie.trie_children import LeafBits
 
 
 def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:

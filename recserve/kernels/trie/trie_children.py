@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Leaves
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie import Leaves
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 DEAD = float("-inf")
 LOW = 0xFFFFFFFF
