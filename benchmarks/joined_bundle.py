@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from recserve.bundle import EVENTS, Bundle, BundleError
-from recserve.features.events import EventLog
+from recserve.features.tables.events import EventLog
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import ITEMS, train_recommender
 

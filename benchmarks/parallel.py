@@ -27,8 +27,8 @@ from recserve.bundle import Bundle
 from recserve.core.request import RecommendRequest, Request, Root
 from recserve.draft.item_graph import LATEST, STEPS, latest_items
 from recserve.engine.engine import Engine
-from recserve.features.encoding import root_tokens, window_start
-from recserve.features.item_graph import EDGES, link_items
+from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.features.vectors.item_graph import EDGES, link_items
 from recserve.kernels.trie.item_graph import ItemGraph, search
 from recserve.kernels.trie.item_scores import best_of_all, rows_of
 from recserve.kernels.trie.trie import Trie, build_trie

@@ -27,7 +27,7 @@ from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
 from recserve.config import ServerConfig
 from recserve.core.request import Result
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.cpu.processor import processor
 from recserve.messages_events import EventBody, EventsBody

@@ -15,7 +15,7 @@ from recserve.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens
+from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead

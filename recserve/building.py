@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 
 from recserve import bundle as names
 from recserve.bundle import Bundle, BundleError
-from recserve.features.catalog import Catalog
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable, read_items
-from recserve.features.parquet import BadRows, OnBadRows
-from recserve.features.quantizer import fit_quantizer, reconstruction_error
-from recserve.features.semantic_ids import CodeReport, build_index
-from recserve.features.vectors import (
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.tables.parquet import BadRows, OnBadRows
+from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
+from recserve.features.vectors.semantic_ids import CodeReport, build_index
+from recserve.features.vectors.vectors import (
     TextEncoder,
     collaborative_vectors,
     join_vectors,

@@ -19,11 +19,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recserve.features.catalog import Catalog
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.quantizer import Quantizer, load_quantizer
-from recserve.features.vectors import TextEncoder
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.vectors.quantizer import Quantizer, load_quantizer
+from recserve.features.vectors.vectors import TextEncoder
 
 FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"

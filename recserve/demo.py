@@ -24,8 +24,8 @@ from rich.text import Text
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle
 from recserve.config import ServerConfig
-from recserve.features.parquet import SchemaError
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.features.tables.parquet import SchemaError
 from recserve.messages import (
     Candidate,
     RankAnswer,

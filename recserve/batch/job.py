@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.batch.generate import Generated, Generator, check_schema
-from recserve.features.parquet import SchemaError
+from recserve.features.tables.parquet import SchemaError
 from recserve.new_folder import new_folder
 
 MANIFEST = "_manifest.jsonl"

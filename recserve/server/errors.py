@@ -12,8 +12,8 @@ from starlette.responses import Response
 from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.core.text import UnfitDraft
 from recserve.engine.delivery import RequestTooLarge
-from recserve.features.history import CorruptHistory, StoreUnavailable
-from recserve.features.item_journal import JournalError
+from recserve.features.catalog.item_journal import JournalError
+from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
 from recserve.service.errors import (

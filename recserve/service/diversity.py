@@ -10,7 +10,7 @@ import numpy as np
 
 from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
-from recserve.features.catalog_version import CatalogVersion
+from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.messages import Diversity, InvalidRequest
 

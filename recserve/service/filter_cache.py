@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from recserve.core.allowed import AllowedItems
-from recserve.features.catalog_version import CatalogVersion
+from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import AnyTrie
 
 CAPACITY_BYTES = 256 << 20

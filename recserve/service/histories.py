@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recserve.features.history import (
+from recserve.features.history.history import (
     EVENT_TYPES,
     Applied,
     Change,

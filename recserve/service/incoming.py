@@ -11,8 +11,8 @@ import time
 import numpy as np
 
 from recserve.bundle import EVENTS, Bundle
-from recserve.features.catalog import item_key
-from recserve.features.history import (
+from recserve.features.catalog.catalog import item_key
+from recserve.features.history.history import (
     EVENT_TYPES,
     Change,
     HistoryStore,

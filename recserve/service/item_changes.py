@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from recserve.features.filters import CATEGORY
-from recserve.features.id_assignment import IdAssigner
-from recserve.features.item_records import ItemRecord, checked_attributes
-from recserve.features.live_catalog import ItemChange
-from recserve.features.new_vectors import NewVectors
-from recserve.features.vectors import unit
+from recserve.features.catalog.filters import CATEGORY
+from recserve.features.catalog.id_assignment import IdAssigner
+from recserve.features.catalog.item_records import ItemRecord, checked_attributes
+from recserve.features.catalog.live_catalog import ItemChange
+from recserve.features.vectors.new_vectors import NewVectors
+from recserve.features.vectors.vectors import unit
 from recserve.messages import ItemBody, Rejection
 from recserve.misfit import converted
 from recserve.service.snapshot import Snapshot

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from recserve.features.catalog_version import CatalogVersion
+from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie import Trie
 from recserve.service.errors import UnknownVersion
 

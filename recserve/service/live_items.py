@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from recserve.bundle import Bundle
-from recserve.features.catalog_version import CatalogVersion
-from recserve.features.grown_index import GrownIndex
-from recserve.features.id_assignment import IdAssigner
-from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.features.live_catalog import changed, difference, restored, with_short_log
-from recserve.features.live_ranking import LiveRanking
-from recserve.features.new_vectors import NewVectors
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.id_assignment import IdAssigner
+from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.catalog.live_catalog import changed, difference, restored, with_short_log
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.vectors.grown_index import GrownIndex
+from recserve.features.vectors.new_vectors import NewVectors
 from recserve.kernels.trie.trie import Trie
 from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.models.dense_retriever import item_vectors

@@ -11,9 +11,9 @@ import torch
 
 from recserve.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.heads import Heads
-from recserve.features.grown_index import GrownIndex
-from recserve.features.item_graph import ItemLinks
-from recserve.features.vector_index import FaissIndex
+from recserve.features.vectors.grown_index import GrownIndex
+from recserve.features.vectors.item_graph import ItemLinks
+from recserve.features.vectors.vector_index import FaissIndex
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever

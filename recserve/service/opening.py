@@ -7,8 +7,8 @@ from pathlib import Path
 
 from recserve.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history_stores import open_store
-from recserve.features.item_journal import ItemJournal
 from recserve.service.attribution import Signer
 from recserve.service.histories import Histories
 from recserve.service.incoming import import_events

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.request import RecommendRequest, Result, Slate
-from recserve.features.filters import FilterError
+from recserve.features.catalog.filters import FilterError
 from recserve.messages import (
     Exclude,
     Explanation,

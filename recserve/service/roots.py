@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from recserve.core.request import Root, RootKeys
-from recserve.features.cross_features import UserSide
-from recserve.features.encoding import root_tokens, window_start
-from recserve.features.event_features import UserEvents
-from recserve.features.history import EVENT_TYPES
-from recserve.features.ranking import (
+from recserve.features.history.history import EVENT_TYPES
+from recserve.features.ranking.cross_features import UserSide
+from recserve.features.ranking.event_features import UserEvents
+from recserve.features.ranking.ranking import (
     RankingRoot,
     candidate_columns,
     root_columns,
@@ -22,7 +21,8 @@ from recserve.features.ranking import (
     user_side,
     window_columns,
 )
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 from recserve.models.recommender import RecommenderConfig

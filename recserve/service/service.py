@@ -23,9 +23,9 @@ from msgspec import structs
 from recserve.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
 from recserve.engine.engine import EngineConfig
-from recserve.features.item_journal import ItemJournal
-from recserve.features.live_ranking import LiveRanking
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.messages import (
     HiddenAnswer,
     ItemAnswer,

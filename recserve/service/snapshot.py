@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from recserve.core.allowed import AllowedItems, packed_rows
-from recserve.features.catalog import Catalog, item_keys
-from recserve.features.catalog_version import CatalogVersion, first_version
-from recserve.features.filters import ItemFilters
-from recserve.features.grown_index import GrownIndex
-from recserve.features.ranking_tables import RankingTables
-from recserve.features.row_map import RowMap
+from recserve.features.catalog.catalog import Catalog, item_keys
+from recserve.features.catalog.catalog_version import CatalogVersion, first_version
+from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.row_map import RowMap
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.vectors.grown_index import GrownIndex
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie

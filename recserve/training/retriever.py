@@ -23,8 +23,8 @@ from torch import Tensor
 
 from recserve.bundle import Bundle
 from recserve.engine.heads import Heads
-from recserve.features.count_min import CountMinSketch
-from recserve.features.vector_index import FaissIndex
+from recserve.features.tables.count_min import CountMinSketch
+from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
     DenseRetriever,

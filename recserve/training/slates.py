@@ -14,7 +14,7 @@ from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Sla
 from recserve.core.retrieval import VectorIndex
 from recserve.engine.engine import Engine
 from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens, window_start
+from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention

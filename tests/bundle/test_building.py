@@ -11,8 +11,8 @@ import pytest
 
 from recserve.building import BuildOptions, BuildReport, build_bundle
 from recserve.bundle import Bundle, BundleError
-from recserve.features.parquet import BadRowError
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
+from recserve.features.tables.parquet import BadRowError
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from recserve.cli.app import app
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine
 from recserve.exporting import export_llama
-from recserve.features.encoding import root_tokens
+from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs

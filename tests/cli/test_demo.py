@@ -16,8 +16,8 @@ import pytest
 
 from recserve import demo
 from recserve.bundle import Bundle
-from recserve.features.parquet import SchemaError
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.features.tables.parquet import SchemaError
 from tests.support.redis_server import free_port
 
 

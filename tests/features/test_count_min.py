@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from recserve.features.count_min import CountMinSketch
+from recserve.features.tables.count_min import CountMinSketch
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (64, 2), (1000, 5), (4096, 4)])

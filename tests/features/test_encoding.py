@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recserve.features.encoding import level_offsets, root_tokens, window_start
+from recserve.features.tables.encoding import level_offsets, root_tokens, window_start
 
 CODES = np.array([[0, 1, 0], [1, 2, 1], [1, 0, 0]], dtype=np.uint16)
 SIZES = (2, 3, 2)

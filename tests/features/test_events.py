@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable, read_items
-from recserve.features.parquet import BadRowError, BadRows, SchemaError
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.tables.parquet import BadRowError, BadRows, SchemaError
 
 ITEMS = ItemTable(["a", "b", "c"], ["", "", ""], [[], [], []], pa.table({}))
 

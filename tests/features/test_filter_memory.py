@@ -6,9 +6,9 @@ import tracemalloc
 import numpy as np
 import pyarrow as pa
 
-from recserve.features.filters import ItemFilters
-from recserve.features.item_records import SEGMENT, ItemRecord, RecordLog
-from recserve.features.items import ItemTable
+from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.item_records import SEGMENT, ItemRecord, RecordLog
+from recserve.features.tables.items import ItemTable
 
 SCHEMA = pa.schema([("price", pa.float64())])
 NUM_FILTERS, NUM_VALUES = 200, 500

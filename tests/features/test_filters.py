@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recserve.features.filters import FilterError, ItemFilters
-from recserve.features.items import ItemTable
+from recserve.features.catalog.filters import FilterError, ItemFilters
+from recserve.features.tables.items import ItemTable
 
 COLOURS = ["red", "blue", None, "red", "green", "blue"]
 PRICES = [1.0, 2.5, 3.0, None, 10.0, 2.5]

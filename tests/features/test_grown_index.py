@@ -5,9 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from recserve.features.grown_index import GrownIndex
-from recserve.features.row_tables import are_among
-from recserve.features.vector_index import FaissIndex
+from recserve.features.catalog.row_tables import are_among
+from recserve.features.vectors.grown_index import GrownIndex
+from recserve.features.vectors.vector_index import FaissIndex
 
 DIM = 8
 

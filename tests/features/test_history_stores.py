@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import redis
 
-from recserve.features.history import (
+from recserve.features.history.history import (
     EVENT_TYPES,
     MAX_TIME_US,
     Applied,
@@ -28,9 +28,9 @@ from recserve.features.history import (
     records,
     unpack,
 )
-from recserve.features.history_merge import merge
+from recserve.features.history.history_merge import merge
+from recserve.features.history.redis_store import PREFIX
 from recserve.features.history_stores import open_store
-from recserve.features.redis_store import PREFIX
 from tests.support.redis_server import free_port, start_redis
 
 
@@ -386,7 +386,7 @@ def test_refuses_urls(url: str) -> None:
 
 WRITER = """
 import sys
-from recserve.features.history import StoredEvent
+from recserve.features.history.history import StoredEvent
 from recserve.features.history_stores import open_store
 store = open_store("lmdb:" + sys.argv[1], cap=100000 // 2)
 for number in range(1, 1_000_000):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.features import item_graph
-from recserve.features.item_graph import ItemLinks, link_items
+from recserve.features.vectors import item_graph
+from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.kernels.trie.item_graph import ItemGraph, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all, rows_of
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.features.items import ItemTable, item_table, read_items
-from recserve.features.parquet import BadRowError, SchemaError
+from recserve.features.tables.items import ItemTable, item_table, read_items
+from recserve.features.tables.parquet import BadRowError, SchemaError
 
 
 def written(path: Path, **columns: Any) -> Path:

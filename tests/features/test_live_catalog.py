@@ -4,18 +4,24 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recserve.features.catalog import Catalog, item_keys
-from recserve.features.catalog_version import first_version
-from recserve.features.id_assignment import IdAssigner
-from recserve.features.item_records import ItemRecord, checked_attributes
-from recserve.features.items import ItemTable
-from recserve.features.live_catalog import ItemChange, changed, difference, restored, with_short_log
-from recserve.features.live_ranking import LiveRanking
-from recserve.features.quantizer import ResidualQuantizer
-from recserve.features.ranking_tables import RankingSettings, _bind
-from recserve.features.row_map import RowMap
-from recserve.features.row_tables import Extended, Growing, Patched
-from recserve.features.semantic_ids import build_index
+from recserve.features.catalog.catalog import Catalog, item_keys
+from recserve.features.catalog.catalog_version import first_version
+from recserve.features.catalog.id_assignment import IdAssigner
+from recserve.features.catalog.item_records import ItemRecord, checked_attributes
+from recserve.features.catalog.live_catalog import (
+    ItemChange,
+    changed,
+    difference,
+    restored,
+    with_short_log,
+)
+from recserve.features.catalog.row_map import RowMap
+from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingSettings, _bind
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.quantizer import ResidualQuantizer
+from recserve.features.vectors.semantic_ids import build_index
 
 PATHS = ["A", "A > B", "C", "C > D"]
 ITEMS = 40
@@ -210,7 +216,9 @@ def test_unknown_items_are_refused_before_anything_changes():
 
 def test_two_ids_of_one_key_are_refused(monkeypatch):
     (version, _), *_ = drawn(0, 0)
-    monkeypatch.setattr("recserve.features.catalog.item_key", lambda _: int(version.base.keys[3]))
+    monkeypatch.setattr(
+        "recserve.features.catalog.catalog.item_key", lambda _: int(version.base.keys[3])
+    )
     with pytest.raises(ValueError, match="'other' and 'i3' have the same 64-bit key"):
         version.known_rows(["i5", "other"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recserve.features.quantizer import (
+from recserve.features.vectors.quantizer import (
     ProductQuantizer,
     ResidualQuantizer,
     fit_quantizer,
@@ -87,7 +87,7 @@ def test_product_rotation_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> N
         return reconstruction_error(vectors, quantizer.decode(quantizer.encode(vectors)))
 
     turned = error()
-    monkeypatch.setattr("recserve.features.quantizer.OPQ_KMEANS_ROUNDS", (18,))
+    monkeypatch.setattr("recserve.features.vectors.quantizer.OPQ_KMEANS_ROUNDS", (18,))
     assert turned < 0.9 * error()
 
 

@@ -8,11 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recserve.features.cross_features import CROSS_COLUMNS, Contexts, UserSide, cross_features
-from recserve.features.event_features import HOUR, UserEvents
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable
-from recserve.features.ranking import (
+from recserve.features.ranking.cross_features import (
+    CROSS_COLUMNS,
+    Contexts,
+    UserSide,
+    cross_features,
+)
+from recserve.features.ranking.event_features import HOUR, UserEvents
+from recserve.features.ranking.ranking import (
     CANDIDATE,
     LONG,
     PROFILE,
@@ -25,7 +28,9 @@ from recserve.features.ranking import (
     split_history,
     visible_rows,
 )
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
 
 NUM_ITEMS = 40
 

@@ -5,9 +5,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recserve.features.catalog import Catalog, item_key, item_keys
-from recserve.features.items import ItemTable
-from recserve.features.semantic_ids import SemanticIdIndex, build_index
+from recserve.features.catalog.catalog import Catalog, item_key, item_keys
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.semantic_ids import SemanticIdIndex, build_index
 from recserve.kernels.trie.trie import build_trie
 
 
@@ -116,7 +116,7 @@ def test_item_keys_lead_to_rows_in_any_process() -> None:
 
 
 def test_colliding_item_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recserve.features.catalog.item_key", lambda item_id: len(item_id))
+    monkeypatch.setattr("recserve.features.catalog.catalog.item_key", lambda item_id: len(item_id))
     with pytest.raises(ValueError, match="items 'a' and 'b' have the same 64-bit key"):
         catalog(["a", "b"])
 

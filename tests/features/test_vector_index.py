@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recserve.features.vector_index import FaissIndex
+from recserve.features.vectors.vector_index import FaissIndex
 
 
 def unit(count: int, dimensions: int, seed: int) -> np.ndarray:

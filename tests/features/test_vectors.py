@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable
-from recserve.features.parquet import BadRows, SchemaError
-from recserve.features.vectors import (
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import BadRows, SchemaError
+from recserve.features.vectors.vectors import (
     TextEncoder,
     collaborative_vectors,
     join_vectors,

@@ -19,7 +19,7 @@ from recserve.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens
+from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.inputs import NodeInputs

@@ -17,7 +17,7 @@ import pytest
 from recserve.config import ServerConfig
 from recserve.engine.fixed_search import SearchShape
 from recserve.engine.search_graphs import SearchGraphs, SearchLimits
-from recserve.features.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.messages import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
 from recserve.messages_events import EventBody, EventsBody
 from recserve.server.app import create_app

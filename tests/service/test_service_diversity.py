@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recserve.core.prefix_groups import PrefixGroups
-from recserve.features.catalog_version import CatalogVersion
+from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.messages import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
 from recserve.service import Service

@@ -5,7 +5,7 @@ import torch
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads
-from recserve.features.vector_index import FaissIndex
+from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from tests.support.recommenders import draw_root, make
 

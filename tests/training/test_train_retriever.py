@@ -12,7 +12,7 @@ from rich.console import Console
 
 from recserve.building import BuildOptions, build_bundle
 from recserve.bundle import Bundle, BundleError
-from recserve.features.events import EventLog
+from recserve.features.tables.events import EventLog
 from recserve.messages import RecommendBody
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from recserve.features.history import (
+from recserve.features.history.history import (
     Applied,
     Change,
     Correction,

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable
-from recserve.features.parquet import (
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,

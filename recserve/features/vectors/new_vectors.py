@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from recserve.features.catalog import Catalog
-from recserve.features.item_records import ItemRecord, RecordTable
-from recserve.features.items import ItemTable
-from recserve.features.vectors import TextEncoder, unit
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.item_records import ItemRecord, RecordTable
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.vectors import TextEncoder, unit
 
 NEAREST = 10
 

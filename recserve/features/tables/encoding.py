@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from recserve.features.row_tables import Table
+from recserve.features.catalog.row_tables import Table
 
 BOS = 0
 InputForm = Literal["codes", "items"]

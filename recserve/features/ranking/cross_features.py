@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking.ranking_tables import RankingTables
 
 CROSS_COLUMNS = (
     "log_count",

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.features.parquet import (
+from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from recserve.features.catalog_version import CatalogVersion
-from recserve.features.item_categories import category_matrix
-from recserve.features.item_records import ItemRecord, RecordLog
-from recserve.features.ranking_tables import RankingTables, standardise, unit_rows
-from recserve.features.row_tables import Extended, Growing, Patched
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.item_categories import category_matrix
+from recserve.features.catalog.item_records import ItemRecord, RecordLog
+from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.ranking.ranking_tables import RankingTables, standardise, unit_rows
 
 
 class LiveRanking:

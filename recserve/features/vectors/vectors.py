@@ -21,9 +21,9 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.utils.extmath import randomized_svd
 
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable
-from recserve.features.parquet import BadRows, SchemaError, column, read_table, text_column
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table, text_column
 
 MAX_TERMS = 50_000
 WINDOW = 10

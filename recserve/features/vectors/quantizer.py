@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recserve.features.faiss_threads import one_thread
+from recserve.features.vectors.faiss_threads import one_thread
 
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from recserve.features.item_records import ItemRecord
-from recserve.features.live_catalog import ItemChange
+from recserve.features.catalog.item_records import ItemRecord
+from recserve.features.catalog.live_catalog import ItemChange
 
 
 class JournalError(RuntimeError):

@@ -8,7 +8,7 @@ import math
 import faiss
 import numpy as np
 
-from recserve.features.faiss_threads import one_thread
+from recserve.features.vectors.faiss_threads import one_thread
 
 FLAT_BELOW = 50_000
 LISTS_READ = 16  # one in so many inverted lists is read

@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recserve.features.cooccurrence import neighbours
-from recserve.features.events import EventLog
-from recserve.features.item_categories import category_matrix, category_vocabulary
-from recserve.features.items import ItemTable
-from recserve.features.row_tables import Table
+from recserve.features.catalog.item_categories import category_matrix, category_vocabulary
+from recserve.features.catalog.row_tables import Table
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.cooccurrence import neighbours
 
 MAX_VECTOR_SIZE = 256
 FARTHEST = 1e6  # deviations from the mean; squares of much more overflow in the ranker

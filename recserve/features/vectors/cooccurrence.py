@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recserve.features.events import EventLog
+from recserve.features.tables.events import EventLog
 
 WINDOW = 20
 MAX_NEIGHBOURS = 64

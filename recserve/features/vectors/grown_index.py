@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import faiss
 import numpy as np
 
-from recserve.features.faiss_threads import one_thread
-from recserve.features.row_tables import Growing, are_among
-from recserve.features.vector_index import FaissIndex
+from recserve.features.catalog.row_tables import Growing, are_among
+from recserve.features.vectors.faiss_threads import one_thread
+from recserve.features.vectors.vector_index import FaissIndex
 
 VectorsOf = Callable[[np.ndarray], np.ndarray]  # rows [n] to unit vectors [n, E] float32
 

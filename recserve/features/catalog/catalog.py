@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recserve.features.items import ItemTable, item_table
-from recserve.features.parquet import SchemaError, read_table
-from recserve.features.semantic_ids import SemanticIdIndex
+from recserve.features.tables.items import ItemTable, item_table
+from recserve.features.tables.parquet import SchemaError, read_table
+from recserve.features.vectors.semantic_ids import SemanticIdIndex
 
 SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
 METADATA_KEY = b"recserve"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recserve.features.catalog import item_key, item_keys
-from recserve.features.catalog_version import CatalogVersion
-from recserve.features.item_records import ItemRecord, RecordLog
+from recserve.features.catalog.catalog import item_key, item_keys
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.item_records import ItemRecord, RecordLog
 
 
 @dataclass(frozen=True)

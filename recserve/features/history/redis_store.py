@@ -17,7 +17,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.retry import Retry
 
-from recserve.features.history import (
+from recserve.features.history.history import (
     DEFAULT_CAP,
     EVENT_DTYPE,
     HEADER,
@@ -33,7 +33,7 @@ from recserve.features.history import (
     records,
     user_key,
 )
-from recserve.features.history_merge import merge, runs
+from recserve.features.history.history_merge import merge, runs
 
 PREFIX = b"recserve:history:"
 RETRIES = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from recserve.features.history import (
+from recserve.features.history.history import (
     DEFAULT_CAP,
     Applied,
     Change,
@@ -23,7 +23,7 @@ from recserve.features.history import (
     read_stored,
     user_key,
 )
-from recserve.features.history_merge import merge
+from recserve.features.history.history_merge import merge
 
 MAX_READERS = 512
 

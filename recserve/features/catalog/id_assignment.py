@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recserve.features.catalog_version import CatalogVersion
-from recserve.features.quantizer import Quantizer
-from recserve.features.semantic_ids import SemanticIdIndex
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.vectors.quantizer import Quantizer
+from recserve.features.vectors.semantic_ids import SemanticIdIndex
 
 
 class IdAssigner:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.features.events import EventLog
-from recserve.features.ranking_tables import RankingSettings, RankingTables
+from recserve.features.ranking.ranking_tables import RankingSettings, RankingTables
+from recserve.features.tables.events import EventLog
 
 PROFILE_COLUMNS = ("earlier_events", "earlier_count", "earlier_value", "earlier_conversions")
 EVENT_COLUMNS = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recserve.features.filters import ItemFilters
+from recserve.features.catalog.filters import ItemFilters
 
 SEGMENT = 1024
 

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recserve.features.cross_features import CROSS_COLUMNS, Contexts, UserSide, cross_features
-from recserve.features.encoding import window_start
-from recserve.features.event_features import (
+from recserve.features.ranking.cross_features import (
+    CROSS_COLUMNS,
+    Contexts,
+    UserSide,
+    cross_features,
+)
+from recserve.features.ranking.event_features import (
     EVENT_COLUMNS,
     MOMENT_COLUMNS,
     PROFILE_COLUMNS,
@@ -23,7 +27,8 @@ from recserve.features.event_features import (
     moment_features,
     profile_features,
 )
-from recserve.features.ranking_tables import RankingSettings, RankingTables, standardise
+from recserve.features.ranking.ranking_tables import RankingSettings, RankingTables, standardise
+from recserve.features.tables.encoding import window_start
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
 MIXERS = np.random.default_rng(20_251_120).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)
