@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from timing import machine
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.text_request import SamplingParams, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.networks import DecoderTrunk

@@ -32,7 +32,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Text = list[int]

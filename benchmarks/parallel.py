@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Request, Root
 from recserve.draft.item_graph import LATEST, STEPS, latest_items
 from recserve.engine.engine import Engine

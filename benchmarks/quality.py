@@ -25,8 +25,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.kernels.cpu.processor import processor
 from recserve.training.evaluate import evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport

@@ -11,7 +11,7 @@ import torch
 from baselines.llama import to_llama
 from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads

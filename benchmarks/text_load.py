@@ -27,7 +27,7 @@ from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 ALWAYS, AWARE = "always", "load-aware"
 

@@ -21,12 +21,13 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.bundle.new_folder import new_folder
 from recserve.config import ServerConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
-from recserve.messages import (
+from recserve.schemas.items import (
     Candidate,
     RankAnswer,
     RankBody,
@@ -34,8 +35,7 @@ from recserve.messages import (
     RecommendBody,
     UserRef,
 )
-from recserve.messages_text import CompletionAnswer, CompletionBody, SpeculationBody
-from recserve.new_folder import new_folder
+from recserve.schemas.text import CompletionAnswer, CompletionBody, SpeculationBody
 from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.served import Served

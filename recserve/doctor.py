@@ -184,7 +184,7 @@ def check_clock() -> Finding:
 
 def check_bundle(path: Path) -> Finding:
     """Every file of the bundle against its sha256."""
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
     bundle.verify()
@@ -251,7 +251,7 @@ def check_searches(path: Path) -> Finding:
     """Which searches for items a server records for a bundle on a GPU, and what it launches as it
     comes. On a GPU they are recorded, to see what each takes.
     """
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
     from recserve.engine.engine import Engine
     from recserve.service.loading import load_models, resolve_device
     from recserve.service.snapshot import Snapshot

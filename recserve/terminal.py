@@ -16,8 +16,8 @@ from rich.text import Text
 
 from recserve.batch.job import Progress
 from recserve.doctor import Finding
-from recserve.messages import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
-from recserve.messages_events import HistoryAnswer
+from recserve.schemas.events import HistoryAnswer
+from recserve.schemas.items import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
 
 Title = Callable[[str], str | None]
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
-from recserve.messages import MAX_K, RecommendAnswer, RecommendBody
-from recserve.misfit import converted
+from recserve.schemas.items import MAX_K, RecommendAnswer, RecommendBody
+from recserve.schemas.misfit import converted
 
 ANSWERS = pa.schema(
     [

@@ -51,7 +51,7 @@ def recommend(
     as_json: JsonFlag = False,
 ) -> None:
     """A slate for a user or a history, without a server."""
-    from recserve.messages import RecommendBody
+    from recserve.schemas.items import RecommendBody
     from recserve.terminal import slate_table, titles
 
     body = _body(
@@ -83,7 +83,7 @@ def rank(
     as_json: JsonFlag = False,
 ) -> None:
     """The order of given items for a user or a history, without a server."""
-    from recserve.messages import RankBody
+    from recserve.schemas.items import RankBody
     from recserve.terminal import ranking_table, titles
 
     body = _body(
@@ -175,7 +175,7 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 def _body(kind: type[Body], **fields: Any) -> Body:
     """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
-    from recserve.misfit import converted
+    from recserve.schemas.misfit import converted
 
     return converted({n: v for n, v in fields.items() if v is not None}, kind)
 

@@ -14,7 +14,7 @@ from recserve.core.text import UnfitDraft
 from recserve.engine.delivery import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
-from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
+from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
 from recserve.service.errors import (
     ContextExceeded,

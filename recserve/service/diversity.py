@@ -12,7 +12,7 @@ from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import AnyTrie
-from recserve.messages import Diversity, InvalidRequest
+from recserve.schemas.items import Diversity, InvalidRequest
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from recserve.features.history.history import (
     StoreUnavailable,
     user_key,
 )
-from recserve.messages import InvalidRequest, Rejection, UserRef
-from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
+from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
+from recserve.schemas.items import InvalidRequest, Rejection, UserRef
 from recserve.service.incoming import POSITIONS_BELOW_US, Incoming
 from recserve.service.snapshot import Snapshot
 

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from recserve.bundle import EVENTS, Bundle
+from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
     EVENT_TYPES,
@@ -23,8 +23,8 @@ from recserve.features.history.history import (
     event_type,
     user_key,
 )
-from recserve.messages import MAX_ID_LENGTH, Rejection
-from recserve.messages_events import REMOVE, REPLACE, EventBody
+from recserve.schemas.events import REMOVE, REPLACE, EventBody
+from recserve.schemas.items import MAX_ID_LENGTH, Rejection
 from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from recserve.features.catalog.item_records import ItemRecord, checked_attribute
 from recserve.features.catalog.live_catalog import ItemChange
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.features.vectors.vectors import unit
-from recserve.messages import ItemBody, Rejection
-from recserve.misfit import converted
+from recserve.schemas.items import ItemBody, Rejection
+from recserve.schemas.misfit import converted
 from recserve.service.snapshot import Snapshot
 
 FIELDS = frozenset(ItemBody.__struct_fields__)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.features.catalog.id_assignment import IdAssigner
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
@@ -19,8 +19,8 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.kernels.trie.trie import Trie
-from recserve.messages import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.models.dense_retriever import item_vectors
+from recserve.schemas.items import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
 from recserve.service.errors import UnknownItem
 from recserve.service.histories import History
 from recserve.service.item_changes import ItemChanges

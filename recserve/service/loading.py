@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from recserve.bundle import ITEM_GRAPH, Bundle
+from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.heads import Heads
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history_stores import open_store

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.core.request import Result, Scores
-from recserve.messages import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
+from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
 from recserve.service.runtime import Runtime
 from recserve.service.scorers import Question, Scorer
 from recserve.service.snapshot import Snapshot

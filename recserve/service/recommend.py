@@ -9,7 +9,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.request import RecommendRequest, Result, Slate
 from recserve.features.catalog.filters import FilterError
-from recserve.messages import (
+from recserve.schemas.items import (
     Exclude,
     Explanation,
     InvalidRequest,

@@ -13,8 +13,8 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.engine.stats import EngineStats
-from recserve.messages import UserRef
 from recserve.metrics import Gauges
+from recserve.schemas.items import UserRef
 from recserve.service.attribution import Signer
 from recserve.service.histories import Histories
 from recserve.service.shadow import Shadow

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from recserve.core.request import LikelihoodRequest, RankRequest, Request
-from recserve.messages import Candidate, InvalidRequest
+from recserve.schemas.items import Candidate, InvalidRequest
 from recserve.service.histories import EPOCH, History
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.snapshot import Snapshot

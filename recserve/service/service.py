@@ -20,13 +20,15 @@ import numpy as np
 import pyarrow.parquet as pq
 from msgspec import structs
 
-from recserve.bundle import EVENTS, Bundle
+from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
 from recserve.engine.engine import EngineConfig
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.messages import (
+from recserve.metrics import Gauges
+from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
+from recserve.schemas.items import (
     HiddenAnswer,
     ItemAnswer,
     ItemsAnswer,
@@ -39,8 +41,6 @@ from recserve.messages import (
     RollbackAnswer,
     RollbackBody,
 )
-from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer
-from recserve.metrics import Gauges
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.histories import Rewritten
 from recserve.service.live_items import LiveItems

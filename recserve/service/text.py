@@ -20,8 +20,8 @@ from recserve.core.text_request import (
     SpeculationCounts,
     TextRequest,
 )
-from recserve.messages import InvalidRequest, TimingMs
-from recserve.messages_text import (
+from recserve.schemas.items import InvalidRequest, TimingMs
+from recserve.schemas.text import (
     ChatBody,
     CompletionBody,
     PromptDetails,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from msgspec import UNSET
 
 from recserve.core.text_request import FinishReason
-from recserve.messages_text import (
+from recserve.schemas.text import (
     AnswerMessage,
     ChatAnswer,
     ChatChoice,
@@ -24,7 +24,7 @@ from recserve.messages_text import (
     TopLogprob,
 )
 from recserve.service.text_stream import Piece, TextStream, WrittenToken
-from recserve.text.token_bytes import shown
+from recserve.tokenizer.token_bytes import shown
 
 # What JSON has instead of minus infinity, as OpenAI writes it.
 LOWEST = -9999.0

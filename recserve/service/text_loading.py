@@ -16,7 +16,7 @@ from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
 from recserve.service.loading import resolve_dtype
 from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 
 from recserve.core.text import Drafter
 from recserve.service.errors import UnknownModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.verify.rules import RULES
 
 

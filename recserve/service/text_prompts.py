@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from recserve.core.text_request import SamplingParams, Speculation
 from recserve.draft.text_drafters import check_speculation
-from recserve.messages import InvalidRequest
-from recserve.messages_text import (
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.text import (
     MAX_CHOICES,
     ChatBody,
     ChatMessage,
@@ -20,7 +20,7 @@ from recserve.messages_text import (
 )
 from recserve.service.errors import ContextExceeded
 from recserve.service.text_model import TextModel
-from recserve.text.chat_template import TemplateError
+from recserve.tokenizer.chat_template import TemplateError
 from recserve.verify.rules import GREEDY, RULES
 
 COMPLETION_TOKENS = 16

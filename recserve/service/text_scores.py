@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from recserve.core.request import Root, Scores, TextScoreRequest
-from recserve.messages import InvalidRequest
-from recserve.messages_scoring import (
+from recserve.models.inputs import NodeInputs
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.scoring import (
     ApiVersion,
     Document,
     GenerativeScoringAnswer,
@@ -29,8 +30,7 @@ from recserve.messages_scoring import (
     RerankMeta,
     RerankResult,
 )
-from recserve.messages_text import PromptDetails, Usage
-from recserve.models.inputs import NodeInputs
+from recserve.schemas.text import PromptDetails, Usage
 from recserve.service.errors import ContextExceeded
 from recserve.service.text_model import TextEngine, TextModel
 from recserve.service.text_prompts import check_length, check_tokens

@@ -16,7 +16,7 @@ from recserve.core.text_request import (
     TextCommit,
     TokenLogprobs,
 )
-from recserve.text.detokenizer import Detokenizer
+from recserve.tokenizer.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
 from recserve.engine.delivery import RequestTooLarge
-from recserve.messages import UserRef
+from recserve.schemas.items import UserRef
 from recserve.service.histories import NOTHING, History, Rewritten
 from recserve.service.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime

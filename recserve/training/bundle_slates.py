@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.recommender import load_recommender

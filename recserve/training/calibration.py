@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.heads import Heads
 from recserve.engine.strategies.speculative import SpeculativeStrategy
 from recserve.kernels.trie.trie import Trie

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.heads import Heads
 from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.level_draft import LevelDraftHead

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.recommender import Recommender, load_recommender

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.bundle import ITEM_GRAPH
+from recserve.bundle.bundle import ITEM_GRAPH
 from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.models.recommender import Recommender
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.event_features import EVENT_COLUMNS, PROFILE_COLUMNS
 from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_root_rows
 from recserve.features.ranking.ranking_tables import RankingTables

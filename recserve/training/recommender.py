@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie

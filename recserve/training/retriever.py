@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.engine.heads import Heads
 from recserve.features.tables.count_min import CountMinSketch
 from recserve.features.vectors.vector_index import FaissIndex

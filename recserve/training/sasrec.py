@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec

@@ -12,7 +12,7 @@ from recserve.batch.job import Job, OutputExists, check, run
 from recserve.batch.together import together
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import SchemaError
-from recserve.messages import (
+from recserve.schemas.items import (
     InvalidRequest,
     RecommendAnswer,
     RecommendBody,

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from recserve import exporting
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle import exporting
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.exporting import export_llama
 from recserve.cli.app import app
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine
-from recserve.exporting import export_llama
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig

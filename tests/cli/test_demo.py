@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve import demo
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
 from tests.support.redis_server import free_port

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest

@@ -14,9 +14,9 @@ from recserve.engine.heads import Heads
 from recserve.engine.invariance import NotInvariant
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.exact_attention import ExactTreeAttention
-from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
-from recserve.messages_events import EventBody, EventsBody
 from recserve.models.packing import PackedLinear, packable
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
 from recserve.service import Service
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

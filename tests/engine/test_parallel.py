@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.draft import item_graph as draft_graph
@@ -16,10 +16,10 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.trie.item_graph import ItemGraph, search
 from recserve.kernels.trie.trie import build_trie
-from recserve.messages import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.schemas.items import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
 from recserve.training.evaluate import evaluate_bundle

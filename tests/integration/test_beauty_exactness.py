@@ -14,8 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.engine.heads import Heads

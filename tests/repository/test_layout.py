@@ -174,7 +174,7 @@ def test_the_order_has_no_circle():
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
         ("features/tables/events.py", "import torch"),
         ("draft/beam.py", "from recserve.verify.beam import begin"),
-        ("features/tables/events.py", "def f():\n    from recserve.bundle import Bundle"),
+        ("features/tables/events.py", "def f():\n    from recserve.bundle.bundle import Bundle"),
         ("engine/engine.py", "import msgspec"),
         ("service.py", "from recserve import server"),
         ("service.py", "import redis.asyncio"),
@@ -198,7 +198,7 @@ def test_a_wrong_import_is_found(path, source):
         ("engine/engine.py", "from recserve.draft.beam import BeamDrafter"),
         ("features/history/redis_store.py", "import redis"),
         ("cli.py", "def serve():\n    from recserve.server.app import create_app"),
-        ("service.py", "from recserve.bundle import Bundle\nimport msgspec"),
+        ("service.py", "from recserve.bundle.bundle import Bundle\nimport msgspec"),
     ],
 )
 def test_a_right_import_is_not_found(path, source):

@@ -13,7 +13,7 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import text_scores
 from recserve.service.served import Served
 from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.scripted_text import BEGIN, END, VOCABULARY, byte_tokenizer
 from tests.support.text_plain import last_logits

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from recserve.engine.engine import EngineConfig
-from recserve.messages_events import EventBody, EventsBody
+from recserve.schemas.events import EventBody, EventsBody
 from recserve.service import Service, service
 from tests.support.background_work import settled
 from tests.support.live_server import live

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recserve.messages import RollbackBody
+from recserve.schemas.items import RollbackBody
 from recserve.service import kept_versions as module
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownVersion

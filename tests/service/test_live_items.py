@@ -18,8 +18,8 @@ from recserve.config import ServerConfig
 from recserve.engine.fixed_search import SearchShape
 from recserve.engine.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.messages import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
-from recserve.messages_events import EventBody, EventsBody
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
 from recserve.server.app import create_app
 from recserve.service import live_items as live_items_module
 from recserve.service.errors import UnknownItem, UnknownVersion
@@ -324,7 +324,7 @@ def test_deleting_a_user_forgets_roots_of_earlier_versions(service):
 WRITER = """
 import sys, time
 from pathlib import Path
-from recserve.messages import ItemsBody
+from recserve.schemas.items import ItemsBody
 from recserve.service import Service
 bundle, folder = sys.argv[1:]
 service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", journal=Path(folder) / "items")

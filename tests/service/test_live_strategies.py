@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.bundle import Bundle
-from recserve.messages import Diversity, Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.bundle.bundle import Bundle
 from recserve.models.dense_retriever import item_vectors
 from recserve.models.recommender import load_recommender, save_recommender
+from recserve.schemas.items import Diversity, Exclude, ItemsBody, RecommendBody, RollbackBody
 from recserve.service import Service
 from recserve.service import live_items as live_items_module
 from recserve.service.snapshot import Snapshot

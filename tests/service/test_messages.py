@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from recserve.messages import InvalidRequest, ItemBody, RankBody, RecommendBody
-from recserve.messages_text import ChatBody, CompletionBody
-from recserve.misfit import converted
+from recserve.schemas.items import InvalidRequest, ItemBody, RankBody, RecommendBody
+from recserve.schemas.misfit import converted
+from recserve.schemas.text import ChatBody, CompletionBody
 from recserve.server.decoding import MalformedBody, decode
 
 RECOMMEND = msgspec.json.Decoder(RecommendBody)

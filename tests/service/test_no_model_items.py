@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recserve.core.request import Slate
-from recserve.messages import Diversity, Exclude, RecommendBody
+from recserve.schemas.items import Diversity, Exclude, RecommendBody
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
 

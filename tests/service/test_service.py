@@ -10,7 +10,8 @@ import pytest
 from msgspec import UNSET, structs
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.messages import (
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import (
     Candidate,
     Exclude,
     InvalidRequest,
@@ -19,7 +20,6 @@ from recserve.messages import (
     RecommendBody,
     UserRef,
 )
-from recserve.messages_events import EventBody, EventsBody
 from recserve.service import Service
 from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel

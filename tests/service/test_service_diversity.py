@@ -10,7 +10,7 @@ import pytest
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import TrieOverlay
-from recserve.messages import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
+from recserve.schemas.items import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
 from recserve.service import Service
 from recserve.service.diversity import ListedItems, caps_of
 from tests.support.live_server import live

@@ -28,7 +28,7 @@ from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service.served import Served
 from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 BEGIN, END = 256, 257
 VOCABULARY, CONTEXT = 258, 200

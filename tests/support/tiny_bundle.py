@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig

@@ -2,8 +2,8 @@
 
 import pytest
 
-from recserve.text import chat_template
-from recserve.text.chat_template import ChatTemplate, TemplateError
+from recserve.tokenizer import chat_template
+from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
 
 CHATML = """
 {%- for message in messages %}

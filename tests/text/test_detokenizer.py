@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from recserve.text.detokenizer import Detokenizer, StopMatcher
-from recserve.text.token_bytes import UnsupportedTokenizer, shown, token_bytes
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.detokenizer import Detokenizer, StopMatcher
+from recserve.tokenizer.token_bytes import UnsupportedTokenizer, shown, token_bytes
+from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.paths import reference
 
 FAMILIES = ("stories260k", "tokenizer-gpt2")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.paths import reference
 from tests.support.scripted_text import CONTEXT, byte_tokenizer, scripted

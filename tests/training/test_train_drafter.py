@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli import app
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention

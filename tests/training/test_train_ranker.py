@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RankRequest, Root, Scores
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.ranking.event_features import HOUR, UserEvents

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.new_folder import new_folder
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import BOS, Recommender, load_recommender
 from recserve.models.saving import save_language_model
-from recserve.new_folder import new_folder
 
 CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from recserve.messages import InvalidRequest
+from recserve.schemas.items import InvalidRequest
 
 T = TypeVar("T")
 Step = str | int

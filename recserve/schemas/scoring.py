@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.messages import MAX_CANDIDATES, InvalidRequest, RequestId
-from recserve.messages_text import TextTimeoutMs, TokenId, Usage
+from recserve.schemas.items import MAX_CANDIDATES, InvalidRequest, RequestId
+from recserve.schemas.text import TextTimeoutMs, TokenId, Usage
 
 MAX_LABELS = 64
 

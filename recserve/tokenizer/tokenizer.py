@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from recserve.text.chat_template import ChatTemplate, TemplateError
-from recserve.text.length_bound import max_bytes_per_token
-from recserve.text.token_bytes import UnsupportedTokenizer, token_bytes
+from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
+from recserve.tokenizer.length_bound import max_bytes_per_token
+from recserve.tokenizer.token_bytes import UnsupportedTokenizer, token_bytes
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recserve.text.token_bytes import ALPHABET
+from recserve.tokenizer.token_bytes import ALPHABET
 
 # A token stands for at most as many bytes of normalised text as it is spelled with, if no step of
 # the tokeniser drops text. A normaliser may have shortened the text before that: normal forms and

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.parquet as pq
 
-from recserve import bundle as names
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle import bundle as names
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
@@ -27,7 +28,6 @@ from recserve.features.vectors.vectors import (
     read_vectors,
     unit,
 )
-from recserve.new_folder import new_folder
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.messages import Id, InvalidRequest, Name, RequestId
+from recserve.schemas.items import Id, InvalidRequest, Name, RequestId
 
 MAX_N = 16
 MAX_CHOICES = 128

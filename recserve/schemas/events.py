@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.messages import Rejection, RequestId
+from recserve.schemas.items import Rejection, RequestId
 
 MAX_EVENTS = 1000
 REPLACE, REMOVE = "replace", "remove"
