@@ -25,7 +25,6 @@ from torch import Tensor
 
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Request, Root
-from recserve.draft.item_graph import LATEST, STEPS, latest_items
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
@@ -35,6 +34,7 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.item_graph import LATEST, STEPS, latest_items
 from recserve.training.cases import leave_one_out_cases
 
 TOP = 10

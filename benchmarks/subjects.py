@@ -14,13 +14,13 @@ from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.heads import Heads
 from recserve.service.choosing import AUTO, BEAM, Chooser
 from recserve.service.loading import item_index, load_heads
 from recserve.training.cases import leave_one_out_cases

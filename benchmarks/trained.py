@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.draft.text_drafters import DrafterWeights
+from recserve.speculation.drafters.text_drafters import DrafterWeights
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.corpus import read_texts
 

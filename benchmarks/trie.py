@@ -25,7 +25,6 @@ from timing import machine, milliseconds
 from torch import Tensor
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.filtering import leaf_filter
 from recserve.kernels.cpu.native import Panels
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.native_search import (
@@ -41,6 +40,7 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_children import Allowed, BestChildren, best_children
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import TrieOverlay
+from recserve.search.filtering import leaf_filter
 
 CODES = 256
 HEAD = 2

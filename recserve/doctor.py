@@ -235,7 +235,7 @@ def describe_graphs(stats: EngineStats) -> Finding:
 
 def vocabulary_limit(vocabulary: int) -> str:
     """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
-    from recserve.engine.graphs import Bucket, GraphLimits
+    from recserve.engine.text.graphs import Bucket, GraphLimits
 
     limits = GraphLimits()
     found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
@@ -272,7 +272,7 @@ def check_searches(path: Path) -> Finding:
 
 def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
     """What would be recorded on a GPU, told on another device. weighs: with a dense head beside."""
-    from recserve.engine.search_graphs import SearchLimits, buckets_of
+    from recserve.engine.items.search_graphs import SearchLimits, buckets_of
 
     limits = SearchLimits()
     names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
@@ -289,7 +289,7 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
 
 def _launched(strategies: Seq[str]) -> str:
     """What is recorded for no bundle, with the reason."""
-    from recserve.engine.search_graphs import REPLAYED, SearchLimits
+    from recserve.engine.items.search_graphs import REPLAYED, SearchLimits
 
     limits = SearchLimits()
     others = ", ".join(sorted(set(strategies) - set(REPLAYED)))

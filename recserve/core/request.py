@@ -163,7 +163,7 @@ class Slate:
     exist.
 
     rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width, with
-    caps to as many of them as were needed (verify/capped.py). rounds: tree forwards of all of them.
+    caps to as many of them as were needed (search/capped.py). rounds: tree forwards of all of them.
     """
 
     rows: np.ndarray

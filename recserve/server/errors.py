@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.core.text import UnfitDraft
-from recserve.engine.delivery import RequestTooLarge
+from recserve.engine.runtime.delivery import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest
@@ -23,6 +22,7 @@ from recserve.service.errors import (
     UnknownModel,
     UnknownVersion,
 )
+from recserve.speculation.text import UnfitDraft
 
 
 class BodyTooLarge(ValueError):

@@ -2,7 +2,7 @@
 
 Times are what this server's own answers took, waiting in the queue included, so that a rising load
 is seen as it comes. `speculative` is preferred to `beam`: it knows which requests step together and
-what drafts for so many cost and bring (engine/plan_choice.py), and is beam search where they do not
+what drafts for so many cost and bring (search/plan_choice.py), and is beam search where they do not
 pay; the answer then says so.
 """
 

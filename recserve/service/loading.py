@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from recserve.bundle.bundle import ITEM_GRAPH, Bundle
-from recserve.engine.heads import Heads
 from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex
@@ -23,6 +22,7 @@ from recserve.models.loading import DTYPES
 from recserve.models.packing import fastest_dtype
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.heads import Heads
 from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,6 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from recserve.core.text_request import (
-    Completion,
-    SamplingParams,
-    Speculation,
-    SpeculationCounts,
-    TextRequest,
-)
 from recserve.schemas.items import InvalidRequest, TimingMs
 from recserve.schemas.text import (
     ChatBody,
@@ -46,7 +39,14 @@ from recserve.service.text_prompts import (
 from recserve.service.text_scores import TextScores
 from recserve.service.text_stream import Listener, Piece, TextStream
 from recserve.service.work import Stopwatch
-from recserve.verify.rules import RULES
+from recserve.speculation.text_request import (
+    Completion,
+    SamplingParams,
+    Speculation,
+    SpeculationCounts,
+    TextRequest,
+)
+from recserve.speculation.verifiers.rules import RULES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from msgspec import UNSET
 
-from recserve.core.text_request import FinishReason
 from recserve.schemas.text import (
     AnswerMessage,
     ChatAnswer,
@@ -24,6 +23,7 @@ from recserve.schemas.text import (
     TopLogprob,
 )
 from recserve.service.text_stream import Piece, TextStream, WrittenToken
+from recserve.speculation.text_request import FinishReason
 from recserve.tokenizer.token_bytes import shown
 
 # What JSON has instead of minus infinity, as OpenAI writes it.

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from recserve.core.text import Drafter
 from recserve.service.errors import UnknownModel
+from recserve.speculation.text import Drafter
+from recserve.speculation.verifiers.rules import RULES
 from recserve.tokenizer.tokenizer import TextTokenizer
-from recserve.verify.rules import RULES
 
 
 class TextEngine(Protocol):

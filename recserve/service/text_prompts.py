@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.text_drafters import check_speculation
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import (
     MAX_CHOICES,
@@ -20,8 +18,10 @@ from recserve.schemas.text import (
 )
 from recserve.service.errors import ContextExceeded
 from recserve.service.text_model import TextModel
+from recserve.speculation.drafters.text_drafters import check_speculation
+from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.verifiers.rules import GREEDY, RULES
 from recserve.tokenizer.chat_template import TemplateError
-from recserve.verify.rules import GREEDY, RULES
 
 COMPLETION_TOKENS = 16
 

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.beams import Beams
-from recserve.core.bounds import NEVER, bound_places
 from recserve.core.diversity import Cap
-from recserve.core.expansion import best_children
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
-from recserve.core.request_filters import RequestFilters
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.kernels.scored import nothing_scored
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.search.beams import Beams
+from recserve.search.bounds import NEVER, bound_places
+from recserve.search.expansion import best_children
+from recserve.search.heads import Heads
+from recserve.search.request_filters import RequestFilters
+from recserve.search.scored import nothing_scored
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

@@ -14,17 +14,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from recserve.core import sampling
-from recserve.core.sampling_table import sampling_table
-from recserve.core.target import Target, TokenCounts, past_of
-from recserve.core.text import Budget, ScoredTrees, TextContext
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.text_trees import TreePacker
+from recserve.engine.text.text_trees import TreePacker
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
-from recserve.verify.rules import verify
-from recserve.verify.sample import draw_tokens
+from recserve.speculation import sampling
+from recserve.speculation.sampling_table import sampling_table
+from recserve.speculation.target import Target, TokenCounts, past_of
+from recserve.speculation.text import Budget, ScoredTrees, TextContext
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.verifiers.rules import verify
+from recserve.speculation.verifiers.sample import draw_tokens
 from tests.support.text_plain import VOCABULARY, TableDrafter, processed
 
 

@@ -9,10 +9,7 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import RecommendRequest
-from recserve.draft import dense
-from recserve.draft.dense import merge_alike, split_budgets
 from recserve.engine.engine import Engine
-from recserve.engine.heads import Heads
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
     RetrieverConfig,
@@ -20,6 +17,9 @@ from recserve.models.dense_retriever import (
     load_retriever,
     save_retriever,
 )
+from recserve.search import dense
+from recserve.search.dense import merge_alike, split_budgets
+from recserve.search.heads import Heads
 from tests.support.dense_worlds import ORDINARY, SMALL, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root

@@ -7,14 +7,14 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.core.text import Budget, TextContext
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.none import NoDrafter
-from recserve.draft.rank_tree import expansion_tree
-from recserve.draft.specinfer import specinfer
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.rank_tree import expansion_tree
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.text import Budget, TextContext
+from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.text_loop import (
     VOCABULARY,

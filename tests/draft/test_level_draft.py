@@ -14,14 +14,14 @@ from recserve.cli import app
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.engine.strategies import SpeculativeStrategy
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.prefix_head import load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender, load_recommender, save_recommender
+from recserve.search.heads import Heads
+from recserve.search.strategies import SpeculativeStrategy
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.tiny_bundle import shared_bundle
 

@@ -4,16 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.text import Budget
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.none import NoDrafter
-from recserve.draft.rank_tree import rank_tree
-from recserve.draft.text_drafters import DrafterWeights, build_drafter, check_speculation
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.rank_tree import rank_tree
+from recserve.speculation.drafters.text_drafters import (
+    DrafterWeights,
+    build_drafter,
+    check_speculation,
+)
+from recserve.speculation.text import Budget
+from recserve.speculation.text_request import SamplingParams, Speculation
 from recserve.training.medusa import MedusaRecipe, train_medusa
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule

@@ -2,10 +2,10 @@
 
 import torch
 
-from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.merged import MergedDrafter
 from recserve.kernels.tree import AUXILIARY
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import paths
 

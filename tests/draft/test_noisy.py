@@ -2,8 +2,8 @@
 
 import torch
 
-from recserve.draft.noisy import LOOKED_AT, best_with_noise
 from recserve.kernels.noise import gumbel
+from recserve.speculation.drafters.noisy import LOOKED_AT, best_with_noise
 
 
 def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():

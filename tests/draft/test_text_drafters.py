@@ -3,17 +3,22 @@
 import pytest
 import torch
 
-from recserve.core.text import TextDraft, chain_draft
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.lookahead import LookaheadDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.none import NoDrafter
-from recserve.draft.specinfer import specinfer
-from recserve.draft.suffix import SuffixDrafter
-from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter, check_speculation
 from recserve.models.loading import UnsupportedModel
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.drafters.text_drafters import (
+    DRAFTERS,
+    DrafterWeights,
+    build_drafter,
+    check_speculation,
+)
+from recserve.speculation.text import TextDraft, chain_draft
+from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model

@@ -6,14 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recserve.core.text import Budget, TextContext
-from recserve.core.text_request import SamplingParams, Speculation
-from recserve.draft.lookup import ANCHORS, LOOKED_AT, SuffixLimits
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.suffix import SuffixDrafter
-from recserve.draft.text_index import GAP, TextIndex
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
+from recserve.speculation.drafters.lookup import ANCHORS, LOOKED_AT, SuffixLimits
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.drafters.text_index import GAP, TextIndex
+from recserve.speculation.text import Budget, TextContext
+from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import drawn_text, paths
 

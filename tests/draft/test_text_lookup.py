@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from recserve.draft.lookup import ANCHORS, Ask, SuffixLimits
-from recserve.draft.plain_lookup import PlainLookup
-from recserve.draft.text_index import GAP
-from recserve.draft.text_lookup import NativeLookup, text_lookup
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.cpu.native_lookup import FIRST_SLOTS, NativeIndex
+from recserve.speculation.drafters.lookup import ANCHORS, Ask, SuffixLimits
+from recserve.speculation.drafters.plain_lookup import PlainLookup
+from recserve.speculation.drafters.text_index import GAP
+from recserve.speculation.drafters.text_lookup import NativeLookup, text_lookup
 from tests.support.grids import covering
 from tests.support.token_paths import drawn_text
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from recserve.core.cost import Cost
-from recserve.core.text import Budget
-from recserve.engine.budget import NOTHING, Asking, DraftBudget
+from recserve.engine.text.budget import NOTHING, Asking, DraftBudget
+from recserve.speculation.text import Budget
 from tests.support.grids import covering
 
 LEVELS, LENGTH = 5, 64

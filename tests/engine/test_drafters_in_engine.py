@@ -9,11 +9,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.specinfer import specinfer
-from recserve.draft.text_drafters import DRAFTERS, DrafterWeights, build_drafter
 from recserve.models.loading import load_language_model
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.text_drafters import DRAFTERS, DrafterWeights, build_drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (

@@ -8,12 +8,12 @@ because attention on a CPU reads foreign slots and weighs them by zero (kernels/
 import pytest
 import torch
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
-from recserve.verify import path
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.verifiers import path
 from tests.support import recorder
 from tests.support.grids import covering
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
@@ -174,7 +174,7 @@ def test_packed_weights_are_replayed(expected, monkeypatch):
 
 def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
     """The recorder would notice: the lazy walk of the CPU, a number read, a mask as an index."""
-    from recserve.verify import sample
+    from recserve.speculation.verifiers import sample
 
     def lazy(scored):
         return path.follow(scored, lambda nodes, trees: scored.target(nodes).argmax(-1))

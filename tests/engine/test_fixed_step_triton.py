@@ -2,11 +2,11 @@
 
 import pytest
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.engine.fixed_step import StepShape
+from recserve.engine.text.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.grids import chosen
 from tests.support.recorded_steps import POISON, Counted, with_graphs

@@ -7,13 +7,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve import doctor
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.engine.fixed_search import SearchShape
-from recserve.engine.fixed_step import StepShape
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.text.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.device_worlds import recommending
 from tests.support.recorded_searches import with_searches
 from tests.support.recorded_steps import Counted, with_graphs

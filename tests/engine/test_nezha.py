@@ -9,10 +9,10 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest, RootKeys
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
 from recserve.kernels.tree import AUXILIARY
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import load_self_draft, save_self_draft
+from recserve.search.heads import Heads
 from tests.support.draft_heads import make_nezha_head
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

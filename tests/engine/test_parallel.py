@@ -11,7 +11,6 @@ from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import LikelihoodRequest, RecommendRequest
-from recserve.draft import item_graph as draft_graph
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.trie.item_graph import ItemGraph, search
@@ -20,6 +19,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.schemas.items import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
+from recserve.search import item_graph as draft_graph
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
 from recserve.training.evaluate import evaluate_bundle

@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import TABLES, GraphLimits, StepGraphs
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import TABLES, GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.text_engines import engine_for

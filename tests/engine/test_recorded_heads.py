@@ -7,17 +7,17 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
-from recserve.core.ranked_heads import ranked_heads_of
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.rank_tree import rank_tree
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import GraphLimits, StepGraphs
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.rank_tree import rank_tree
+from recserve.speculation.ranked_heads import ranked_heads_of
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.device_worlds import text_engine
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
 from tests.support.recorded_steps import Counted, with_graphs

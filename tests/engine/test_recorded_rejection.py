@@ -8,17 +8,17 @@ launches its steps judges texts of each rule by themselves, and drawn drafts by 
 import pytest
 import torch
 
-from recserve.core.text import TextDraft, empty_draft
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.specinfer import specinfer
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import SHAPES as ALL
-from recserve.engine.graphs import GraphLimits, StepGraphs
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import SHAPES as ALL
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.text import TextDraft, empty_draft
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays

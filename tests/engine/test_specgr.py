@@ -9,10 +9,9 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodRequest, RecommendRequest, RootKeys
-from recserve.draft import guided
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.verify import threshold
+from recserve.search import guided, threshold
+from recserve.search.heads import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root

@@ -11,16 +11,16 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.cost import Cost, measured
 from recserve.core.request import RecommendRequest, RootKeys
-from recserve.engine import costs as costs_module
-from recserve.engine import measured_steps as measured_steps_module
-from recserve.engine.costs import forward_cost
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.engine.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
-from recserve.engine.step_costs import StepCosts, further_rounds
-from recserve.engine.strategies import SpeculativeStrategy, speculative
+from recserve.engine.items import measured_steps as measured_steps_module
+from recserve.engine.runtime import costs as costs_module
+from recserve.engine.runtime.costs import forward_cost
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import load_self_draft, save_self_draft
+from recserve.search.heads import Heads
+from recserve.search.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
+from recserve.search.step_costs import StepCosts, further_rounds
+from recserve.search.strategies import SpeculativeStrategy, speculative
 from recserve.training.calibration import calibrate
 from recserve.training.cases import Cases
 from recserve.training.slates import SlateOptions, Slates

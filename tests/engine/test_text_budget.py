@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from recserve.core.cost import Cost
-from recserve.core.text import Budget
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.budget import NOTHING, PAUSE, PROBE_SHARE, TRIAL, Asking, DraftBudget
-from recserve.engine.chances import Chances
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.step_times import StepTimes
-from recserve.engine.text_cost import SMALL, text_cost
+from recserve.engine.runtime.step_times import StepTimes
+from recserve.engine.text.budget import NOTHING, PAUSE, PROBE_SHARE, TRIAL, Asking, DraftBudget
+from recserve.engine.text.chances import Chances
+from recserve.engine.text.text_cost import SMALL, text_cost
+from recserve.speculation.text import Budget
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
@@ -345,7 +345,7 @@ def test_the_cost_of_a_text_step_is_measured():
 @torch.inference_mode()
 def test_small_steps_are_measured_however_slow_they_are(monkeypatch):
     """Or a slow model would be believed to take as long for every node as for the first."""
-    monkeypatch.setattr("recserve.engine.text_cost.BUDGET_S", 0.0)
+    monkeypatch.setattr("recserve.engine.text.text_cost.BUDGET_S", 0.0)
     assert text_cost(drawn_model(0)).sizes == SMALL
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from recserve.core.request import DeadlineExceeded
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.delivery import RequestTooLarge
-from recserve.engine.text_lane import PromptTooLong
+from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.text.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (

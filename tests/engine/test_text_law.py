@@ -9,10 +9,10 @@ import torch
 from scipy import stats
 
 from recserve.core.request import RecommendRequest
-from recserve.core.text import TextDraft
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
+from recserve.speculation.text import TextDraft
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.reference_models import history, recommender
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits, processed
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.engine.text_lane import TextLimits
-from recserve.engine.text_prefill import shared_rows
+from recserve.engine.text.text_lane import TextLimits
+from recserve.engine.text.text_prefill import shared_rows
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from recserve.core.request import Root, TextScoreRequest
-from recserve.core.text_request import SamplingParams, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.inputs import NodeInputs
+from recserve.speculation.text_request import SamplingParams, TextRequest
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits
 
 

@@ -17,10 +17,10 @@ from recserve.core.request import (
     WarmRequest,
 )
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.engine.plan_choice import TRIALS, Group, PlanChoice
-from recserve.engine.strategies import speculative
 from recserve.models.drafters.calibration import Calibration, DraftPlan
+from recserve.search.heads import Heads
+from recserve.search.plan_choice import TRIALS, Group, PlanChoice
+from recserve.search.strategies import speculative
 from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.step_costs import DEAR, drafted_at

@@ -11,7 +11,6 @@ from tests.support.accept_cases import CASES, draw
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from recserve.core.text import ScoredTrees  # noqa: E402
 from recserve.kernels import accept_reference as twin  # noqa: E402
 from recserve.kernels import dispatch, noise  # noqa: E402
 from recserve.kernels.accept_reference import DraftProbs, Keys  # noqa: E402
@@ -21,7 +20,8 @@ from recserve.kernels.triton import (  # noqa: E402
     accept_drawn,
     noise_kernel,  # noqa: E402
 )
-from recserve.verify.rules import verify  # noqa: E402
+from recserve.speculation.text import ScoredTrees  # noqa: E402
+from recserve.speculation.verifiers.rules import verify  # noqa: E402
 
 
 @triton.jit

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from recserve.core.beams import Beams
 from recserve.core.request import RecommendRequest
-from recserve.core.request_filters import RequestFilters
 from recserve.core.sequence import Sequence
-from recserve.draft import beam as beam_draft
-from recserve.draft.prefixes import draft_of_keys
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
-from recserve.kernels.scored import Scored, nothing_scored
 from recserve.kernels.trie.trie import build_trie
+from recserve.search import propose as beam_draft
+from recserve.search.beams import Beams
+from recserve.search.prefixes import draft_of_keys
+from recserve.search.request_filters import RequestFilters
+from recserve.search.scored import Scored, nothing_scored
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed

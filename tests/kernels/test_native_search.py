@@ -9,7 +9,6 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.trie.native_search import (
@@ -24,6 +23,7 @@ from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie, Prefixes
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.search.heads import Heads
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, draw_root, make

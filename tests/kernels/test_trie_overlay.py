@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.filtering import leaf_filter
 from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
+from recserve.search.filtering import leaf_filter
 from tests.support.tries import SHAPES, Changed, engine_of
 
 

@@ -173,7 +173,7 @@ def test_the_order_has_no_circle():
     [
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
         ("features/tables/events.py", "import torch"),
-        ("draft/beam.py", "from recserve.verify.beam import begin"),
+        ("search/propose.py", "from recserve.search.verify import begin"),
         ("features/tables/events.py", "def f():\n    from recserve.bundle.bundle import Bundle"),
         ("engine/engine.py", "import msgspec"),
         ("service.py", "from recserve import server"),
@@ -195,7 +195,7 @@ def test_a_wrong_import_is_found(path, source):
     ("path", "source"),
     [
         ("kernels/tree.py", "import torch, math, numpy\nfrom dataclasses import dataclass"),
-        ("engine/engine.py", "from recserve.draft.beam import BeamDrafter"),
+        ("engine/engine.py", "from recserve.search.propose import BeamDrafter"),
         ("features/history/redis_store.py", "import redis"),
         ("cli.py", "def serve():\n    from recserve.server.app import create_app"),
         ("service.py", "from recserve.bundle.bundle import Bundle\nimport msgspec"),

@@ -6,9 +6,9 @@ import pytest
 
 from recserve.batch.together import together
 from recserve.engine.engine import Engine
-from recserve.engine.plan_choice import NO_DRAFT, NOT_CALIBRATED
 from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendBody
+from recserve.search.plan_choice import NO_DRAFT, NOT_CALIBRATED
 from recserve.service import Service
 from recserve.service.choosing import Chooser
 from tests.support.tiny_bundle import shared_bundle

@@ -8,10 +8,10 @@ import pytest
 
 from recserve.config import ServerConfig
 from recserve.core.request import DeadlineExceeded, WarmDraftRequest
-from recserve.engine.plan_choice import NO_DRAFT
-from recserve.engine.strategies import speculative
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, UserRef
+from recserve.search.plan_choice import NO_DRAFT
+from recserve.search.strategies import speculative
 from recserve.server.app import load
 from recserve.service import Service, warming
 from recserve.service.usual import LATELY, Shape, Usual

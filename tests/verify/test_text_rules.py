@@ -14,17 +14,17 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.core.text import ScoredTrees, TextDraft, chain_draft
-from recserve.core.text_request import SamplingParams
-from recserve.engine.text_trees import TreePacker
+from recserve.engine.text.text_trees import TreePacker
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
-from recserve.verify.block import accept_block
-from recserve.verify.path import follow, follow_chosen, path_of
-from recserve.verify.rejection import reject
-from recserve.verify.rules import RULES, check_rule, verify
-from recserve.verify.typical import TypicalRule
+from recserve.speculation.text import ScoredTrees, TextDraft, chain_draft
+from recserve.speculation.text_request import SamplingParams
+from recserve.speculation.verifiers.block import accept_block
+from recserve.speculation.verifiers.path import follow, follow_chosen, path_of
+from recserve.speculation.verifiers.rejection import reject
+from recserve.speculation.verifiers.rules import RULES, check_rule, verify
+from recserve.speculation.verifiers.typical import TypicalRule
 
 HAIR = 1e-11
 CHAIN = (-1, 0, 1)

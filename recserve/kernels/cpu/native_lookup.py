@@ -97,7 +97,7 @@ class Counting:
         self, store: NativeIndex | None, rooms: Seq[int], occurrences: int, min_prob: float
     ) -> None:
         """rooms [m + 1]: most nodes drafted after a match so long, at most m. The others as in
-        draft/lookup.py's SuffixLimits.
+        speculation/drafters/lookup.py's SuffixLimits.
         """
         self._kept = store, array("q", rooms)
         self._struct = _Suffixes(
