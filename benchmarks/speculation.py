@@ -34,7 +34,7 @@ from recserve.core.request import Root, RootKeys, Slate, WarmDraftRequest, WarmR
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.search.plan_choice import MANY, Group, PlanChoice
 from recserve.search.strategies import SpeculativeStrategy
-from recserve.service.choosing import AUTO, BEAM, SPECULATIVE
+from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)

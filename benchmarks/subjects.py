@@ -21,8 +21,8 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.heads import Heads
-from recserve.service.choosing import AUTO, BEAM, Chooser
 from recserve.service.loading import item_index, load_heads
+from recserve.service.recommend.choosing import AUTO, BEAM, Chooser
 from recserve.training.cases import leave_one_out_cases
 
 HISTORY_TOKENS = 200

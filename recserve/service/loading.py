@@ -23,7 +23,7 @@ from recserve.models.packing import fastest_dtype
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.heads import Heads
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -41,19 +41,19 @@ from recserve.schemas.items import (
     RollbackAnswer,
     RollbackBody,
 )
+from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.histories import Rewritten
-from recserve.service.live_items import LiveItems
+from recserve.service.history.histories import Rewritten
 from recserve.service.loading import Device, DTypeName, Models
 from recserve.service.opening import open_parts
-from recserve.service.rank import Rankings
-from recserve.service.recommend import POPULAR, Recommendations
-from recserve.service.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.rank import Rankings
+from recserve.service.recommend.recommend import POPULAR, Recommendations
+from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.scorers import LikelihoodScorer, RankerScorer, Scorer
+from recserve.service.recommend.shadow import Shadow
+from recserve.service.recommend.warming import Warming
 from recserve.service.runtime import Runtime
-from recserve.service.scorers import LikelihoodScorer, RankerScorer, Scorer
-from recserve.service.shadow import Shadow
-from recserve.service.text_loading import LoadedText
-from recserve.service.warming import Warming
+from recserve.service.text.text_loading import LoadedText
 from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)

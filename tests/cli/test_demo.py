@@ -14,8 +14,8 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from recserve import demo
 from recserve.bundle.bundle import Bundle
+from recserve.cli import demo
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
 from tests.support.redis_server import free_port

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve import doctor
+from recserve.cli import doctor
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import cpu_attention, products
 from recserve.kernels.cpu.choice import Choice

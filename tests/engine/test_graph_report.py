@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recserve import doctor
+from recserve.cli import doctor
 from recserve.engine.items.fixed_search import SearchShape
 from recserve.engine.text.fixed_step import StepShape
 from recserve.kernels import dispatch

@@ -9,9 +9,9 @@ import torch
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.service import text_scores
 from recserve.service.served import Served
-from recserve.service.text_model import TextModel
+from recserve.service.text import text_scores
+from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live

@@ -10,7 +10,7 @@ from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendBody
 from recserve.search.plan_choice import NO_DRAFT, NOT_CALIBRATED
 from recserve.service import Service
-from recserve.service.choosing import Chooser
+from recserve.service.recommend.choosing import Chooser
 from tests.support.tiny_bundle import shared_bundle
 
 ALL = ("beam", "dense", "nezha", "parallel", "speculative")

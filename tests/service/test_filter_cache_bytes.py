@@ -12,7 +12,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import ItemsBody
 from recserve.service import Service
-from recserve.service.filter_cache import ENTRY_BYTES, FilterCache, Kept
+from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
 from tests.support.tiny_bundle import shared_bundle
 
 CAPACITY_BYTES = 1 << 20

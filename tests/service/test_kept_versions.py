@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from recserve.schemas.items import RollbackBody
-from recserve.service import kept_versions as module
-from recserve.service import live_items as live_items_module
+from recserve.service.catalog import kept_versions as module
+from recserve.service.catalog import live_items as live_items_module
+from recserve.service.catalog.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
 from recserve.service.errors import UnknownVersion
-from recserve.service.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
 from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
 

@@ -9,8 +9,8 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import Exclude, RecommendBody, RollbackBody
-from recserve.service import live_items as live_items_module
-from recserve.service.filter_cache import ENTRY_BYTES, FilterCache, Kept
+from recserve.service.catalog import live_items as live_items_module
+from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
 from tests.support.live_catalogues import base_of, item_like, put, slate
 
 CARE = {"eq": ["category", "Care"]}

@@ -21,7 +21,7 @@ from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, Jo
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
 from recserve.server.app import create_app
-from recserve.service import live_items as live_items_module
+from recserve.service.catalog import live_items as live_items_module
 from recserve.service.errors import UnknownItem, UnknownVersion
 from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
 from tests.support.live_server import live

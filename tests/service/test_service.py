@@ -21,8 +21,8 @@ from recserve.schemas.items import (
     UserRef,
 )
 from recserve.service import Service
-from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.recommend.attribution import BadToken
 from tests.support.background_work import settled
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 

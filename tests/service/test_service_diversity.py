@@ -12,7 +12,7 @@ from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.schemas.items import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
 from recserve.service import Service
-from recserve.service.diversity import ListedItems, caps_of
+from recserve.service.recommend.diversity import ListedItems, caps_of
 from tests.support.live_server import live
 from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle

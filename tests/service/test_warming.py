@@ -13,8 +13,9 @@ from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, UserRef
 from recserve.search.plan_choice import NO_DRAFT
 from recserve.search.strategies import speculative
 from recserve.server.app import load
-from recserve.service import Service, warming
-from recserve.service.usual import LATELY, Shape, Usual
+from recserve.service import Service
+from recserve.service.recommend import warming
+from recserve.service.recommend.usual import LATELY, Shape, Usual
 from tests.support.background_work import settled
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle

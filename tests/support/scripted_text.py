@@ -18,7 +18,7 @@ from recserve.core.request import DeadlineExceeded, QueueFull, Timing
 from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service.served import Served
-from recserve.service.text_model import TextModel
+from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.text_request import (

@@ -199,8 +199,8 @@ def test_a_text_that_cannot_fit_is_refused_unencoded(server, calls, name):
 
 
 def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypatch):
-    monkeypatch.setattr("recserve.service.text_scores.JUDGE", "Judge.")
-    monkeypatch.setattr("recserve.service.text_scores.INSTRUCTION", "Search.")
+    monkeypatch.setattr("recserve.service.text.text_scores.JUDGE", "Judge.")
+    monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     asked = {"query": "q", "documents": ["a", TOO_LONG]}
     answer = server.post("/v1/rerank", json=asked)
     error = answer.json()["error"]
@@ -213,8 +213,8 @@ def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypa
 
 def test_a_document_that_is_cut_may_be_of_any_length(server, calls, monkeypatch):
     engine = server.app.state.worker.served.engine
-    monkeypatch.setattr("recserve.service.text_scores.JUDGE", "Judge.")
-    monkeypatch.setattr("recserve.service.text_scores.INSTRUCTION", "Search.")
+    monkeypatch.setattr("recserve.service.text.text_scores.JUDGE", "Judge.")
+    monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     sent = []
     monkeypatch.setattr(engine, "submit", lambda request: sent.append(request) or 1 / 0)
     asked = {"query": "q", "documents": [TOO_LONG], "max_tokens_per_doc": 5}

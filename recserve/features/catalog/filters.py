@@ -85,7 +85,7 @@ class ItemFilters:
     """Filters over one catalogue version; safe to call from several threads.
 
     A field's column is made when it is first needed. Results are not cached here: the filters of
-    requests are cached in `service/filter_cache.py`, which knows what an entry weighs.
+    requests are cached in `service/catalog/filter_cache.py`, which knows what an entry weighs.
     """
 
     def __init__(self, items: Columns) -> None:

@@ -26,8 +26,8 @@ from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 from recserve.models.recommender import RecommenderConfig
-from recserve.service.histories import History
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import History
 
 MAX_KEPT = 256
 Parts = tuple[bytes, ...]

@@ -11,9 +11,9 @@ import numpy as np
 
 from recserve.core.request import LikelihoodRequest, RankRequest, Request
 from recserve.schemas.items import Candidate, InvalidRequest
-from recserve.service.histories import EPOCH, History
-from recserve.service.roots import RankerRoots, RecommenderRoots
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import EPOCH, History
+from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
 
 MICROSECOND = datetime.timedelta(microseconds=1)
 

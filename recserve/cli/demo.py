@@ -24,6 +24,7 @@ from rich.text import Text
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.bundle.new_folder import new_folder
+from recserve.cli.terminal import counted, ranking_table, slate_table, timing_line, titles
 from recserve.config import ServerConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
@@ -39,8 +40,7 @@ from recserve.schemas.text import CompletionAnswer, CompletionBody, SpeculationB
 from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.served import Served
-from recserve.service.text_loading import TextSettings, load_text
-from recserve.terminal import counted, ranking_table, slate_table, timing_line, titles
+from recserve.service.text.text_loading import TextSettings, load_text
 from recserve.training.corpus import standard_library
 from recserve.training.language_model import LanguageRecipe, train_language_model
 from recserve.training.options import TrainOptions, TrainReport

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.core.request import Root, WarmDraftRequest
-from recserve.service.histories import History
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import History
 
 LATELY = 64  # questions that are remembered
 

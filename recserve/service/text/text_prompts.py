@@ -17,7 +17,7 @@ from recserve.schemas.text import (
     TextBody,
 )
 from recserve.service.errors import ContextExceeded
-from recserve.service.text_model import TextModel
+from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.text_drafters import check_speculation
 from recserve.speculation.text_request import SamplingParams, Speculation
 from recserve.speculation.verifiers.rules import GREEDY, RULES

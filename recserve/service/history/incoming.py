@@ -25,7 +25,7 @@ from recserve.features.history.history import (
 )
 from recserve.schemas.events import REMOVE, REPLACE, EventBody
 from recserve.schemas.items import MAX_ID_LENGTH, Rejection
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

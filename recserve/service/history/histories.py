@@ -22,8 +22,8 @@ from recserve.features.history.history import (
 )
 from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
 from recserve.schemas.items import InvalidRequest, Rejection, UserRef
-from recserve.service.incoming import POSITIONS_BELOW_US, Incoming
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.incoming import POSITIONS_BELOW_US, Incoming
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

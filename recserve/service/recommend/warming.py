@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
 from recserve.engine.runtime.delivery import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.histories import NOTHING, History, Rewritten
-from recserve.service.roots import RankerRoots, RecommenderRoots
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import NOTHING, History, Rewritten
+from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.usual import Usual
 from recserve.service.runtime import Runtime
-from recserve.service.snapshot import Snapshot
-from recserve.service.usual import Usual
 
 WITHIN_S = 10.0  # what was not begun by then is not worth it: the user has asked, or has left
 

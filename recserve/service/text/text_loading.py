@@ -13,7 +13,7 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
 from recserve.service.loading import resolve_dtype
-from recserve.service.text_model import TextModel
+from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.text_drafters import JOIN, DrafterWeights, build_drafter
 from recserve.speculation.text import Drafter
 from recserve.tokenizer.tokenizer import TextTokenizer

@@ -21,8 +21,8 @@ from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
-from recserve.service.diversity import BundleCategories
-from recserve.service.filter_cache import FilterCache, Kept
+from recserve.service.catalog.filter_cache import FilterCache, Kept
+from recserve.service.recommend.diversity import BundleCategories
 
 DEEPER = 10  # how many more popular items are looked at where too few were allowed
 

@@ -218,7 +218,7 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     """Which steps of a language model a server would record here, and what each takes."""
     from recserve.engine.engine import Engine
     from recserve.service.loading import resolve_device
-    from recserve.service.text_loading import TextSettings, load_text
+    from recserve.service.text.text_loading import TextSettings, load_text
 
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
@@ -253,8 +253,8 @@ def check_searches(path: Path) -> Finding:
     """
     from recserve.bundle.bundle import Bundle
     from recserve.engine.engine import Engine
+    from recserve.service.catalog.snapshot import Snapshot
     from recserve.service.loading import load_models, resolve_device
-    from recserve.service.snapshot import Snapshot
 
     bundle, device = Bundle.open(path), resolve_device("auto")
     snapshot = Snapshot.of(bundle.catalog(), device)

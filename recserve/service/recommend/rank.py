@@ -9,9 +9,9 @@ import numpy as np
 
 from recserve.core.request import Result, Scores
 from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.recommend.scorers import Question, Scorer
 from recserve.service.runtime import Runtime
-from recserve.service.scorers import Question, Scorer
-from recserve.service.snapshot import Snapshot
 from recserve.service.work import Stopwatch, Work
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recserve.batch.job import Progress
-from recserve.doctor import Finding
+from recserve.cli.doctor import Finding
 from recserve.schemas.events import HistoryAnswer
 from recserve.schemas.items import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
 

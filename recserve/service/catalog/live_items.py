@@ -21,13 +21,13 @@ from recserve.features.vectors.new_vectors import NewVectors
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.items import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
+from recserve.service.catalog.item_changes import ItemChanges
+from recserve.service.catalog.kept_versions import KeptVersions
+from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.errors import UnknownItem
-from recserve.service.histories import History
-from recserve.service.item_changes import ItemChanges
-from recserve.service.kept_versions import KeptVersions
+from recserve.service.history.histories import History
 from recserve.service.loading import Models
 from recserve.service.runtime import Runtime
-from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from recserve.schemas.text import (
     TokenLogprob,
     TopLogprob,
 )
-from recserve.service.text_stream import Piece, TextStream, WrittenToken
+from recserve.service.text.text_stream import Piece, TextStream, WrittenToken
 from recserve.speculation.text_request import FinishReason
 from recserve.tokenizer.token_bytes import shown
 

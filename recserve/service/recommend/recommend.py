@@ -17,13 +17,13 @@ from recserve.schemas.items import (
     RecommendBody,
     RecommendedItem,
 )
-from recserve.service.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
-from recserve.service.diversity import caps_of
-from recserve.service.histories import History
-from recserve.service.roots import RecommenderRoots
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import History
+from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
+from recserve.service.recommend.diversity import caps_of
+from recserve.service.recommend.roots import RecommenderRoots
+from recserve.service.recommend.usual import Shape, Usual, seen_rows
 from recserve.service.runtime import Runtime
-from recserve.service.snapshot import Snapshot
-from recserve.service.usual import Shape, Usual, seen_rows
 from recserve.service.work import Stopwatch, Work
 
 CONDITIONED = "dense"
