@@ -252,9 +252,9 @@ def fingerprint(data: Path | None) -> str:
     Raises SchemaError if the folder lacks one of the two files.
     """
     digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
-    package = Path(__file__).parent
-    sources = [package / "building.py", package / "bundle.py"]
-    for room in ("features", "models", "training"):
+    package = Path(__file__).parents[1]
+    sources = []
+    for room in ("bundle", "features", "models", "training"):
         sources += sorted((package / room).rglob("*.py"))
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
