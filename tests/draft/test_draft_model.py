@@ -61,7 +61,7 @@ def test_chosen_drafts_are_what_full_forwards_choose(expansion, temperature):
     for weight in small.parameters():
         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.25)
     drafter = ModelDrafter(small, VOCABULARY, expansion)
-    params = SamplingParams(temperature, seed=11, max_tokens=40)
+    params = SamplingParams(temperature, seed=11, max_tokens=24)
     shape = expansion_tree(expansion)
     lengths = []
     for prompt, written in zip(
@@ -70,7 +70,7 @@ def test_chosen_drafts_are_what_full_forwards_choose(expansion, temperature):
         lengths += written.lengths
         for committed, draft in zip(committed_before(written, prompt), written.drafts, strict=True):
             logits = full_logits(small, committed, draft)
-            tree = shape.within(Budget(40, 39 - (len(committed) - len(prompt))))
+            tree = shape.within(Budget(40, 23 - (len(committed) - len(prompt))))
             assert tree.parents() == draft.parents.tolist()
             for node, (path, own) in enumerate(zip(tree.paths, paths_of(draft), strict=True)):
                 above = own[-2] + 1 if len(own) > 1 else 0

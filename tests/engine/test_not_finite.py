@@ -25,6 +25,7 @@ from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.device_worlds import ranking, recommending, text_scores
+from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_plain import drawn_model
@@ -265,9 +266,11 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
 
 
-@pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize("strategy, forward", [*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))])
-def test_on_a_device_the_answer_tells(strategy, forward, which, plain_kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "asked_for, which", covering([*product(IN_TREES, (0, 1)), *product(AT_ONCE, (0,))], (0, 2))
+)
+def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypatch):
+    strategy, forward = asked_for
     monkeypatch.setattr("recserve.search.threshold.LIFT", 1e9)
     with PretendCuda():
         world = recommending("cuda")

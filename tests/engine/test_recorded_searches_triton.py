@@ -23,7 +23,7 @@ from recserve.kernels.triton import (
 SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
 
 
-@pytest.mark.parametrize("how", chosen(("plain", "filters", "weighed"), "filters", "weighed"))
+@pytest.mark.parametrize("how", chosen(("plain", "filters", "weighed"), "weighed"))
 def test_kernels_find_what_the_twins_find(how, monkeypatch):
     """Two requests of three places, roots in a table whose rows lie apart."""
     launched, levels = [], []

@@ -15,6 +15,7 @@ from recserve.engine.text.chances import Chances
 from recserve.engine.text.text_cost import SMALL, text_cost
 from recserve.speculation.text import Budget
 from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.grids import covering
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
@@ -59,19 +60,19 @@ def depths_of(budgets: list[Budget], levels: dict[str, int], drafters: list[str]
     return [min(b.depth, levels[n]) for b, n in zip(budgets, drafters, strict=True)]
 
 
-@pytest.mark.parametrize("draft_ms", [0.0, 1.5])
 @pytest.mark.parametrize(
-    "cost",
-    [
-        ROOFLINE,
-        Cost((1, 4, 8, 64), (10.0, 10.0, 14.0, 70.0)),
-        Cost((1, 64), (1.0, 64.0)),
-        Cost((1, 1024), (5.0, 5.0)),
-    ],
-    ids=["roofline", "early bend", "arithmetic", "free"],
-)
-@pytest.mark.parametrize(
-    "drafters", [["good"], ["good", "bad"], ["good", "bad", "good"], ["bad", "bad", "good"]]
+    "draft_ms,cost,drafters",
+    covering(
+        (0.0, 1.5),
+        {
+            "roofline": ROOFLINE,
+            "early bend": Cost((1, 4, 8, 64), (10.0, 10.0, 14.0, 70.0)),
+            "arithmetic": Cost((1, 64), (1.0, 64.0)),
+            "free": Cost((1, 1024), (5.0, 5.0)),
+        },
+        (["good"], ["good", "bad"], ["good", "bad", "good"], ["bad", "bad", "good"]),
+        pairs=True,
+    ),
 )
 def test_no_other_way_to_spend_it_is_better(drafters, cost, draft_ms):
     levels = {"good": 4, "bad": 3}

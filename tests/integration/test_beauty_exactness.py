@@ -34,7 +34,7 @@ from tests.support.paths import DATA
 
 BEAUTY = DATA / "amazon-beauty"
 # Users that are compared, and users whose events the models are trained on.
-SIZES = {"60": (60, 2000), "2000": (2000, None)}
+SIZES = {"60": (60, 1000), "2000": (2000, None)}
 QUIET = Console(quiet=True)
 
 pytestmark = pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"no Amazon Beauty at {BEAUTY}")
