@@ -44,7 +44,7 @@ RESULTS: tuple[Result, ...] = get_args(Result)
 BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
 # Of [T, V] float32 that a step with every parameter holds at once, or one that is not judged by
-# `sample` (tests/engine/text/test_record_memory.py). Records share that memory: the largest says what
+# `sample` (test_record_memory.py). Records share that memory: the largest says what
 # all take.
 TABLES = 10.25
 
