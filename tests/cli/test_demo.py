@@ -118,7 +118,7 @@ def test_a_taken_port_moves_to_the_next():
 SCRIPT = """
 import sys
 from pathlib import Path
-from recserve import demo
+from recserve.cli import demo
 demo.cache_folder = lambda: Path(sys.argv[1])
 demo.fingerprint = lambda data: sys.argv[2]
 raise SystemExit(demo.run_demo(None, int(sys.argv[3]), once=False))

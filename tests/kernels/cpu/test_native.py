@@ -192,7 +192,8 @@ def test_what_it_does_not_attend_to_is_left_to_others():
 
 WITHOUT = """
 import torch
-from recserve.kernels import dispatch, native
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
 x = torch.arange(32.0)[None]
 with torch.inference_mode():
     print(native.library() is None, dispatch.packs([torch.zeros(4, 4)]))

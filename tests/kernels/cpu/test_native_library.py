@@ -141,7 +141,7 @@ def test_the_instruction_set_can_be_lowered_or_says_what_is_missing(level):
     needed = {
         flag for name in list(LEVELS)[: list(LEVELS).index(level) + 1] for flag in LEVELS[name]
     }
-    code = "from recserve.kernels import native; print(native.library() is not None)"
+    code = "from recserve.kernels.cpu import native; print(native.library() is not None)"
     ran = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"RECSERVE_ISA": level},
