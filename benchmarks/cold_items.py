@@ -24,9 +24,9 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
-from recserve.messages import Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, RollbackBody
 from recserve.service import Service
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import train_recommender

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
-from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.speculation.drafters.text_drafters import build_drafter
+from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 LOAD_AWARE = ", load-aware"
 POSITIONS = 5  # of acceptance that the table shows

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import Root
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from timing import machine
 
-from recserve.bundle import Bundle
-from recserve.core.text_request import SamplingParams, TextRequest
+from recserve.bundle.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.networks import DecoderTrunk
-from recserve.engine.runner import Piece, Runner
+from recserve.engine.runtime.networks import DecoderTrunk
+from recserve.engine.runtime.runner import Piece, Runner
 from recserve.kernels.fp8 import FP8
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import chain
@@ -32,6 +31,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.service.loading import load_heads
+from recserve.speculation.text_request import SamplingParams, TextRequest
 from recserve.training.bundle_slates import BundleSlates
 from recserve.training.cases import leave_one_out_cases
 from recserve.training.metrics import ranks_of, slate_metrics

@@ -18,17 +18,17 @@ from gpu_checks import Task
 from timing import Deadline
 
 from recserve.core.request import RankRequest, RecommendRequest, Root
-from recserve.engine.cuda_recorder import CudaRecorder
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.fixed_search import SearchShape
-from recserve.engine.heads import Heads
-from recserve.engine.search_graphs import SearchGraphs, SearchLimits
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.runtime.cuda_recorder import CudaRecorder
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
 
 
 def small_catalogue(items: int = 150) -> Catalogue:

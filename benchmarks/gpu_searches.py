@@ -27,8 +27,8 @@ from gpu_engine import (
 )
 from timing import Deadline
 
-from recserve.engine.fixed_search import SearchShape
-from recserve.kernels.trie import build_trie
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 
 SMALL = tuple(

@@ -19,7 +19,15 @@ from failures import attempted, complaints, failure, once
 from gpu_checks import Task, spoil
 from timing import Deadline, back_to_back_milliseconds
 
-from recserve.core.text import (
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import SHAPES, GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
+from recserve.kernels.host import on_device
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.text import (
     Budget,
     Drafter,
     TextContext,
@@ -28,15 +36,7 @@ from recserve.core.text import (
     chain_draft,
     empty_draft,
 )
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.medusa import MedusaDrafter
-from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import SHAPES, GraphLimits, StepGraphs
-from recserve.engine.text_lane import TextLane
-from recserve.kernels.host import on_device
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.language_model import LanguageModel
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 
 VOCABULARY = 1500
 PARAMETERS = {

@@ -31,15 +31,15 @@ from gpu_text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from timing import machine
 
 from recserve.core.request import RecommendRequest
-from recserve.core.text import Drafter
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.fixed_search import Leaves, SearchShape
-from recserve.engine.graphs import SHAPES, GraphLimits, Step, StepGraphs
-from recserve.engine.text_lane import TextLane
-from recserve.engine.text_step import StepOutputs
+from recserve.engine.items.fixed_search import Leaves, SearchShape
+from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
+from recserve.engine.text.text_lane import TextLane
+from recserve.engine.text.text_step import StepOutputs
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.text import Drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 
 VOCABULARY = 1500
 GOAL_US = 50.0

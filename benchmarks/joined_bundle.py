@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from recserve.bundle import EVENTS, Bundle, BundleError
-from recserve.features.events import EventLog
+from recserve.bundle.bundle import EVENTS, Bundle, BundleError
+from recserve.features.tables.events import EventLog
 from recserve.training.options import TrainOptions
 from recserve.training.recommender import ITEMS, train_recommender
 

@@ -29,16 +29,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recserve import bundle as names
-from recserve.bundle import Bundle
-from recserve.features.catalog import Catalog
-from recserve.features.items import ItemTable
-from recserve.features.quantizer import ResidualQuantizer
-from recserve.features.semantic_ids import build_index
-from recserve.messages import ItemsBody, RecommendBody
+from recserve.bundle import bundle as names
+from recserve.bundle.bundle import Bundle
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.quantizer import ResidualQuantizer
+from recserve.features.vectors.semantic_ids import build_index
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.schemas.items import ItemsBody, RecommendBody
 from recserve.service import Service
 
 WIDTH, SET = 32, 100

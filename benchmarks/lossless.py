@@ -24,15 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.speculation.drafters.text_drafters import build_drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Text = list[int]

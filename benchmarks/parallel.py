@@ -23,18 +23,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Request, Root
-from recserve.draft.item_graph import LATEST, STEPS, latest_items
 from recserve.engine.engine import Engine
-from recserve.features.encoding import root_tokens, window_start
-from recserve.features.item_graph import EDGES, link_items
-from recserve.kernels.item_graph import ItemGraph, search
-from recserve.kernels.item_scores import best_of_all, rows_of
-from recserve.kernels.trie import Trie, build_trie
+from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.features.vectors.item_graph import EDGES, link_items
+from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.item_scores import best_of_all, rows_of
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.item_graph import LATEST, STEPS, latest_items
 from recserve.training.cases import leave_one_out_cases
 
 TOP = 10

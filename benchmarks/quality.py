@@ -25,9 +25,9 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
-from recserve.kernels.processor import processor
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.kernels.cpu.processor import processor
 from recserve.training.evaluate import evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender

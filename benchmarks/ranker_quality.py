@@ -22,13 +22,18 @@ import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 
-from recserve.features.cross_features import CROSS_COLUMNS
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable, read_items
-from recserve.features.ranking_tables import RankingTables
-from recserve.features.vectors import collaborative_vectors, join_vectors, text_vectors, unit
-from recserve.kernels.processor import processor
+from recserve.features.ranking.cross_features import CROSS_COLUMNS
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.vectors.vectors import (
+    collaborative_vectors,
+    join_vectors,
+    text_vectors,
+    unit,
+)
+from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.options import TrainOptions

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 import uvicorn
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.config import ServerConfig
 from recserve.core.request import Result
-from recserve.features.ranking_tables import RankingTables
+from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
-from recserve.kernels.processor import processor
-from recserve.messages_events import EventBody, EventsBody
+from recserve.kernels.cpu.processor import processor
 from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.schemas.events import EventBody, EventsBody
 from recserve.server.app import create_app
 from recserve.server.connection import connection_class
 from recserve.server.connection_limits import ConnectionLimits

@@ -14,14 +14,15 @@ from attention import draw_tree
 from failures import attempted
 from timing import milliseconds
 
-from recserve.kernels import accept_reference, dispatch, reference, trie_children
+from recserve.kernels import accept_reference, dispatch, reference
 from recserve.kernels.accept_reference import Keys
 from recserve.kernels.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, merge
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import leaf_bits
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie import trie_children
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import leaf_bits
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

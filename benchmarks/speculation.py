@@ -31,10 +31,10 @@ from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
 from recserve.core.request import Root, RootKeys, Slate, WarmDraftRequest, WarmRequest
-from recserve.engine.plan_choice import MANY, Group, PlanChoice
-from recserve.engine.strategies import SpeculativeStrategy
 from recserve.models.drafters.calibration import DraftPlan
-from recserve.service.choosing import AUTO, BEAM, SPECULATIVE
+from recserve.search.plan_choice import MANY, Group, PlanChoice
+from recserve.search.strategies import SpeculativeStrategy
+from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)

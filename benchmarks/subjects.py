@@ -11,18 +11,18 @@ import torch
 from baselines.llama import to_llama
 from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens
-from recserve.kernels.trie import Trie, build_trie
+from recserve.features.tables.encoding import root_tokens
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.service.choosing import AUTO, BEAM, Chooser
+from recserve.search.heads import Heads
 from recserve.service.loading import item_index, load_heads
+from recserve.service.recommend.choosing import AUTO, BEAM, Chooser
 from recserve.training.cases import leave_one_out_cases
 
 HISTORY_TOKENS = 200

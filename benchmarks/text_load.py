@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, options_of, passages, weights_of
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.text_drafters import build_drafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.speculation.drafters.text_drafters import build_drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 ALWAYS, AWARE = "always", "load-aware"
 

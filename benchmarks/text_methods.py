@@ -16,10 +16,10 @@ from measuring import CLOCKS
 from transformers import StoppingCriteria
 from written import Written
 
-from recserve.core.text_request import SamplingParams, Speculation, TextCommit, TextRequest
-from recserve.draft.ngram import NgramDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextCommit, TextRequest
 
 DRAFTED = 5
 AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}

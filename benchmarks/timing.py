@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recserve.kernels.processor import instructions, processor
+from recserve.kernels.cpu.processor import instructions, processor
 
 FLUSH_BYTES = 2**30  # more than the caches hold, and long enough to launch behind
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.draft.text_drafters import DrafterWeights
-from recserve.text.tokenizer import TextTokenizer
+from recserve.speculation.drafters.text_drafters import DrafterWeights
+from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.corpus import read_texts
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

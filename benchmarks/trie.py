@@ -25,10 +25,9 @@ from timing import machine, milliseconds
 from torch import Tensor
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.filtering import leaf_filter
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.native import Panels
-from recserve.kernels.native_search import (
+from recserve.kernels.cpu.native import Panels
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.native_search import (
     Cell,
     LevelCodes,
     Levels,
@@ -36,11 +35,12 @@ from recserve.kernels.native_search import (
     NativeSearch,
     States,
 )
-from recserve.kernels.native_trie import Prefixes
-from recserve.kernels.trie import Trie, build_trie
-from recserve.kernels.trie_children import Allowed, BestChildren, best_children
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import TrieOverlay
+from recserve.kernels.trie.native_trie import Prefixes
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.kernels.trie.trie_children import Allowed, BestChildren, best_children
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import TrieOverlay
+from recserve.search.filtering import leaf_filter
 
 CODES = 256
 HEAD = 2

@@ -43,7 +43,7 @@ VARIANTS = [
 @contextmanager
 def constants(variant: tuple[int, ...]) -> Iterator[None]:
     """The launches' module with these numbers, and its own afterwards."""
-    from recserve.kernels import attention_launch as module
+    from recserve.kernels.triton import attention_launch as module
 
     kept = {
         name: getattr(module, name) for name in (*NAMES, "KEY_BLOCK_BYTES", "QUERY_BLOCK_BYTES")

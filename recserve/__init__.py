@@ -15,10 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recserve.building import BuildOptions, build_bundle
-    from recserve.bundle import Bundle
+    from recserve.bundle.building import BuildOptions, build_bundle
+    from recserve.bundle.bundle import Bundle
     from recserve.engine.engine import Engine, EngineConfig
-    from recserve.messages import RankBody, RecommendBody
+    from recserve.schemas.items import RankBody, RecommendBody
     from recserve.service import Service
 
 __all__ = [
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BuildOptions": "recserve.building",
-    "Bundle": "recserve.bundle",
+    "BuildOptions": "recserve.bundle.building",
+    "Bundle": "recserve.bundle.bundle",
     "Engine": "recserve.engine.engine",
     "EngineConfig": "recserve.engine.engine",
-    "RankBody": "recserve.messages",
-    "RecommendBody": "recserve.messages",
+    "RankBody": "recserve.schemas.items",
+    "RecommendBody": "recserve.schemas.items",
     "Service": "recserve.service",
-    "build_bundle": "recserve.building",
+    "build_bundle": "recserve.bundle.building",
 }
 
 # Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 
 
 @dataclass(frozen=True)

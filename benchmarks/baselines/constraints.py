@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 
 
 def walk(trie: Trie, codes: Tensor) -> Tensor:

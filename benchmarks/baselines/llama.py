@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recserve.exporting import as_language_model
+from recserve.bundle.exporting import as_language_model
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from recserve.core.text import Budget, TextContext, TextDraft, TextOutcome, chain_draft, empty_draft
+from recserve.speculation.text import (
+    Budget,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+    chain_draft,
+    empty_draft,
+)
 
 
 class Oracle:

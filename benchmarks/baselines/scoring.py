@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from baselines.llama import Network
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker

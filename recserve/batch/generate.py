@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from recserve.features.history import StoreUnavailable
-from recserve.features.parquet import column, is_text
-from recserve.messages import MAX_K, RecommendAnswer, RecommendBody
-from recserve.misfit import converted
+from recserve.features.history.history import StoreUnavailable
+from recserve.features.tables.parquet import column, is_text
+from recserve.schemas.items import MAX_K, RecommendAnswer, RecommendBody
+from recserve.schemas.misfit import converted
 
 ANSWERS = pa.schema(
     [

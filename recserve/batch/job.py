@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.batch.generate import Generated, Generator, check_schema
-from recserve.features.parquet import SchemaError
-from recserve.new_folder import new_folder
+from recserve.bundle.new_folder import new_folder
+from recserve.features.tables.parquet import SchemaError
 
 MANIFEST = "_manifest.jsonl"
 ERRORS_FOLDER = "_errors"

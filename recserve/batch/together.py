@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from recserve.batch.generate import Recommend
-from recserve.messages import RecommendAnswer, RecommendBody
+from recserve.schemas.items import RecommendAnswer, RecommendBody
 from recserve.service import Service
-from recserve.service.choosing import AUTO, BEAM
+from recserve.service.recommend.choosing import AUTO, BEAM
 from recserve.service.work import Work
 
 

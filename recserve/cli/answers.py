@@ -51,8 +51,8 @@ def recommend(
     as_json: JsonFlag = False,
 ) -> None:
     """A slate for a user or a history, without a server."""
-    from recserve.messages import RecommendBody
-    from recserve.terminal import slate_table, titles
+    from recserve.cli.terminal import slate_table, titles
+    from recserve.schemas.items import RecommendBody
 
     body = _body(
         RecommendBody,
@@ -83,8 +83,8 @@ def rank(
     as_json: JsonFlag = False,
 ) -> None:
     """The order of given items for a user or a history, without a server."""
-    from recserve.messages import RankBody
-    from recserve.terminal import ranking_table, titles
+    from recserve.cli.terminal import ranking_table, titles
+    from recserve.schemas.items import RankBody
 
     body = _body(
         RankBody,
@@ -123,7 +123,7 @@ def batch(
     from recserve.batch.generate import Defaults, Generator
     from recserve.batch.job import Job, check, run
     from recserve.batch.together import together
-    from recserve.terminal import counted, job_progress
+    from recserve.cli.terminal import counted, job_progress
 
     job = Job(input, output, rows_per_part, overwrite)
     try:
@@ -148,7 +148,7 @@ def batch(
 
 def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFlag = False) -> None:
     """Print what is stored of a user, oldest first."""
-    from recserve.terminal import history_table, titles
+    from recserve.cli.terminal import history_table, titles
 
     with _service(bundle, store, "cpu") as service:
         answer = service.history(user)
@@ -175,7 +175,7 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 def _body(kind: type[Body], **fields: Any) -> Body:
     """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
-    from recserve.misfit import converted
+    from recserve.schemas.misfit import converted
 
     return converted({n: v for n, v in fields.items() if v is not None}, kind)
 
@@ -184,7 +184,7 @@ def _print(answer: Any, as_json: bool, table: Table) -> None:
     import msgspec
     from rich.console import Console
 
-    from recserve.terminal import timing_line
+    from recserve.cli.terminal import timing_line
 
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())

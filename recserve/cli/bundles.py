@@ -32,7 +32,7 @@ def build(
     ] = "error",
 ) -> None:
     """Turn items and events into a bundle: vectors, semantic ids, catalogue."""
-    from recserve.building import BuildOptions, build_bundle
+    from recserve.bundle.building import BuildOptions, build_bundle
 
     options = BuildOptions(
         items=items,
@@ -87,7 +87,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model of the bundle, or one of text; the best checkpoint on validation is kept."""
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
     from recserve.cli.language import train_from_text
     from recserve.training.drafters import train_drafter
     from recserve.training.options import TrainOptions, TrainReport
@@ -153,7 +153,7 @@ def evaluate(
     cutoffs = numbers(k, "--k")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
     from recserve.training.evaluate import Evaluation, evaluate_bundle
     from recserve.training.fidelity import Fidelity, compare_strategies
     from recserve.training.options import TrainOptions
@@ -185,7 +185,7 @@ def evaluate(
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
     """Compare every file of a bundle with its sha256."""
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
     bundle.verify()
@@ -197,7 +197,7 @@ def calibrate(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
 ) -> None:
     """Measure anew what drafts of the trained draft head are worth; training does so by itself."""
-    from recserve.bundle import Bundle
+    from recserve.bundle.bundle import Bundle
     from recserve.training.calibration import recalibrate
     from recserve.training.options import TrainOptions
 
@@ -216,8 +216,8 @@ def export(
     format: Annotated[Literal["hf"], typer.Option(help="A Hugging Face Llama.")] = "hf",
 ) -> None:
     """Write the recommender (trained with --input codes) as a Hugging Face Llama."""
-    from recserve.bundle import Bundle
-    from recserve.exporting import export_llama
+    from recserve.bundle.bundle import Bundle
+    from recserve.bundle.exporting import export_llama
 
     for file in export_llama(Bundle.open(path), out):
         typer.echo(f"{file}: {file.stat().st_size:,} bytes")

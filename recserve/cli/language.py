@@ -20,7 +20,7 @@ def train_from_text(
     Raises BadParameter for a flag that is missing.
     """
     from recserve.models.loading import load_language_model
-    from recserve.text.tokenizer import TextTokenizer
+    from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.corpus import read_texts
     from recserve.training.language_model import BOOKS, DRAFT, encode, train_language_model
     from recserve.training.medusa import train_medusa

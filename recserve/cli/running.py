@@ -19,7 +19,7 @@ def demo(
     once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
 ) -> None:
     """Build, train and serve a small catalogue, and print a slate and a ranking."""
-    from recserve.demo import run_demo
+    from recserve.cli.demo import run_demo
 
     raise typer.Exit(run_demo(data, port, once))
 
@@ -74,8 +74,8 @@ def doctor(
     """What this machine can do and what stands in the way; exit status 1 if something fails."""
     from rich.console import Console
 
-    from recserve.doctor import examine
-    from recserve.terminal import findings_table
+    from recserve.cli.doctor import examine
+    from recserve.cli.terminal import findings_table
 
     findings = examine(bundle, store, llm, tuple(drafter or ()))
     Console().print(findings_table(findings))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie import Trie
-from recserve.kernels.trie_children import LeafBits
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_children import LeafBits
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 NO_ROWS, NOTHING_SAID = np.empty(0, np.int64), np.empty(0, bool)
 

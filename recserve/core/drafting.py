@@ -34,7 +34,7 @@ class Draft:
 class Strategy(Protocol):
     """How a kind of request becomes an answer: a drafter and a verifier over a shared state.
 
-    A state covers several requests that step together. Implementations: engine/strategies/.
+    A state covers several requests that step together. Implementations: search/strategies/.
     One may have `placeholders`, NodeInputs that `tree_room` counts: auxiliary nodes, a chain behind
     the root, computed in the root's own forward; their states are kept beside the cached root.
     """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recserve.kernels.host import on_device
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.models.inputs import NodeInputs
 
 StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]
@@ -163,7 +163,7 @@ class Slate:
     exist.
 
     rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width, with
-    caps to as many of them as were needed (verify/capped.py). rounds: tree forwards of all of them.
+    caps to as many of them as were needed (search/capped.py). rounds: tree forwards of all of them.
     """
 
     rows: np.ndarray

@@ -10,7 +10,7 @@ import numpy as np
 class VectorIndex(Protocol):
     """Unit vectors of I item rows of one catalogue version: of all that may be answered at least.
 
-    Implementations: features/vector_index.py, features/grown_index.py.
+    Implementations: features/vectors/vector_index.py, features/vectors/grown_index.py.
     """
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from recserve.core.request import RecommendRequest
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 
 @dataclass(frozen=True)

@@ -19,22 +19,28 @@ import torch
 
 from recserve.core.drafting import Strategy
 from recserve.core.request import RecommendRequest, Request, Result, RootKeys
-from recserve.core.text import Drafter
-from recserve.core.text_request import Completion, TextRequest
-from recserve.draft.none import NoDrafter
-from recserve.engine.delivery import AnyLane, Cancellations, deliver, fail
-from recserve.engine.destination import destination, in_background
 from recserve.engine.engine_config import EngineConfig as EngineConfig
-from recserve.engine.graphs import cuda_graphs
-from recserve.engine.heads import Heads
-from recserve.engine.invariance import STRATEGIES, invariant_runner
-from recserve.engine.lane import Lane
-from recserve.engine.networks import DecoderTrunk, RankerTrunk
-from recserve.engine.runner import Runner
-from recserve.engine.search_graphs import SearchGraphs, cuda_searches
+from recserve.engine.items.lane import Lane
+from recserve.engine.items.measured_steps import learn_costs
+from recserve.engine.items.search_graphs import SearchGraphs, cuda_searches
+from recserve.engine.runtime.delivery import AnyLane, Cancellations, deliver, fail
+from recserve.engine.runtime.destination import destination, in_background
+from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
+from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
+from recserve.engine.runtime.runner import Runner
+from recserve.engine.runtime.step_lock import StepLock
+from recserve.engine.runtime.waiting import Waiting, admit, line_up
 from recserve.engine.stats import EngineStats, stats_of
-from recserve.engine.step_lock import StepLock
-from recserve.engine.strategies import (
+from recserve.engine.text.graphs import cuda_graphs
+from recserve.engine.text.text_lane import TextLane, TextLimits
+from recserve.kernels.fp8 import pool_dtype
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.models.language_model import LanguageModel
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.search.strategies import (
     RankStrategy,
     SpeculativeStrategy,
     TextScoreStrategy,
@@ -43,14 +49,9 @@ from recserve.engine.strategies import (
     likelihood_strategy,
     recommend_strategies,
 )
-from recserve.engine.text_lane import TextLane, TextLimits
-from recserve.engine.waiting import Waiting, admit, line_up
-from recserve.kernels.fp8 import pool_dtype
-from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.trie_overlay import AnyTrie
-from recserve.models.language_model import LanguageModel
-from recserve.models.ranker import Ranker
-from recserve.models.recommender import Recommender
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.text import Drafter
+from recserve.speculation.text_request import Completion, TextRequest
 
 log = logging.getLogger(__name__)
 
@@ -163,13 +164,11 @@ class Engine:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: AnyTrie) -> None:
-        """Record searches, and learn how fast this machine is over such a catalogue: no request
-        measures anything.
-        """
+        """Record searches and measure what steps cost, so that no request measures anything."""
         self.record(trie)
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
             with self._stepping:
-                strategy.measure(trie)
+                learn_costs(strategy, trie)
 
     def repeats(self, request: RecommendRequest) -> bool:
         """Whether the request would be answered from a draft that was kept, if there were one."""

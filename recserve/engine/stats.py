@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from recserve.engine.delivery import AnyLane
-from recserve.engine.graphs import RecordedStep, StepGraphs
-from recserve.engine.search_graphs import RecordedSearch, SearchGraphs
+from recserve.engine.items.search_graphs import RecordedSearch, SearchGraphs
+from recserve.engine.runtime.delivery import AnyLane
+from recserve.engine.text.graphs import RecordedStep, StepGraphs
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class EngineStats:
     """A look at the engine; pages and prefix tokens are sums over the models.
 
     background: requests that nobody waits for, waiting or running; not part of the others.
-    graph_steps: text steps by what became of them (engine/graphs.py), graph_searches: searches
-    (engine/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name;
+    graph_steps: text steps by what became of them (engine/text/graphs.py), graph_searches: searches
+    (engine/items/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name;
     unrecorded: names of those that were to be made and were not. Empty where nothing is recorded.
     """
 

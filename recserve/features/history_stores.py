@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recserve.features.history import DEFAULT_CAP, MAX_CAP, HistoryStore
+from recserve.features.history.history import DEFAULT_CAP, MAX_CAP, HistoryStore
 
 
 def open_store(
@@ -22,11 +22,11 @@ def open_store(
         raise ValueError(f"cap is {cap}; expected 1..{MAX_CAP}")
     scheme, _, rest = url.partition(":")
     if scheme == "lmdb" and rest:
-        from recserve.features.lmdb_store import LmdbStore
+        from recserve.features.history.lmdb_store import LmdbStore
 
         return LmdbStore(rest, cap=cap, map_size_bytes=map_size_bytes)
     if scheme in ("redis", "rediss", "unix") and rest:
-        from recserve.features.redis_store import RedisStore
+        from recserve.features.history.redis_store import RedisStore
 
         return RedisStore(url, cap=cap, timeout_s=timeout_s)
     raise ValueError(

@@ -18,16 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels import accept_reference, native, products, reference, trie_children
+from recserve.kernels import accept_reference, reference
 from recserve.kernels.accept_reference import DraftProbs, Keys, Walk
-from recserve.kernels.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu import native, products
+from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.fp8 import Stored
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie_children import Allowed, BestChildren, LeafBits
-from recserve.kernels.trie_overlay import AnyTrie
+from recserve.kernels.trie import trie_children
+from recserve.kernels.trie.trie_children import Allowed, BestChildren, LeafBits
+from recserve.kernels.trie.trie_overlay import AnyTrie
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ def tree_attention(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerA
     Where the roots are a table there is the reference alone beside it.
     """
     if in_triton(batch.slots):
-        from recserve.kernels.tree_attention import TritonTreeAttention
+        from recserve.kernels.triton.tree_attention import TritonTreeAttention
 
         return TritonTreeAttention(batch, activation)
     if isinstance(batch.root_slots, RootTable):
@@ -123,7 +125,7 @@ def accept(
     """`accept_reference.accept`."""
     if not in_triton(logits):
         return accept_reference.accept(logits, tree, keys, temperatures, max_depth)
-    from recserve.kernels import accept as kernel
+    from recserve.kernels.triton import accept as kernel
 
     return kernel.accept(logits, tree, keys, temperatures, max_depth)
 
@@ -132,7 +134,7 @@ def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_dept
     """`accept_reference.accept_drawn`."""
     if not in_triton(p):
         return accept_reference.accept_drawn(p, q, tree, keys, max_depth)
-    from recserve.kernels import accept_drawn as kernel
+    from recserve.kernels.triton import accept_drawn as kernel
 
     return kernel.accept_drawn(p, q, tree, keys, max_depth)
 
@@ -143,7 +145,7 @@ def move_paths(
     """`reference.move_paths`."""
     if not in_triton(keys):
         return reference.move_paths(keys, values, sources, targets, lengths)
-    from recserve.kernels import path_move
+    from recserve.kernels.triton import path_move
 
     return path_move.move_paths(keys, values, sources, targets, lengths)
 
@@ -157,7 +159,7 @@ def rope_write(
         return native.rope_write(qkv, cos, sin, slots, keys, values)
     if not in_triton(qkv):
         return reference.rope_write(qkv, cos, sin, slots, keys, values)
-    from recserve.kernels import rope_write as kernel
+    from recserve.kernels.triton import rope_write as kernel
 
     return kernel.rope_write(qkv, cos, sin, slots, keys, values)
 
@@ -181,7 +183,7 @@ def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`reference.grouped_rms_norm`."""
     if not in_triton(x):
         return reference.grouped_rms_norm(x, weight, eps)
-    from recserve.kernels import grouped_rms_norm as kernel
+    from recserve.kernels.triton import grouped_rms_norm as kernel
 
     return kernel.grouped_rms_norm(x, weight, eps)
 
@@ -190,7 +192,7 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     """`reference.head_topk`."""
     if not in_triton(hidden):
         return reference.head_topk(hidden, weight, k)
-    from recserve.kernels import head_topk as kernel
+    from recserve.kernels.triton import head_topk as kernel
 
     return kernel.head_topk(hidden, weight, k)
 
@@ -210,7 +212,7 @@ def best_children(
     options = (normalizers, excluded, allowed)
     if not in_triton(nodes):
         return trie_children.best_children(trie, nodes, log_probs, logits, width, keep, *options)
-    from recserve.kernels import trie_topk
+    from recserve.kernels.triton import trie_topk
 
     return trie_topk.best_children(trie, nodes, log_probs, logits, width, keep, *options)
 
@@ -220,7 +222,7 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
     int32: the row of each leaf.
     """
     if looks_up() and leaf_rows.is_cpu:
-        from recserve.kernels import native_leaves
+        from recserve.kernels.trie import native_leaves
 
         return native_leaves.leaf_bits(rows, leaf_rows)
     every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.native_layers import NativeLayers
+from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.paged_attention import PagedAttention

@@ -1,6 +1,6 @@
 """Weights laid out as the processor's matrix products read them, for serving on a CPU.
 
-The products are those of `kernels/native.py`, whose rows do not know how many there are, or
+The products are those of `kernels/cpu/native.py`, whose rows do not know how many there are, or
 oneDNN's, whichever is faster here. oneDNN has an arithmetic of its own for a single row over long
 sums; `keep_rows_alike` turns that off.
 """
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from recserve.kernels import dispatch, native
-from recserve.kernels.choice import MARGIN
-from recserve.kernels.native import LANES, Panels
-from recserve.kernels.native_layers import LayerShape, LayerWeights, NativeLayers
-from recserve.kernels.products import OneDnnWeight, onednn_packs
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import native
+from recserve.kernels.cpu.choice import MARGIN
+from recserve.kernels.cpu.native import LANES, Panels
+from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
+from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import Decoder, DecoderLayer
 from recserve.models.language_model import LanguageModel

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.kernels import dispatch
-from recserve.kernels.cpu_attention import CpuTreeAttention
-from recserve.kernels.cpu_plan import Form
+from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
+from recserve.kernels.cpu.cpu_plan import Form
+from recserve.kernels.cpu.native_layers import NativeLayers
 from recserve.kernels.fp8_attention import attention_to
-from recserve.kernels.native_layers import NativeLayers
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.models.rope import Rope

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.native_search import LevelCodes, NativeSearch
+from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
 from recserve.models.decoder import Decoder
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads

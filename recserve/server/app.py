@@ -37,7 +37,7 @@ from recserve.service import Service
 from recserve.service.loading import resolve_device
 from recserve.service.served import Served
 from recserve.service.service import SCORERS, STRATEGIES
-from recserve.service.text_loading import TextSettings, load_text
+from recserve.service.text.text_loading import TextSettings, load_text
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages_text import ChatBody, CompletionBody, TextBody
+from recserve.schemas.text import ChatBody, CompletionBody, TextBody
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.trace import trace_of
-from recserve.service.text import TextWork
-from recserve.service.text_stream import Listener, Piece
+from recserve.service.text.text import TextWork
+from recserve.service.text.text_stream import Listener, Piece
 
 BODY = msgspec.json.Decoder(CompletionBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)

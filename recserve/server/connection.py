@@ -1,7 +1,6 @@
 """uvicorn's HTTP connection, with limits on the size and the time of requests.
 
-uvicorn itself accepts headers of any size, queues any number of pipelined requests and waits for
-an unfinished request without a limit.
+uvicorn itself limits neither headers, nor pipelined requests, nor the time that either takes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
@@ -33,8 +32,7 @@ from recserve.server.unread_answer import limit_unread_answer
 from recserve.server.upload import SCOPE_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
-# A connection that is closed with unread bytes is reset, and the client may lose the answer. So
-# the bytes of a refused client are read and dropped for this long.
+# What a refused client still sends is dropped for this long; closing at once could lose the answer.
 LINGER_S = 1.0
 
 
@@ -61,6 +59,7 @@ class Connection(HttpToolsProtocol):
         self._part = Part.HEADERS
         self._begun = False
         self._unread = b""
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._header_count = HeaderCount(limits)
         self._timer = RequestTimer(self.loop, limits)
         self._upload = Upload()
@@ -85,6 +84,9 @@ class Connection(HttpToolsProtocol):
         if self._linger is not None:
             self._linger.cancel()
         self._unset_keepalive_if_required()
+        if self._running is not None:  # uvicorn tells the latest request alone
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -122,6 +124,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
+        self._running = self._running or self.cycle
         self._part = Part.BODY
 
     def on_body(self, body: bytes) -> None:
@@ -140,12 +143,13 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The application has answered the oldest request."""
+        self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self._unread or self._part is not Part.NOTHING:
             self._unset_keepalive_if_required()
-        if self._refusal is not None and not self._answering():
+        if self._refusal is not None and self._running is None:
             self._send_refusal(self._refusal)
         else:
             self._parse()
@@ -162,17 +166,17 @@ class Connection(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Runs the timer while the server waits for the client, and stops it otherwise."""
-        waits = bool(self.pipeline) if self._part is Part.BODY else self._answering()
+        waits = bool(self.pipeline) if self._part is Part.BODY else self._running is not None
         free = self._refusal is not None or waits
         part = Part.NOTHING if free else self._part
         self._timer.watch(self._number, part, self._late)
 
     def _late(self) -> None:
-        if not self._begun:
+        if self._begun:
+            part, limit_s = self._part.value, self._timer.seconds[self._part]
+            self._refuse(RequestTimeout(f"the {part} did not arrive within {limit_s:g} s"))
+        else:
             self.transport.close()
-            return
-        limit_s = self._timer.seconds[self._part]
-        self._refuse(RequestTimeout(f"the {self._part.value} did not arrive within {limit_s:g} s"))
 
     def _parse(self) -> None:
         """Feeds the parser until nothing is left, a request is queued or one is refused."""
@@ -217,7 +221,7 @@ class Connection(HttpToolsProtocol):
         self._timer.stop()
         if self._part is Part.BODY:
             self._end_body(error)
-        elif not self._answering():
+        elif self._running is None:
             self._send_refusal(error)
 
     def _end_body(self, error: Exception) -> None:
@@ -239,10 +243,6 @@ class Connection(HttpToolsProtocol):
     def _write_refusal(self, error: Exception) -> None:
         self.metrics.failure(row_of(error).reason)
         self.transport.write(refusal_bytes(error, self.server_state.default_headers))
-
-    def _answering(self) -> bool:
-        """Returns whether the headers of an unanswered request are complete."""
-        return self.cycle is not None and not self.cycle.response_complete
 
 
 def connection_class(limits: ConnectionLimits, metrics: Metrics) -> type[asyncio.Protocol]:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from recserve.messages import InvalidRequest
-from recserve.misfit import misfit
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.misfit import misfit
 
 T = TypeVar("T")
 

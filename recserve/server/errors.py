@@ -10,11 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.core.text import UnfitDraft
-from recserve.engine.lane import RequestTooLarge
-from recserve.features.history import CorruptHistory, StoreUnavailable
-from recserve.features.item_journal import JournalError
-from recserve.messages import ErrorAnswer, ErrorDetail, InvalidRequest
+from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.features.catalog.item_journal import JournalError
+from recserve.features.history.history import CorruptHistory, StoreUnavailable
+from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
 from recserve.service.errors import (
     ContextExceeded,
@@ -23,6 +22,7 @@ from recserve.service.errors import (
     UnknownModel,
     UnknownVersion,
 )
+from recserve.speculation.text import UnfitDraft
 
 
 class BodyTooLarge(ValueError):

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages import MAX_ID_LENGTH, InvalidRequest
-from recserve.messages_events import EventsBody
+from recserve.schemas.events import EventsBody
+from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.exchange import Exchange, json_response
 from recserve.server.user_routes import HistoryRoute, UserRoute
 

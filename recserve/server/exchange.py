@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded
-from recserve.messages import MAX_TIMEOUT_MS, InvalidRequest
-from recserve.messages_text import MAX_TEXT_TIMEOUT_MS
 from recserve.metrics import Metrics
+from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
+from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.server.decoding import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.trace import Trace, trace_of

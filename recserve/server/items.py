@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages import ItemsBody, RollbackBody
+from recserve.schemas.items import ItemsBody, RollbackBody
 from recserve.server.exchange import Exchange, json_response
 
 ITEMS = msgspec.json.Decoder(ItemsBody)

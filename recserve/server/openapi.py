@@ -11,10 +11,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from recserve import messages as m
-from recserve import messages_events as e
-from recserve import messages_scoring as s
-from recserve import messages_text as t
+from recserve.schemas import events as e
+from recserve.schemas import items as m
+from recserve.schemas import scoring as s
+from recserve.schemas import text as t
 
 BODIES = {
     "recommend": m.RecommendBody,

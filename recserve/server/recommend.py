@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages import RecommendBody
+from recserve.schemas.items import RecommendBody
 from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
 from recserve.server.trace import trace_of
 

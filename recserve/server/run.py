@@ -92,6 +92,8 @@ def serve(config: ServerConfig) -> int:
     show_log()
     app = create_app(config)
     worker: Worker = app.state.worker
-    server = DrainingServer(uvicorn_config(app, config), worker, config.drain_delay_s)
-    asyncio.run(server.serve())
+    settings = uvicorn_config(app, config)
+    # uvloop where it is installed; plain asyncio.run would ignore that setting.
+    with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
+        runner.run(DrainingServer(settings, worker, config.drain_delay_s).serve())
     return 1 if worker.failure is not None else 0

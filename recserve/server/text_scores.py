@@ -10,10 +10,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.messages_scoring import GenerativeScoringBody, RerankBody
+from recserve.schemas.scoring import GenerativeScoringBody, RerankBody
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.trace import trace_of
-from recserve.service.text_scores import ScoreWork
+from recserve.service.text.text_scores import ScoreWork
 
 RERANK_BODY = msgspec.json.Decoder(RerankBody)
 SCORING_BODY = msgspec.json.Decoder(GenerativeScoringBody)

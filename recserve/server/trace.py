@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from recserve.messages import REQUEST_ID, InvalidRequest, TimingMs
+from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
 
 HEADER = "x-request-id"
 _SHAPE = re.compile(REQUEST_ID.pattern or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recserve.messages import InvalidRequest
+from recserve.schemas.items import InvalidRequest
 
 
 class UnknownItem(LookupError):

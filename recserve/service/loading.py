@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from recserve.bundle import ITEM_GRAPH, Bundle
-from recserve.engine.heads import Heads
-from recserve.features.grown_index import GrownIndex
-from recserve.features.item_graph import ItemLinks
-from recserve.features.vector_index import FaissIndex
-from recserve.kernels.item_graph import ItemGraph
+from recserve.bundle.bundle import ITEM_GRAPH, Bundle
+from recserve.features.vectors.grown_index import GrownIndex
+from recserve.features.vectors.item_graph import ItemLinks
+from recserve.features.vectors.vector_index import FaissIndex
+from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import item_vectors, load_retriever
 from recserve.models.drafters.nezha import load_self_draft
@@ -23,7 +22,8 @@ from recserve.models.loading import DTYPES
 from recserve.models.packing import fastest_dtype
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.service.snapshot import Snapshot
+from recserve.search.heads import Heads
+from recserve.service.catalog.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

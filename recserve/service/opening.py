@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history_stores import open_store
-from recserve.features.item_journal import ItemJournal
-from recserve.service.attribution import Signer
-from recserve.service.histories import Histories
-from recserve.service.incoming import import_events
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import Histories
+from recserve.service.history.incoming import import_events
 from recserve.service.loading import (
     Device,
     DTypeName,
@@ -23,9 +23,9 @@ from recserve.service.loading import (
     load_models,
     resolve_device,
 )
+from recserve.service.recommend.attribution import Signer
 from recserve.service.runtime import Runtime
-from recserve.service.snapshot import Snapshot
-from recserve.service.text_loading import LoadedText
+from recserve.service.text.text_loading import LoadedText
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from recserve.core.request import Timing
 from recserve.engine.engine import Engine
 from recserve.engine.stats import EngineStats
-from recserve.messages import UserRef
 from recserve.metrics import Gauges
-from recserve.service.attribution import Signer
-from recserve.service.histories import Histories
-from recserve.service.shadow import Shadow
-from recserve.service.snapshot import Snapshot
+from recserve.schemas.items import UserRef
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import Histories
+from recserve.service.recommend.attribution import Signer
+from recserve.service.recommend.shadow import Shadow
 from recserve.service.work import Stopwatch
 
 log = logging.getLogger(__name__)

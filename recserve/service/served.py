@@ -10,9 +10,9 @@ from recserve.metrics import Gauges
 from recserve.service.errors import UnknownModel
 from recserve.service.runtime import gauges_of
 from recserve.service.service import Service
-from recserve.service.text import Texts
-from recserve.service.text_loading import LoadedText
-from recserve.service.text_model import TextModel
+from recserve.service.text.text import Texts
+from recserve.service.text.text_loading import LoadedText
+from recserve.service.text.text_model import TextModel
 
 
 class Served:

@@ -20,13 +20,15 @@ import numpy as np
 import pyarrow.parquet as pq
 from msgspec import structs
 
-from recserve.bundle import EVENTS, Bundle
+from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
 from recserve.engine.engine import EngineConfig
-from recserve.features.item_journal import ItemJournal
-from recserve.features.live_ranking import LiveRanking
-from recserve.features.ranking_tables import RankingTables
-from recserve.messages import (
+from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.metrics import Gauges
+from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
+from recserve.schemas.items import (
     HiddenAnswer,
     ItemAnswer,
     ItemsAnswer,
@@ -39,21 +41,19 @@ from recserve.messages import (
     RollbackAnswer,
     RollbackBody,
 )
-from recserve.messages_events import EventsAnswer, EventsBody, HistoryAnswer
-from recserve.metrics import Gauges
+from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.histories import Rewritten
-from recserve.service.live_items import LiveItems
+from recserve.service.history.histories import Rewritten
 from recserve.service.loading import Device, DTypeName, Models
 from recserve.service.opening import open_parts
-from recserve.service.rank import Rankings
-from recserve.service.recommend import POPULAR, Recommendations
-from recserve.service.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.rank import Rankings
+from recserve.service.recommend.recommend import POPULAR, Recommendations
+from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.scorers import LikelihoodScorer, RankerScorer, Scorer
+from recserve.service.recommend.shadow import Shadow
+from recserve.service.recommend.warming import Warming
 from recserve.service.runtime import Runtime
-from recserve.service.scorers import LikelihoodScorer, RankerScorer, Scorer
-from recserve.service.shadow import Shadow
-from recserve.service.text_loading import LoadedText
-from recserve.service.warming import Warming
+from recserve.service.text.text_loading import LoadedText
 from recserve.service.work import Work, failed
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from recserve.core.request import Result, Timing
-from recserve.messages import TimingMs
+from recserve.schemas.items import TimingMs
 
 A = TypeVar("A")
 

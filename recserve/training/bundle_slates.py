@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from recserve.bundle import Bundle, BundleError
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import build_trie
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.recommender import load_recommender
 from recserve.service.loading import graph_of_links, item_index, load_heads, load_item_graph
 from recserve.training.item_graph import links_of

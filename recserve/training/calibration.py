@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recserve.bundle import Bundle, BundleError
-from recserve.engine.heads import Heads
-from recserve.engine.strategies.speculative import SpeculativeStrategy
-from recserve.kernels.trie import Trie
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.training.cases import Cases
 from recserve.training.frozen import FrozenRecommender
 from recserve.training.slates import SlateOptions, Slates

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from recserve.features.events import EventLog
+from recserve.features.tables.events import EventLog
 
 Ints = NDArray[np.int64]
 

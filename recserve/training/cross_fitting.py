@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from recserve.features.events import EventLog
-from recserve.features.vectors import collaborative_vectors, join_vectors, unit
+from recserve.features.tables.events import EventLog
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, unit
 
 NUM_FOLDS = 4
 

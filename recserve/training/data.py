@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.recommender import BOS, RecommenderConfig
 
 Ints = NDArray[np.int64]

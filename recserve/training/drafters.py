@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.bundle import Bundle, BundleError
-from recserve.engine.heads import Heads
-from recserve.kernels.trie import Trie
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head
 from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
 from recserve.training.calibration import calibrate
 from recserve.training.cases import Cases
 from recserve.training.data import HistoryTrees

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.sasrec import load_sasrec
 from recserve.training.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.cases import Cases as Cases

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.core.request import Slate
 from recserve.training.bundle_slates import BundleSlates
 from recserve.training.cases import Cases, leave_one_out_cases

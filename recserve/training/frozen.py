@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recserve.bundle import Bundle, BundleError
-from recserve.features.events import EventLog
-from recserve.kernels.trie import Trie, build_trie
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.features.tables.events import EventLog
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.training.cases import Cases, leave_one_out_cases
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.features.encoding import root_tokens
-from recserve.features.events import EventLog
+from recserve.features.tables.encoding import root_tokens
+from recserve.features.tables.events import EventLog
 from recserve.models.recommender import RecommenderConfig
 from recserve.training.data import bucketed, windows
 

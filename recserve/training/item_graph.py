@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.bundle import ITEM_GRAPH
-from recserve.features.item_graph import ItemLinks, link_items
+from recserve.bundle.bundle import ITEM_GRAPH
+from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.models.recommender import Recommender
 
 # Below this a search costs more than it saves: docs/parallel.md has the times.

@@ -21,7 +21,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
-from recserve.text.training import Tokenizer, train_tokenizer
+from recserve.tokenizer.training import Tokenizer, train_tokenizer
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule

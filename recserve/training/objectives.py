@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import BOS, Recommender
 from recserve.training.data import TreeBatch

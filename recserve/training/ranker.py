@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from recserve.bundle import Bundle
-from recserve.features.event_features import EVENT_COLUMNS, PROFILE_COLUMNS
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable
-from recserve.features.ranking import LONG, RECENT, dense_names, max_root_rows
-from recserve.features.ranking_tables import RankingTables
+from recserve.bundle.bundle import Bundle
+from recserve.features.ranking.event_features import EVENT_COLUMNS, PROFILE_COLUMNS
+from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_root_rows
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
 from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.loop import StepLoss, fit

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.features.ranking import Columns, RankingRoot, visible_rows
+from recserve.features.ranking.ranking import Columns, RankingRoot, visible_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
 

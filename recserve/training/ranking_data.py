@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recserve.features.cross_features import Contexts, UserSide, cross_features
-from recserve.features.event_features import UserEvents, moment_features
-from recserve.features.events import EventLog
-from recserve.features.ranking import (
+from recserve.features.ranking.cross_features import Contexts, UserSide, cross_features
+from recserve.features.ranking.event_features import UserEvents, moment_features
+from recserve.features.ranking.ranking import (
     Columns,
     RankingRoot,
     candidate_columns,
@@ -23,7 +22,8 @@ from recserve.features.ranking import (
     root_columns,
     window_columns,
 )
-from recserve.features.ranking_tables import RankingTables, unit_rows
+from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
+from recserve.features.tables.events import EventLog
 from recserve.training.ranking_batch import RankingBatch, pack
 
 POPULAR_SHARE = 0.5

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.features.events import EventLog
-from recserve.features.ranking import dense_names
-from recserve.features.ranking_tables import RankingSettings, RankingTables
+from recserve.features.ranking.ranking import dense_names
+from recserve.features.ranking.ranking_tables import RankingSettings, RankingTables
+from recserve.features.tables.events import EventLog
 from recserve.models.attention import DenseSiluAttention
 from recserve.models.ranker import Ranker
 from recserve.training.metrics import auc, gauc

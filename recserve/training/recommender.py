@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.bundle import Bundle
-from recserve.features.catalog import Catalog
-from recserve.features.events import EventLog
-from recserve.kernels.trie import Trie, build_trie
+from recserve.bundle.bundle import Bundle
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.events import EventLog
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.training.cases import leave_one_out_cases

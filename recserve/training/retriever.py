@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle import Bundle
-from recserve.engine.heads import Heads
-from recserve.features.count_min import CountMinSketch
-from recserve.features.vector_index import FaissIndex
+from recserve.bundle.bundle import Bundle
+from recserve.features.tables.count_min import CountMinSketch
+from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
     DenseRetriever,
@@ -33,6 +32,7 @@ from recserve.models.dense_retriever import (
     save_retriever,
 )
 from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
 from recserve.training.frozen import FrozenRecommender
 from recserve.training.futures import FutureBatch, Futures
 from recserve.training.loop import StepLoss, fit

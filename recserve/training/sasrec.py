@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.bundle import Bundle
-from recserve.features.catalog import Catalog
-from recserve.features.events import EventLog
+from recserve.bundle.bundle import Bundle
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.events import EventLog
 from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec
 from recserve.training.cases import Cases, leave_one_out_cases
 from recserve.training.data import bucketed, windows

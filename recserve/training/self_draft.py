@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie import Trie
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender

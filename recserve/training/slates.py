@@ -13,14 +13,14 @@ from torch import Tensor
 from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate, StrategyName
 from recserve.core.retrieval import VectorIndex
 from recserve.engine.engine import Engine
-from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens, window_start
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import Trie
+from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.models.sasrec import SasRec
+from recserve.search.heads import Heads
 from recserve.training.cases import Cases
 
 Ints = NDArray[np.int64]

@@ -10,9 +10,9 @@ import pytest
 from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
 from recserve.batch.job import Job, OutputExists, check, run
 from recserve.batch.together import together
-from recserve.features.history import StoreUnavailable
-from recserve.features.parquet import SchemaError
-from recserve.messages import (
+from recserve.features.history.history import StoreUnavailable
+from recserve.features.tables.parquet import SchemaError
+from recserve.schemas.items import (
     InvalidRequest,
     RecommendAnswer,
     RecommendBody,

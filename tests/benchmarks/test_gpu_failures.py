@@ -14,8 +14,8 @@ from attention_rows import FLEX_SHAPES
 from failures import attempted, complaints, once
 from timing import Deadline
 
-from recserve.engine.graphs import StepGraphs
-from recserve.engine.search_graphs import SearchGraphs
+from recserve.engine.items.search_graphs import SearchGraphs
+from recserve.engine.text.graphs import StepGraphs
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import speculation
 import torch
 from typer.testing import CliRunner
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from tests.support.tiny_bundle import tiny_bundle
 

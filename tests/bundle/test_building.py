@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.building import BuildOptions, BuildReport, build_bundle
-from recserve.bundle import Bundle, BundleError
-from recserve.features.parquet import BadRowError
+from recserve.bundle.building import BuildOptions, BuildReport, build_bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
+from recserve.features.tables.parquet import BadRowError
 
 
 @pytest.fixture(scope="module")

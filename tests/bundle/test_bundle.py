@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import FORMAT, UNTRAINED, Bundle, BundleError, FileEntry, Manifest
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import FORMAT, UNTRAINED, Bundle, BundleError, FileEntry, Manifest
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 
 

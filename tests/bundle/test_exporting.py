@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from recserve import exporting
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle import exporting
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.exporting import export_llama
 from recserve.cli.app import app
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine
-from recserve.exporting import export_llama
-from recserve.features.encoding import root_tokens
-from recserve.kernels.trie import build_trie
+from recserve.features.tables.encoding import root_tokens
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import (

@@ -14,10 +14,10 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from recserve import demo
-from recserve.bundle import Bundle
-from recserve.features.parquet import SchemaError
+from recserve.bundle.bundle import Bundle
+from recserve.cli import demo
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.features.tables.parquet import SchemaError
 from tests.support.redis_server import free_port
 
 
@@ -118,7 +118,7 @@ def test_a_taken_port_moves_to_the_next():
 SCRIPT = """
 import sys
 from pathlib import Path
-from recserve import demo
+from recserve.cli import demo
 demo.cache_folder = lambda: Path(sys.argv[1])
 demo.fingerprint = lambda data: sys.argv[2]
 raise SystemExit(demo.run_demo(None, int(sys.argv[3]), once=False))

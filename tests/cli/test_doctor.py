@@ -2,9 +2,10 @@
 
 import pytest
 
-from recserve import doctor
-from recserve.kernels import cpu_attention, dispatch, products
-from recserve.kernels.choice import Choice
+from recserve.cli import doctor
+from recserve.kernels import dispatch
+from recserve.kernels.cpu import cpu_attention, products
+from recserve.kernels.cpu.choice import Choice
 
 
 def test_this_machine_passes():

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems, packed_rows
-from recserve.core.filtering import leaf_filter
 from recserve.core.request import LikelihoodRequest, RecommendRequest
-from recserve.core.request_filters import RequestFilters
 from recserve.kernels import dispatch
-from recserve.kernels.leaf_filter import LeafFilter
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_children import _remaining
-from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import _remaining
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.search.filtering import leaf_filter
+from recserve.search.request_filters import RequestFilters
 from tests.support.recommenders import draw_root
 from tests.support.tries import SHAPES, Changed, engine_of
 

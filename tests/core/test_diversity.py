@@ -13,7 +13,7 @@ from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
+from recserve.search.heads import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.listed_groups import ListedGroups
@@ -178,7 +178,7 @@ def test_company_does_not_matter(world, strategy):
 
 def test_one_search_where_the_first_is_enough(world, monkeypatch):
     """Caps that bind nothing, and requests without any, take no round more."""
-    monkeypatch.setattr("recserve.verify.capped.still_open", None)
+    monkeypatch.setattr("recserve.search.capped.still_open", None)
     for seed in range(6):
         free = world.drawn(seed, caps=())
         loose = replace(free, caps=(Cap(PrefixGroups(world.trie, 0), 1000),))
@@ -219,7 +219,7 @@ def test_thirty_prefixes_of_their_own():
 
 
 def test_a_deadline_ends_the_searches(world, monkeypatch):
-    monkeypatch.setattr("recserve.engine.lane.expired", lambda request: True)
+    monkeypatch.setattr("recserve.engine.items.lane.expired", lambda request: True)
     requests = [world.drawn(seed) for seed in range(12)]
     futures = [world.engine.submit(request) for request in requests]
     while world.engine.step():

@@ -7,7 +7,7 @@ import torch
 
 from recserve.core.request import RecommendRequest, Root
 from recserve.core.root_notes import KeptDraft
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 
 TRIE = build_trie(torch.cartesian_prod(torch.arange(4), torch.arange(4)), (4, 4))

@@ -20,14 +20,14 @@ from recserve.core.request import (
 )
 from recserve.engine import engine as engine_module
 from recserve.engine.engine import EngineConfig
-from recserve.engine.heads import Heads
-from recserve.engine.lane import RequestTooLarge
-from recserve.kernels.trie import Trie
+from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

@@ -9,18 +9,18 @@ import torch
 
 from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.graphs import GraphLimits, StepGraphs
-from recserve.engine.heads import Heads
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
-from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
-from recserve.messages_events import EventBody, EventsBody
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
+from recserve.search.heads import Heads
 from recserve.server.app import load
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
-from recserve.engine import invariance
 from recserve.engine.engine import Engine
-from recserve.engine.heads import Heads
-from recserve.engine.invariance import NotInvariant
+from recserve.engine.runtime import invariance
+from recserve.engine.runtime.invariance import NotInvariant
 from recserve.kernels import dispatch
-from recserve.kernels.exact_attention import ExactTreeAttention
-from recserve.messages import Candidate, RankBody, RecommendBody, UserRef
-from recserve.messages_events import EventBody, EventsBody
+from recserve.kernels.cpu.exact_attention import ExactTreeAttention
 from recserve.models.packing import PackedLinear, packable
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
+from recserve.search.heads import Heads
 from recserve.service import Service
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

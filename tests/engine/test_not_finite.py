@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.engine.fixed_search import SearchShape
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import GraphLimits, StepGraphs
-from recserve.engine.search_graphs import SearchGraphs, SearchLimits
-from recserve.engine.search_scorers import TargetScorer
-from recserve.engine.text_lane import TextLane
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.items.search_scorers import TargetScorer
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.device_worlds import ranking, recommending, text_scores
 from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
@@ -151,7 +151,7 @@ def test_a_root_that_is_not_finite(world, strategy, which, value):
 @pytest.mark.parametrize("which", [0, 2])
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
-    monkeypatch.setattr("recserve.verify.threshold.LIFT", 1e9)  # specgr goes on to its beams
+    monkeypatch.setattr("recserve.search.threshold.LIFT", 1e9)  # specgr goes on to its beams
     lane = world.engine._lanes["recommender"]
     assert_one_fails(world.engine, lane, asked(world, strategy), which, 1)
 
@@ -271,7 +271,7 @@ def plain_kernels(monkeypatch):
 )
 def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypatch):
     strategy, forward = asked_for
-    monkeypatch.setattr("recserve.verify.threshold.LIFT", 1e9)
+    monkeypatch.setattr("recserve.search.threshold.LIFT", 1e9)
     with PretendCuda():
         world = recommending("cuda")
         lane = world.engine._lanes["recommender"]

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from recserve.core.request import RootKeys
-from recserve.engine.pages import OutOfPages, PageAllocator
-from recserve.engine.prefix_cache import PrefixCache
+from recserve.engine.runtime.pages import OutOfPages, PageAllocator
+from recserve.engine.runtime.prefix_cache import PrefixCache
 
 SIZE = 4
 TAIL = torch.zeros(1)

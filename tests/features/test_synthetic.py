@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable, read_items
 from recserve.features.synthetic import TOPICS, SyntheticOptions, write_synthetic
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
 
 
 @pytest.fixture(scope="module")

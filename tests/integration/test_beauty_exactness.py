@@ -14,16 +14,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.features.encoding import root_tokens
-from recserve.kernels.trie import build_trie
+from recserve.features.tables.encoding import root_tokens
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import load_recommender
+from recserve.search.heads import Heads
 from recserve.training.cases import leave_one_out_cases
 from recserve.training.drafters import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions

@@ -10,7 +10,7 @@ import torch
 
 from recserve.service import Service
 from recserve.service.served import Served
-from recserve.service.text_loading import TextSettings, load_text
+from recserve.service.text.text_loading import TextSettings, load_text
 from tests.support.live_server import live
 from tests.support.paths import ROOT, reference
 from tests.support.tiny_bundle import shared_bundle

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from recserve.core.request import RecommendRequest
-from recserve.core.text_request import Completion, SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
+from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recserve.kernels import dispatch, reference
-from recserve.kernels.exact_attention import ExactTreeAttention
+from recserve.kernels.cpu.exact_attention import ExactTreeAttention
 from recserve.kernels.fp8 import FP8, Fp8, parts, put
 from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, KVShape

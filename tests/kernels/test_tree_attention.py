@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from recserve.kernels import cpu_attention, cpu_plan, reference
-from recserve.kernels.cpu_attention import CpuTreeAttention
+from recserve.kernels import reference
+from recserve.kernels.cpu import cpu_attention, cpu_plan
+from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.tree import chain

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from recserve.core.text import Budget
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.rank_tree import best_tree, rank_tree
-from recserve.draft.text_drafters import DrafterWeights, build_drafter
 from recserve.models.drafters.medusa import MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies, load_medusa, save_medusa
 from recserve.models.loading import UnsupportedModel
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.rank_tree import best_tree, rank_tree
+from recserve.speculation.drafters.text_drafters import DrafterWeights, build_drafter
+from recserve.speculation.text import Budget
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.paths import ROOT
 from tests.support.text_loop import tiny_model

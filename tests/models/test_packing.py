@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.core.text_request import SamplingParams, TextRequest
 from recserve.engine.engine import Engine
 from recserve.kernels import dispatch
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights, packable
+from recserve.speculation.text_request import SamplingParams, TextRequest
 from tests.support.text_plain import drawn_model
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.models.dense_retriever import (
     DenseRetriever,
     RetrieverConfig,

@@ -15,46 +15,34 @@ PACKAGE = ROOT / "recserve"
 MAX_LINES = 350
 
 TENSORS = {"kernels", "models"}
-STEP = TENSORS | {"core", "draft", "verify", "engine"}
-DATA = {"features", "models", "kernels"}
-MESSAGES = {"messages", "messages_events", "messages_text", "messages_scoring", "misfit"}
-SERVICE = STEP | DATA | {"text", "bundle", "metrics"} | MESSAGES
+DECODING = TENSORS | {"core", "search", "speculation"}
+STEP = DECODING | {"engine"}
+SERVICE = STEP | {"features", "tokenizer", "schemas", "bundle", "metrics"}
 TOP = SERVICE | {"service", "config"}
 
 # room -> rooms it may import besides itself. A room is a folder or a file directly under recserve/.
 MAY_IMPORT = {
     "kernels": set(),
     "features": set(),
-    "text": set(),
-    "messages": set(),
-    "messages_events": {"messages"},
-    "messages_text": {"messages"},
-    "messages_scoring": {"messages", "messages_text"},
-    "misfit": {"messages"},
+    "tokenizer": set(),
+    "schemas": set(),
     "metrics": set(),
     "config": set(),
-    "new_folder": set(),
+    "messages": {"schemas"},  # deprecated names
     "models": {"kernels"},
     "core": TENSORS,
-    "draft": TENSORS | {"core"},
-    # One way between the two neighbours: a verifier reads the draft that it verifies.
-    "verify": TENSORS | {"core", "draft"},
-    "engine": STEP,
-    "bundle": DATA,
-    "building": DATA | {"bundle", "new_folder"},
-    "exporting": DATA | {"bundle", "new_folder"},
+    # How items are found and how text is drafted know nothing of each other, nor of the engine.
+    "search": TENSORS | {"core"},
+    "speculation": TENSORS | {"core"},
+    "engine": DECODING,
+    "bundle": TENSORS | {"features"},
     "service": SERVICE,
     "training": TOP,
     "server": TOP,
-    "batch": TOP | {"new_folder"},
-    "doctor": TOP,
-    "terminal": {"messages", "messages_events", "doctor", "batch"},
-    "demo": TOP | {"building", "new_folder", "training", "server", "terminal"},
-    "cli": TOP
-    | {"building", "training", "server", "batch"}
-    | {"demo", "doctor", "exporting", "terminal"},
+    "batch": TOP,
+    "cli": TOP | {"training", "server", "batch"},
     "__main__": {"cli"},
-    "__init__": TOP | {"building"},
+    "__init__": TOP,
 }
 
 # Third-party packages that one room (or one file) owns.
@@ -62,11 +50,11 @@ OWNERS = {
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
-    "redis": {"features/redis_store.py"},
-    "lmdb": {"features/lmdb_store.py"},
+    "redis": {"features/history/redis_store.py"},
+    "lmdb": {"features/history/lmdb_store.py"},
     "faiss": {"features"},
-    "tokenizers": {"text"},
-    "jinja2": {"text"},
+    "tokenizers": {"tokenizer"},
+    "jinja2": {"tokenizer"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -172,9 +160,11 @@ def test_the_order_has_no_circle():
     ("path", "source"),
     [
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
-        ("features/events.py", "import torch"),
-        ("draft/beam.py", "from recserve.verify.beam import begin"),
-        ("features/events.py", "def f():\n    from recserve.bundle import Bundle"),
+        ("features/tables/events.py", "import torch"),
+        ("search/propose.py", "from recserve.engine.engine import Engine"),
+        ("search/verify.py", "from recserve.speculation.text import Drafter"),
+        ("speculation/drafters/ngram.py", "from recserve.search.beams import Beams"),
+        ("features/tables/events.py", "def f():\n    from recserve.bundle.bundle import Bundle"),
         ("engine/engine.py", "import msgspec"),
         ("service.py", "from recserve import server"),
         ("service.py", "import redis.asyncio"),
@@ -195,10 +185,10 @@ def test_a_wrong_import_is_found(path, source):
     ("path", "source"),
     [
         ("kernels/tree.py", "import torch, math, numpy\nfrom dataclasses import dataclass"),
-        ("engine/engine.py", "from recserve.draft.beam import BeamDrafter"),
-        ("features/redis_store.py", "import redis"),
+        ("engine/engine.py", "from recserve.search.propose import BeamDrafter"),
+        ("features/history/redis_store.py", "import redis"),
         ("cli.py", "def serve():\n    from recserve.server.app import create_app"),
-        ("service.py", "from recserve.bundle import Bundle\nimport msgspec"),
+        ("service.py", "from recserve.bundle.bundle import Bundle\nimport msgspec"),
     ],
 )
 def test_a_right_import_is_not_found(path, source):

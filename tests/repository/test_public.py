@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import recserve
+from recserve.schemas import items
 
 
 def test_every_public_name_is_there_and_sorted():
@@ -14,6 +15,14 @@ def test_every_public_name_is_there_and_sorted():
         assert getattr(recserve, name) is not None
     with pytest.raises(AttributeError, match="public names"):
         recserve.nothing  # noqa: B018
+
+
+def test_old_names_of_messages_work_and_say_where_they_are_now():
+    with pytest.warns(DeprecationWarning, match=r"recserve\.schemas\.items\.UserRef"):
+        from recserve.messages import UserRef
+    assert UserRef is items.UserRef
+    with pytest.raises(ImportError, match="nothing"):
+        from recserve.messages import nothing  # noqa: F401
 
 
 def test_the_package_alone_imports_no_torch():

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.slow
 
 IN_THE_WHEEL = """
 import pathlib, recserve, sys
-from recserve.kernels import native
+from recserve.kernels.cpu import native_library as library, native
 home = pathlib.Path(recserve.__file__).parent
 assert home.is_relative_to(sys.argv[1]), home
 assert (home / "py.typed").is_file()
 assert "<title>" in (home / "server" / "playground" / "index.html").read_text()
-print(native.find_compiler() is None or native.library() is not None)
+print(library.find_compiler() is None or native.library() is not None)
 """
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from recserve.messages_scoring import RerankBody
+from recserve.schemas.scoring import RerankBody
 from recserve.server.decoding import MalformedBody, decode
 from recserve.server.errors import row_of
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from recserve.draft.none import NoDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service
 from recserve.service.served import Served
-from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.service.text.text_model import TextModel
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.scripted_text import VOCABULARY, byte_tokenizer
 from tests.support.tiny_bundle import shared_bundle

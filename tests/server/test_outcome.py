@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.service import Service
 from tests.support.live_server import live

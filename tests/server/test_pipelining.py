@@ -1,7 +1,7 @@
 """Pipelined requests are all answered, and only a bounded number of them is queued."""
 
 import asyncio
-import socket
+import time
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ from recserve.metrics import Metrics
 from recserve.server.connection import SLICE_BYTES, Connection
 from recserve.server.connection_limits import ConnectionLimits
 from tests.support.live_server import live
-from tests.support.raw_http import Wire
+from tests.support.raw_http import Wire, connect
 from tests.support.scripted_text import scripted
 
 SMALLEST = b"GET / HTTP/1.1\r\n\r\n"
@@ -24,9 +24,16 @@ def server(tmp_path_factory):
         yield running
 
 
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
 def test_two_thousand_pipelined_requests_have_two_thousand_answers_in_order(server):
     one = b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Request-Id: n%d\r\n\r\n"
-    with socket.create_connection((server.base_url.host, server.base_url.port), 30) as wire:
+    with connect(server) as wire:
         wire.sendall(b"".join(one % n for n in range(2000)))
         said = b""
         while said.count(b'{"status":"live"}') < 2000:
@@ -49,6 +56,23 @@ def test_bodies_that_come_in_pieces_are_put_together_on_one_connection(server):
             answer = client.post("/v1/completions", content=content)
             assert answer.json()["choices"][0]["text"] == "yes"
             assert answer.json()["usage"]["prompt_tokens"] == 100
+
+
+def test_a_client_that_leaves_cancels_the_request_that_is_answered(server):
+    """Not only the last one that came."""
+    worker = server.app.state.worker
+    engine = worker.served.engine
+    num_cancelled = engine.cancelled
+    body = b'{"model": "toy", "prompt": "a", "max_tokens": 4}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    engine.hold.set()
+    try:
+        with connect(server) as wire:
+            wire.sendall(head + body + SMALLEST)
+            until(lambda: worker.in_flight == 1)
+        until(lambda: worker.in_flight == 0 and engine.cancelled == num_cancelled + 1)
+    finally:
+        engine.hold.clear()
 
 
 async def greet(scope, receive, send):

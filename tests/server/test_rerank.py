@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.draft.none import NoDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.service import text_scores
 from recserve.service.served import Served
-from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.service.text import text_scores
+from recserve.service.text.text_model import TextModel
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.scripted_text import BEGIN, END, VOCABULARY, byte_tokenizer
 from tests.support.text_plain import last_logits

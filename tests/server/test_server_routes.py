@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from recserve.engine.engine import Engine
-from recserve.features.item_journal import JournalError
+from recserve.features.catalog.item_journal import JournalError
 from recserve.service import Service
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle

@@ -9,8 +9,9 @@ from recserve.models import packing
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
-from recserve.service import loading, text_loading
-from recserve.service.text_loading import TextSettings
+from recserve.service import loading
+from recserve.service.text import text_loading
+from recserve.service.text.text_loading import TextSettings
 
 CPU = torch.device("cpu")
 DECODER = DecoderConfig(32, 2, 4, 2, 8, 64, max_positions=64)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.bundle import Bundle
-from recserve.messages import Diversity, Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.bundle.bundle import Bundle
 from recserve.models.dense_retriever import item_vectors
 from recserve.models.recommender import load_recommender, save_recommender
+from recserve.schemas.items import Diversity, Exclude, ItemsBody, RecommendBody, RollbackBody
 from recserve.service import Service
-from recserve.service import live_items as live_items_module
-from recserve.service.snapshot import Snapshot
+from recserve.service.catalog import live_items as live_items_module
+from recserve.service.catalog.snapshot import Snapshot
 from recserve.training.options import TrainOptions
 from recserve.training.retriever import RetrieverRecipe, train_retriever
 from recserve.training.schedule import Schedule

@@ -10,7 +10,8 @@ import pytest
 from msgspec import UNSET, structs
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.messages import (
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import (
     Candidate,
     Exclude,
     InvalidRequest,
@@ -19,10 +20,9 @@ from recserve.messages import (
     RecommendBody,
     UserRef,
 )
-from recserve.messages_events import EventBody, EventsBody
 from recserve.service import Service
-from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.recommend.attribution import BadToken
 from tests.support.background_work import settled
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from recserve.kernels import attention_launch
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import chain, from_parents, merge, root_branch
+from recserve.kernels.triton import attention_launch
 
 
 def draw_tree(kind: str, n: int, generator: torch.Generator):

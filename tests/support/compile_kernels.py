@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 import triton
 from triton.backends.compiler import GPUTarget
 
-from recserve.kernels import (
+from recserve.kernels.triton import (
     accept,
     accept_drawn,
     attention_launch,

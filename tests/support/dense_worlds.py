@@ -4,9 +4,9 @@ import torch
 
 from recserve.core.request import RecommendRequest
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.features.vector_index import FaissIndex
+from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
+from recserve.search.heads import Heads
 from tests.support.recommenders import draw_root, make
 
 ORDINARY = torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0)

@@ -21,20 +21,11 @@ from recserve.core.request import (
     WarmDraftRequest,
     WarmRequest,
 )
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.lookahead import LookaheadDrafter
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.specinfer import specinfer
-from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie import Trie, build_trie
-from recserve.kernels.trie_insertion import overlay_trie
-from recserve.kernels.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -42,6 +33,15 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.search.heads import Heads
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.walking_model import drawn_language_model
 
 VOCABULARY = 40

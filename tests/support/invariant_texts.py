@@ -2,11 +2,11 @@
 
 import torch
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.text_engines import prompts
 
 SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)

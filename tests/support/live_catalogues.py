@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recserve.messages import Exclude, ItemsBody, RecommendBody
+from recserve.schemas.items import Exclude, ItemsBody, RecommendBody
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from recserve.core.text import TextContext
-from recserve.core.text_request import SamplingParams, Speculation
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.speculation.text import TextContext
+from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.text_loop import VOCABULARY
 
 E, V, K = 16, VOCABULARY, 3

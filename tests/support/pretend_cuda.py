@@ -49,7 +49,7 @@ WHOLE = {"scaled_dot_product_attention", "rms_norm", "layer_norm", "item", "deta
 
 @dataclass(frozen=True)
 class Sync:
-    """The host waits. kind: as in the module's docstring; where: `engine/lane.py:123 admit`."""
+    """The host waits. kind: as in the module's docstring; where: `lane.py:123 admit`."""
 
     kind: str
     where: str

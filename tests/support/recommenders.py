@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from recserve.core.request import Root
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, RecommenderConfig

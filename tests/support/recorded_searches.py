@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from recserve.engine.fixed_search import SearchShape
-from recserve.engine.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from tests.support import recorder
 from tests.support.recorded_steps import POISON
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from recserve.engine.fixed_step import StepShape
-from recserve.engine.graphs import GraphLimits, StepGraphs
-from recserve.engine.text_lane import TextLane
+from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.text_lane import TextLane
 from tests.support import recorder
 from tests.support.text_engines import engine_for
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import Root
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from tests.support.recommenders import root_of

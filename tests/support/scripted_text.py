@@ -15,20 +15,20 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from recserve.core.request import DeadlineExceeded, QueueFull, Timing
-from recserve.core.text_request import (
+from recserve.engine.stats import EngineStats
+from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.service.served import Served
+from recserve.service.text.text_model import TextModel
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.text_request import (
     Completion,
     SpeculationCounts,
     TextCommit,
     TextRequest,
     TokenLogprobs,
 )
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.none import NoDrafter
-from recserve.engine.stats import EngineStats
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.service.served import Served
-from recserve.service.text_model import TextModel
-from recserve.text.tokenizer import TextTokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
 
 BEGIN, END = 256, 257
 VOCABULARY, CONTEXT = 258, 200

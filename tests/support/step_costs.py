@@ -1,8 +1,8 @@
 """Stated costs of a step, and groups that choose by them whether to draft."""
 
-from recserve.engine.costs import Cost
-from recserve.engine.plan_choice import Group, PlanChoice
-from recserve.engine.step_costs import StepCosts
+from recserve.core.cost import Cost
+from recserve.search.plan_choice import Group, PlanChoice
+from recserve.search.step_costs import StepCosts
 
 LINE = Cost((1, 100), (1.0, 2.0))
 

@@ -5,17 +5,17 @@ from functools import cache
 import numpy as np
 import torch
 
-from recserve.core.text_request import SamplingParams, Speculation, TextRequest
-from recserve.draft.draft_model import ModelDrafter
-from recserve.draft.lookahead import LookaheadDrafter
-from recserve.draft.medusa import MedusaDrafter
-from recserve.draft.merged import MergedDrafter
-from recserve.draft.ngram import NgramDrafter
-from recserve.draft.specinfer import specinfer
-from recserve.draft.suffix import SuffixDrafter
 from recserve.engine.engine import Engine, EngineConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {

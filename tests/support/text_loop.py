@@ -5,16 +5,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from recserve.core.sampling_table import sampling_table
-from recserve.core.target import Target, past_of
-from recserve.core.text import Budget, Drafter, ScoredTrees, TextContext, TextDraft, TextOutcome
-from recserve.core.text_request import SamplingParams, Speculation
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.verify.rules import RULES, verify
+from recserve.speculation.sampling_table import sampling_table
+from recserve.speculation.target import Target, past_of
+from recserve.speculation.text import (
+    Budget,
+    Drafter,
+    ScoredTrees,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+)
+from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.verifiers.rules import RULES, verify
 
 VOCABULARY = 29
 

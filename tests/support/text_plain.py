@@ -8,13 +8,13 @@ import math
 import numpy as np
 import torch
 
-from recserve.core.text import TextDraft, empty_draft
-from recserve.core.text_request import SamplingParams
 from recserve.kernels.noise import gumbel
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.speculation.text import TextDraft, empty_draft
+from recserve.speculation.text_request import SamplingParams
 
 VOCABULARY = 40
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
-from recserve.features.ranking_tables import RankingTables
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft

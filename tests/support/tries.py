@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.engine.heads import Heads
-from recserve.kernels.trie import build_trie
-from recserve.kernels.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.search.heads import Heads
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:

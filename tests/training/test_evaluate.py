@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import Recommender
 from recserve.training.cases import leave_one_out_cases

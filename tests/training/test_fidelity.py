@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from recserve.bundle import Bundle
+from recserve.bundle.bundle import Bundle
 from recserve.cli.app import app
 from recserve.core.request import Slate
 from recserve.training.cases import Cases

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from recserve.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli import app
-from recserve.kernels.trie import build_trie
+from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, load_self_draft
 from recserve.models.recommender import load_recommender
@@ -126,7 +126,7 @@ def test_divergence_is_zero_only_for_the_target_itself(tmp_path):
 
 def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
     """Summed over the levels that cost something, it is minus the log-probability of the item."""
-    from recserve.draft.nezha import item_log_probs
+    from recserve.search.head_search import item_log_probs
 
     bundle = Bundle.open(tiny_bundle(tmp_path, ranker=False))
     target, trie = load_target(bundle)

@@ -12,8 +12,8 @@ from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import load_language_model
 from recserve.models.saving import save_language_model
-from recserve.text.tokenizer import TextTokenizer
-from recserve.text.training import train_tokenizer
+from recserve.tokenizer.tokenizer import TextTokenizer
+from recserve.tokenizer.training import train_tokenizer
 from recserve.training.corpus import read_texts, standard_library
 from recserve.training.language_model import BOOKS, LanguageRecipe, train_language_model
 from recserve.training.options import TrainOptions

@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
 from recserve.core.request import RankRequest, Root, Scores
 from recserve.engine.engine import Engine, EngineConfig
-from recserve.features.event_features import HOUR, UserEvents
-from recserve.features.event_table import read_events
-from recserve.features.events import EventLog
-from recserve.features.items import ItemTable, read_items
-from recserve.features.ranking import candidate_columns, dense_names, root_columns
-from recserve.features.ranking_tables import RankingTables
-from recserve.features.vectors import collaborative_vectors, text_vectors
+from recserve.features.ranking.event_features import HOUR, UserEvents
+from recserve.features.ranking.ranking import candidate_columns, dense_names, root_columns
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.vectors.vectors import collaborative_vectors, text_vectors
 from recserve.models.ranker import load_ranker, node_inputs
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.metrics import auc

@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from recserve.building import BuildOptions, build_bundle
-from recserve.bundle import Bundle, BundleError
-from recserve.features.events import EventLog
-from recserve.messages import RecommendBody
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.features.tables.events import EventLog
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.schemas.items import RecommendBody
 from recserve.service import Service
 from recserve.training.drafters import train_drafter
 from recserve.training.evaluate import evaluate_bundle

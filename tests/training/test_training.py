@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels.trie import Trie, build_trie
+from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig

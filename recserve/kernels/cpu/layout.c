@@ -1,4 +1,4 @@
-/* Sets of trie nodes as token trees, one for each request (kernels/trie_tree.py).
+/* Sets of trie nodes as token trees, one for each request (kernels/trie/trie_tree.py).
  *
  * The items below a node are a range of leaf ranks, so nodes ordered by where their range begins,
  * wider ones first, are in preorder; what a stack of open ranges holds at a node is its path.

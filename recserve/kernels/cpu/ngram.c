@@ -1,4 +1,4 @@
-/* Prompt lookup: what followed when the text ended like this before (draft/ngram.py). */
+/* Prompt lookup: what followed when the text ended like this before (speculation/drafters/ngram.py). */
 #include "draft_tree.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* Suffix decoding: what followed the end of a text before, by how often it did (draft/suffix.py).
+/* Suffix decoding: what followed the end of a text before, by how often it did (speculation/drafters/suffix.py).
  *
  * The occurrences of the end are looked up once, those that match long come first; each adds what
  * followed it to one tree of counts, which is judged whenever all of a match length are in it.

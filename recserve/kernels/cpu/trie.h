@@ -1,5 +1,5 @@
-/* The catalogue's trie as kernels/trie.py lays it out, and what came after it was built
- * (kernels/trie_overlay.py). */
+/* The catalogue's trie as kernels/trie/trie.py lays it out, and what came after it was built
+ * (kernels/trie/trie_overlay.py). */
 #pragma once
 #include "functions.h"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels import dispatch
-from recserve.kernels.native_search import LevelCodes, NativeSearch
+from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 

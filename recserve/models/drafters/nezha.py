@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.kernels import dispatch
-from recserve.kernels.native import Panels
-from recserve.kernels.native_search import Cell, LevelCodes, NativeSearch
+from recserve.kernels.cpu.native import Panels
+from recserve.kernels.trie.native_search import Cell, LevelCodes, NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from recserve.kernels.native_search import NativeSearch
+from recserve.kernels.trie.native_search import NativeSearch
 from recserve.models.drafters.calibration import Calibration
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.nezha import SelfDraftHead, load_self_draft, save_self_draft

@@ -1,0 +1,1 @@
+"""The artifact on disk: build, open, export."""

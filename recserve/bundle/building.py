@@ -1,0 +1,194 @@
+"""From Parquet to a bundle: read, make vectors, quantise, index, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from recserve.bundle import bundle as names
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.new_folder import new_folder
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.tables.parquet import BadRows, OnBadRows
+from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
+from recserve.features.vectors.semantic_ids import CodeReport, build_index
+from recserve.features.vectors.vectors import (
+    TextEncoder,
+    collaborative_vectors,
+    join_vectors,
+    read_vectors,
+    unit,
+)
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What `recserve build` takes.
+
+    embeddings: the user's item vectors instead of text vectors. levels, codes: of the quantiser,
+    the disambiguation level excluded. text_dim, collaborative_dim: sizes of the two parts of an
+    item vector; 0 leaves the part out (a user's own vectors replace the text part).
+    collaborative_weight: of the second against the first.
+    Raises ValueError naming the option, its bound and what came.
+    """
+
+    items: Path
+    events: Path
+    out: Path
+    embeddings: Path | None = None
+    quantizer: Literal["residual", "product"] = "residual"
+    levels: int = 4
+    codes: int = 256
+    text_dim: int = 128
+    collaborative_dim: int = 128
+    collaborative_weight: float = 1.0
+    seed: int = 0
+    on_bad_rows: OnBadRows = "error"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("levels", 1, 64),
+            ("codes", 2, 65_536),
+            ("text_dim", 0, 4096),
+            ("collaborative_dim", 0, 4096),
+            ("seed", 0, 2**31 - 1 - 64),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; expected {low}..{high}")
+        if not 0 < self.collaborative_weight <= 100:
+            raise ValueError(
+                f"collaborative_weight is {self.collaborative_weight}; expected 0..100"
+            )
+        if self.quantizer not in ("residual", "product"):
+            raise ValueError(f"quantizer is {self.quantizer!r}; expected residual or product")
+        if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
+            raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built.
+
+    codes: collisions and codebook use. reconstruction_error: share of the vectors' variance lost.
+    """
+
+    out: Path
+    catalog_version: str
+    num_items: int
+    num_users: int
+    num_events: int
+    vector_dim: int
+    codebook_sizes: tuple[int, ...]
+    codes: CodeReport
+    reconstruction_error: float
+    bad_items: BadRows
+    bad_events: BadRows
+    seconds: float
+
+
+def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> BuildReport:
+    """Build a bundle and say what came out.
+
+    Everything is written beside `out` and moved there when it is complete: a build that fails
+    leaves nothing.
+    Raises SchemaError or BadRowError for the input, BundleError if `out` is in use, ValueError
+    for an option.
+    """
+    started = time.monotonic()
+    out = Path(options.out)
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise BundleError(f"{out}: not empty; choose another folder or delete this one")
+    items, bad_items = read_items(options.items, options.on_bad_rows)
+    events, bad_events = read_events(options.events, items, options.on_bad_rows)
+    for line in (*bad_items.lines(), *bad_events.lines()):
+        log(line)
+    log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
+
+    train = events.leave_one_out().train
+    encoder, vectors = _vectors(options, items, bad_items, train)
+    popularity = train.popularity(len(items))
+    quantizer = fit_quantizer(
+        options.quantizer, vectors, options.levels, options.codes, options.seed
+    )
+    codes = quantizer.encode(vectors)
+    error = reconstruction_error(vectors, quantizer.decode(codes))
+    index, codes_report = build_index(items.ids, codes, quantizer.codebook_sizes, popularity)
+    log(
+        f"vectors of {vectors.shape[1]} dimensions, {error:.1%} of their variance lost in the codes"
+    )
+    for line in codes_report.lines():
+        log(line)
+
+    with new_folder(out) as folder:
+        made = Bundle.create(folder)
+        catalog = Catalog("", items, index, popularity, vectors)
+        catalog.save(folder / names.CATALOG, folder / names.VECTORS)
+        quantizer.save(folder / names.QUANTIZER)
+        if encoder is not None:
+            encoder.save(folder / names.TEXT)
+        pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
+        made.commit("build", _record(options, events, codes_report, error))
+    report = BuildReport(
+        out,
+        made.manifest.catalog_version,
+        len(items),
+        events.num_users,
+        events.num_events,
+        vectors.shape[1],
+        index.codebook_sizes,
+        codes_report,
+        error,
+        bad_items,
+        bad_events,
+        time.monotonic() - started,
+    )
+    log(f"catalogue {report.catalog_version} in {out}, {report.seconds:.1f} s")
+    return report
+
+
+def _vectors(
+    options: BuildOptions, items: ItemTable, bad_items: BadRows, train: EventLog
+) -> tuple[TextEncoder | None, np.ndarray]:
+    """The fitted text encoder, if there is one, and [I, F] item vectors."""
+    encoder = None
+    if options.embeddings is not None:
+        content = read_vectors(options.embeddings, items.ids, bad_items)
+    else:
+        content = np.zeros((len(items), 0), dtype=np.float32)
+        if options.text_dim:
+            encoder = TextEncoder.fit(items, options.text_dim, options.seed)
+            content = encoder.encode(items)
+    if not options.collaborative_dim:
+        return encoder, content
+    together = collaborative_vectors(train, len(items), options.collaborative_dim, options.seed)
+    return encoder, join_vectors(unit(content), together, options.collaborative_weight)
+
+
+def _record(
+    options: BuildOptions, events: EventLog, codes: CodeReport, error: float
+) -> dict[str, Any]:
+    """The manifest's section: options without the paths of this machine, and the figures."""
+    kept = {
+        name: value
+        for name, value in asdict(options).items()
+        if name not in ("items", "events", "out", "embeddings")
+    }
+    return kept | {
+        "own_vectors": options.embeddings is not None,
+        "num_users": events.num_users,
+        "num_events": events.num_events,
+        "type_names": list(events.type_names),
+        "has_timestamps": events.has_timestamps,
+        "collision_share": codes.collision_share,
+        "reconstruction_error": error,
+    }

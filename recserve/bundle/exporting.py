@@ -1,0 +1,70 @@
+"""A bundle's recommender as a Hugging Face Llama, with the tokens of every item beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.new_folder import new_folder
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.models.recommender import BOS, Recommender, load_recommender
+from recserve.models.saving import save_language_model
+
+CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"
+
+
+def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
+    """Write config.json, model.safetensors and items.parquet (item_id, tokens) into `out`.
+
+    A prompt is BOS and the tokens of the history's items, oldest first, at most
+    `max_history_items`; an item's score is the sum of full-vocabulary log-softmax over its tokens.
+    Raises BundleError without a recommender, or one that is not a plain Llama scored over the whole
+    vocabulary; FileExistsError where `out` holds something already. A failure leaves nothing.
+    """
+    if not bundle.has("recommender"):
+        raise BundleError(f"{bundle.root}: no recommender was trained; train one first")
+    model = load_recommender(bundle.directory("recommender"))
+    if model.config.normalization != "vocabulary":
+        raise BundleError(
+            f"{bundle.root}: scores are normalised over {model.config.normalization}, which a "
+            "Llama cannot say; only a recommender trained with --input codes is exported"
+        )
+    if model.config.input != "codes":
+        raise BundleError(
+            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama has no "
+            "place for; train one with --input codes"
+        )
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} is not empty; name a new folder")
+    catalog = bundle.catalog()
+    tokens = catalog.index.codes.astype(np.int32) + np.array(model.config.level_offsets, np.int32)
+    lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])
+    table = pa.table({"item_id": catalog.items.ids, "tokens": lists.cast(pa.list_(pa.int32()))})
+    with new_folder(out) as folder:
+        pq.write_table(table, folder / ITEMS)
+        save_language_model(as_language_model(model), folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config["max_history_items"] = model.config.max_history_items
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return [out / name for name in (CONFIG, WEIGHTS, ITEMS)]
+
+
+def as_language_model(model: Recommender) -> LanguageModel:
+    """A recommender of `codes` form over BOS and code tokens; the weights are shared, not copied.
+
+    Raises ValueError for a model that reads more than tokens.
+    """
+    c = model.config
+    if c.input != "codes":
+        raise ValueError(f"input is {c.input!r}; only a 'codes' model is a plain language model")
+    text = LanguageModel(LanguageModelConfig(c.decoder, c.num_code_tokens, c.tied, BOS))
+    text.tokens, text.decoder = model.tokens, model.decoder
+    if not c.tied:
+        text.head = model.head
+    return text

@@ -1,0 +1,329 @@
+"""What this machine can do and what stands in the way: one finding per line, with what to do.
+
+A finding is `ok`, `warn` (it works, but slower or with less room) or `fail` (it will not work).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from recserve.engine.stats import EngineStats
+
+State = Literal["ok", "warn", "fail"]
+
+MIN_PYTHON = (3, 11)
+MIN_OPEN_FILES = 1024
+MIN_FREE_BYTES = 1 << 30
+MAX_STORE_MS = 5.0
+PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """name: what was looked at. detail: what was found, and what to do where it is not `ok`."""
+
+    name: str
+    state: State
+    detail: str
+
+
+def examine(
+    bundle: Path | None = None,
+    store: str | None = None,
+    llm: Path | None = None,
+    drafters: tuple[str, ...] = (),
+) -> list[Finding]:
+    """All findings. bundle: verified in full when given, and loaded, to see which of its searches
+    are recorded on a GPU. store: a history store's URL, asked once.
+    llm: a language model's folder, and its drafters as `serve` names them: loaded, to see which of
+    its steps are recorded.
+
+    Never raises for what it examines: a check that breaks is a finding with state `fail`.
+    """
+    checks: dict[str, Callable[[], Finding]] = {
+        "python": check_python,
+        "packages": check_packages,
+        "device": check_device,
+        "kernels": check_kernels,
+        "open files": check_open_files,
+        "disk": lambda: check_disk(Path(tempfile.gettempdir())),
+        "clock": check_clock,
+    }
+    if bundle is not None:
+        checks["bundle"] = lambda: check_bundle(bundle)
+        checks["searches"] = lambda: check_searches(bundle)
+    if store is not None:
+        checks["store"] = lambda: check_store(store)
+    if llm is not None:
+        checks["graphs"] = lambda: check_graphs(llm, drafters)
+    return [_guarded(name, check) for name, check in checks.items()]
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {error}")
+
+
+def check_python() -> Finding:
+    """The interpreter."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < MIN_PYTHON:
+        wanted = ".".join(map(str, MIN_PYTHON))
+        return Finding("python", "fail", f"{found}; {wanted} or newer is needed")
+    return Finding("python", "ok", found)
+
+
+def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
+    """Versions of what recserve stands on."""
+    found, missing = [], []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return Finding("packages", "fail", f"missing: {', '.join(missing)}; run `make install`")
+    return Finding("packages", "ok", ", ".join(found))
+
+
+def check_device() -> Finding:
+    """Where tensors will live: a GPU, or the CPU with its threads and instructions."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        size = f"{properties.total_memory / 2**30:.0f} GiB"
+        version = f"CUDA {torch.version.cuda}"
+        if importlib.util.find_spec("triton") is None:
+            advice = "Triton is missing, so the plain kernels run: pip install 'recserve[gpu]'"
+            return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
+        return Finding("device", "ok", f"{properties.name}, {size}, {version}")
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    from recserve.kernels.cpu import native
+    from recserve.kernels.cpu.processor import instructions
+
+    found = f"CPU, {threads}, {instructions()}"
+    if native.library() is None:
+        advice = "no C compiler (cc) that works, so layers take up to twice as long: install gcc"
+        return Finding("device", "warn", f"{found}; {advice}")
+    return Finding("device", "ok", f"{found}, layers compiled for it")
+
+
+def check_kernels() -> Finding:
+    """What runs in C and what in torch on this CPU, measured for a small model."""
+    import torch
+
+    from recserve.kernels import dispatch
+    from recserve.kernels.cpu import cpu_attention, products
+    from recserve.kernels.cpu.cpu_plan import Form
+
+    if dispatch.KERNELS != "auto":
+        return Finding("kernels", "ok", f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}")
+    if not dispatch.looks_up():
+        return Finding("kernels", "ok", "torch, as there is no C compiler")
+    parts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        form = Form(4, 1, 64, dtype, True)
+        choices = {
+            "products": products.total(((768, 256), (256, 256), (1408, 256), (256, 704)), dtype),
+            "attention": cpu_attention.choose(form),
+        }
+        said = [
+            f"{name} {'C' if c.in_c else 'torch'} ({max(c.ratio, 1 / c.ratio):.1f}x)"
+            for name, c in choices.items()
+        ]
+        parts.append(f"{str(dtype)[6:]}: {', '.join(said)}")
+    return Finding("kernels", "ok", "; ".join(parts))
+
+
+def check_open_files() -> Finding:
+    """Sockets a server may hold."""
+    try:
+        import resource
+    except ImportError:
+        return Finding("open files", "ok", "this system has no limit to read")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft < MIN_OPEN_FILES:
+        advice = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n {MIN_OPEN_FILES}"
+        return Finding("open files", "warn", f"limit {soft}; {advice}")
+    return Finding("open files", "ok", f"limit {soft}")
+
+
+def check_disk(folder: Path) -> Finding:
+    """Room for a bundle and its checkpoints."""
+    free = shutil.disk_usage(folder).free
+    found = f"{free / 2**30:.1f} GiB free in {folder}"
+    if free < MIN_FREE_BYTES:
+        return Finding("disk", "warn", f"{found}; training wants {MIN_FREE_BYTES / 2**30:.0f} GiB")
+    return Finding("disk", "ok", found)
+
+
+def check_clock() -> Finding:
+    """Deadlines are counted on the monotonic clock; its steps must be finer than a millisecond."""
+    step = time.get_clock_info("monotonic").resolution
+    if step > 1e-3:
+        return Finding("clock", "warn", f"monotonic steps of {step * 1e3:.1f} ms blur timings")
+    return Finding("clock", "ok", f"monotonic steps of {step * 1e9:.0f} ns")
+
+
+def check_bundle(path: Path) -> Finding:
+    """Every file of the bundle against its sha256."""
+    from recserve.bundle.bundle import Bundle
+
+    bundle = Bundle.open(path)
+    bundle.verify()
+    manifest = bundle.manifest
+    versions = f"model {manifest.model_version}, catalogue {manifest.catalog_version}"
+    return Finding("bundle", "ok", f"{len(manifest.files)} files match, {versions}")
+
+
+def check_store(url: str) -> Finding:
+    """Opens the store and asks it for a user that is not there."""
+    from recserve.features.history_stores import open_store
+
+    shown = without_password(url)
+    store = open_store(url)
+    try:
+        store.get("recserve-doctor")
+        started = time.perf_counter()
+        store.get("recserve-doctor")
+        taken_ms = (time.perf_counter() - started) * 1e3
+    finally:
+        store.close()
+    if taken_ms > MAX_STORE_MS:
+        detail = (
+            f"{shown} answered in {taken_ms:.1f} ms; a store should stay under {MAX_STORE_MS} ms"
+        )
+        return Finding("store", "warn", detail)
+    return Finding("store", "ok", f"{shown} answered in {taken_ms:.2f} ms")
+
+
+def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
+    """Which steps of a language model a server would record here, and what each takes."""
+    from recserve.engine.engine import Engine
+    from recserve.service.loading import resolve_device
+    from recserve.service.text.text_loading import TextSettings, load_text
+
+    device = resolve_device("auto")
+    network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
+    if device.type != "cuda":
+        none = f"none: steps are launched one by one on {device.type}"
+        return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
+    return describe_graphs(Engine(text=network, drafters=named).stats())
+
+
+def describe_graphs(stats: EngineStats) -> Finding:
+    """Seconds and memory of each recorded step of an engine, and what was not recorded."""
+    return _records("graphs", "steps", "nodes x texts", stats)
+
+
+def vocabulary_limit(vocabulary: int) -> str:
+    """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
+    from recserve.engine.text.graphs import Bucket, GraphLimits
+
+    limits = GraphLimits()
+    found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
+    steps = [Bucket(shape, everything=True) for shape in limits.shapes]
+    large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
+    size = f"{limits.bytes / 2**20:.0f} MiB"
+    if not large:
+        return f"{found} there is memory for all steps in {size}"
+    return f"{found} steps of more than {size} are launched, with any rule: {', '.join(large)}"
+
+
+def check_searches(path: Path) -> Finding:
+    """Which searches for items a server records for a bundle on a GPU, and what it launches as it
+    comes. On a GPU they are recorded, to see what each takes.
+    """
+    from recserve.bundle.bundle import Bundle
+    from recserve.engine.engine import Engine
+    from recserve.service.catalog.snapshot import Snapshot
+    from recserve.service.loading import load_models, resolve_device
+
+    bundle, device = Bundle.open(path), resolve_device("auto")
+    snapshot = Snapshot.of(bundle.catalog(), device)
+    models = load_models(bundle, snapshot, device)
+    if models.recommender is None:
+        return Finding("searches", "ok", "none: the bundle holds no recommender")
+    engine = Engine(models.recommender, heads=models.heads)
+    if "beam" not in engine.strategies:
+        return Finding("searches", "ok", "none: `parallel` scores all levels at once")
+    if device.type != "cuda":
+        return plan_searches(models.recommender.config.dense_head, engine.strategies, device.type)
+    engine.record(snapshot.trie)
+    return describe_searches(engine.stats(), engine.strategies)
+
+
+def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
+    """What would be recorded on a GPU, told on another device. weighs: with a dense head beside."""
+    from recserve.engine.items.search_graphs import SearchLimits, buckets_of
+
+    limits = SearchLimits()
+    names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
+    most = f"until {limits.seconds:.0f} s or {limits.bytes / 2**20:.0f} MiB are taken"
+    wanted = f"on a GPU {len(names)} searches (requests x beams), {most}: {', '.join(names)}"
+    return Finding("searches", "ok", f"none on {device}; {wanted}; {_launched(strategies)}")
+
+
+def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
+    """Seconds and memory of each recorded search of an engine, and what is launched."""
+    found = _records("searches", "searches", "requests x beams", stats)
+    return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
+
+
+def _launched(strategies: Seq[str]) -> str:
+    """What is recorded for no bundle, with the reason."""
+    from recserve.engine.items.search_graphs import REPLAYED, SearchLimits
+
+    limits = SearchLimits()
+    others = ", ".join(sorted(set(strategies) - set(REPLAYED)))
+    requests = max(shape.requests for shape in limits.shapes)
+    width = max(shape.width for shape in limits.shapes)
+    reasons = [
+        f"what fits no pair, so more than {requests} requests or {width} beams (size)",
+        f"versions with more than {limits.room:,} new items (version)",
+        *([f"{others} (no beam search)"] if others else []),
+        *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),
+    ]
+    return f"launched as they come: {', '.join(reasons)}"
+
+
+def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
+    made = [
+        f"{bucket} {seconds:.1f} s {stats.graph_bytes[bucket] / 2**20:.0f} MiB"
+        for bucket, seconds in stats.graph_seconds.items()
+    ]
+    if not made:
+        return Finding(name, "warn", f"no {what} were recorded; the log says why")
+    total_s, size = sum(stats.graph_seconds.values()), sum(stats.graph_bytes.values())
+    total = f"{len(made)} {what} in {total_s:.0f} s, {size / 2**20:.0f} MiB"
+    detail = f"{total} ({sizes}): {', '.join(made)}"
+    if stats.unrecorded:
+        left = f"launched, the log says why: {', '.join(stats.unrecorded)}"
+        return Finding(name, "warn", f"{detail}; {left}")
+    return Finding(name, "ok", detail)
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be printed."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()

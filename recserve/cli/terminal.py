@@ -1,0 +1,131 @@
+"""Slates, rankings, histories, findings and the progress of a job, for a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from recserve.batch.job import Progress
+from recserve.cli.doctor import Finding
+from recserve.schemas.events import HistoryAnswer
+from recserve.schemas.items import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
+
+Title = Callable[[str], str | None]
+
+STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 part`, `2 parts`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def titles(item: Callable[[str], ItemAnswer]) -> Title:
+    """Titles from a service's `item`; an item that is not there any more has none."""
+
+    def title(item_id: str) -> str | None:
+        try:
+            return item(item_id).title
+        except LookupError:
+            return None
+
+    return title
+
+
+def slate_table(answer: RecommendAnswer, title: Title) -> Table:
+    """One row per recommended item. title: of an item id, None where it has none."""
+    exact = "exact " if answer.exact else ""
+    table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left", expand=True)
+    table.add_column("rank", justify="right")
+    table.add_column("item", no_wrap=True)
+    table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("score", justify="right")
+    table.add_column("source")
+    for item in answer.items:
+        score = "" if item.score is None else f"{item.score:.3f}"
+        table.add_row(str(item.rank), *_named(item.item_id, title), score, item.source)
+    return table
+
+
+def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) -> Table:
+    """One row per candidate, one column per task. limit: rows at most, None: all of them."""
+    table = Table(title=f"rank: {answer.scorer}", title_justify="left", expand=True)
+    table.add_column("rank", justify="right")
+    table.add_column("item", no_wrap=True)
+    table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
+    tasks = list(answer.items[0].scores) if answer.items else []
+    for task in tasks:
+        table.add_column(task, justify="right")
+    for item in answer.items[:limit]:
+        scores = [f"{item.scores[task]:.3f}" for task in tasks]
+        table.add_row(str(item.rank), *_named(item.item_id, title), *scores)
+    return table
+
+
+def history_table(answer: HistoryAnswer, title: Title) -> Table:
+    """One row per event, oldest first."""
+    table = Table(title=f"history of {answer.user_id}", title_justify="left")
+    table.add_column("item", no_wrap=True)
+    table.add_column("title")
+    table.add_column("type")
+    table.add_column("time (UTC)", no_wrap=True)
+    for event in answer.events:
+        second = (event.timestamp or "")[: len("2026-01-31T23:59:59")].replace("T", " ")
+        table.add_row(*_named(event.item_id, title), Text(event.type), second)
+    return table
+
+
+def _named(item_id: str, title: Title) -> tuple[Text, Text]:
+    """Id and title as they are: square brackets in them are no markup."""
+    return Text(item_id), Text(title(item_id) or "")
+
+
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """One row per finding, coloured by its state."""
+    table = Table(show_header=False)
+    for finding in findings:
+        style = STATE_STYLES[finding.state]
+        table.add_row(finding.name, Text(finding.state, style), Text(finding.detail))
+    return table
+
+
+def timing_line(timing: TimingMs, degraded: Iterable[str] = ()) -> str:
+    """Where the time went; and in what way the answer is less than what was asked."""
+    stages = ("queue", "features", "prefill", "draft", "verify")
+    spent = ", ".join(f"{name} {getattr(timing, name):.1f}" for name in stages)
+    less = ", ".join(degraded)
+    return f"{timing.total:.1f} ms ({spent})" + (f"; degraded: {less}" if less else "")
+
+
+@contextmanager
+def job_progress(form: str) -> Iterator[Callable[[Progress], None]]:
+    """Where a job is, on standard error. form: "rich" is a bar, "json" a line per group of rows."""
+    if form == "json":
+        yield _print_json
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Bar(
+        *columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=console
+    ) as bar:
+        task = bar.add_task("users", total=None, rate="")
+
+        def tell(progress: Progress) -> None:
+            rate = f"{progress.done / max(progress.seconds, 1e-9):.0f}/s"
+            rate += f", {progress.errors} refused" if progress.errors else ""
+            bar.update(task, completed=progress.done, total=progress.total, rate=rate)
+
+        yield tell
+
+
+def _print_json(progress: Progress) -> None:
+    print(json.dumps(asdict(progress)), file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""One file per way of drafting a tree."""

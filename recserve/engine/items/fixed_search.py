@@ -1,0 +1,265 @@
+"""Beam search down the trie as one function of fixed shapes: all levels, a forward for each.
+
+A search that is launched as it comes asks the device how far it may go and begins hundreds of small
+operators. This one asks nothing: it keeps as many beams as there may be, scores those too that need
+no score, and lays out its trees on the device. So it is recorded once for a number of requests and
+beams and replayed: one upload, one launch. Its beams are those of the searches that are launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.finite import flaws_of
+from recserve.core.request import RecommendRequest
+from recserve.core.sequence import Sequence
+from recserve.engine.items.search_scorers import Scorer, Step
+from recserve.kernels import dispatch
+from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
+from recserve.kernels.trie.trie_children import DEAD, Allowed, LeafBits, child_log_probs, counted
+from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.search.beams import Beams
+from recserve.search.filtering import excluded_ranks, leaf_filter
+from recserve.search.request_filters import Left, RequestFilters
+from recserve.search.strategies.beam import request_of
+
+
+@dataclass(frozen=True)
+class SearchShape:
+    """A bucket. requests B, and beams W of each, at most. excluded: leaves that a request leaves
+    out, at most; None: any, by bitmap. weighed: with the W best items of a dense head beside.
+    """
+
+    requests: int
+    width: int
+    excluded: int | None = 1024
+    weighed: bool = False
+
+    def holds(self, asked: Asked) -> bool:
+        """Whether all of it fits."""
+        most, excluded = self.excluded, asked.excluded
+        return (
+            asked.requests <= self.requests
+            and asked.width <= self.width
+            and (most is None or (excluded is not None and excluded <= most))
+            and asked.weighed == self.weighed
+        )
+
+    @property
+    def name(self) -> str:
+        """As `8x64`, requests and beams; `8x64 weighed filtered` with rivals and by bitmap."""
+        words = (self.weighed, " weighed"), (self.excluded is None, " filtered")
+        return f"{self.requests}x{self.width}" + "".join(word for so, word in words if so)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What some requests ask of a bucket, as there; excluded: None where a bitmap says."""
+
+    requests: int
+    width: int
+    excluded: int | None
+    weighed: bool
+
+    @staticmethod
+    def of(requests: Seq[RecommendRequest]) -> Asked:
+        """Counted on the host."""
+        hidden = requests[0].trie.hidden
+        excluded: int | None = None
+        if all(request.allowed is None for request in requests):
+            excluded = max(0 if r.excluded is None else r.excluded.size for r in requests)
+            excluded += 0 if hidden is None else hidden.shape[0]
+        return Asked(
+            len(requests),
+            max(request.width for request in requests),
+            excluded,
+            any(request.dense_weight for request in requests),
+        )
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead;
+    flaws [B] of the states that live beams were scored by, as in core/finite.py. rivals [B, W]
+    log-probabilities of the rivals, whatever where there is none.
+    """
+
+    paths: Tensor
+    log_probs: Tensor
+    flaws: Tensor
+    rivals: Tensor | None = None
+
+
+def columns_of(widths: Seq[int], width: int) -> tuple[int, ...]:
+    """Beams kept at each level 0 : L + 1. widths: most children of a node of each level."""
+    columns = [1]
+    for children in widths:
+        columns.append(min(width, columns[-1] * children))
+    return tuple(columns)
+
+
+class FixedFilter:
+    """What requests leave out, where all searches of a form read it: one runs at a time.
+
+    left: of as many requests as there may be.
+    """
+
+    def __init__(self, trie: FixedTrie, requests: int, excluded: int | None) -> None:
+        """excluded: as in SearchShape."""
+        device = trie.base.device
+        self._clean = True
+        if excluded is not None:
+            self.left = Left(torch.full((requests, excluded), NOWHERE, device=device))
+            return
+        size = requests, trie.base.num_items // 32 + 1
+        bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
+        added = torch.full((requests, trie.trie.inserted.shape[0]), NOWHERE, device=device)
+        self.left = Left(None, Allowed(bits, added))
+
+    def of(self, requests: int) -> Left:
+        """Of the first requests."""
+        if self.left.excluded is not None:
+            return Left(self.left.excluded[:requests])
+        allowed = self.left.allowed
+        assert allowed is not None and allowed.added is not None
+        words, counts = allowed.bits.words[:requests], allowed.bits.counts[:requests]
+        return Left(None, Allowed(LeafBits(words, counts), allowed.added[:requests]))
+
+    def load(self, version: AnyTrie, requests: Seq[RecommendRequest]) -> None:
+        """Those of requests over this version; for requests that are not there it does not
+        matter.
+        """
+        if (place := self.left.allowed) is not None:
+            filters = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
+            found, count = RequestFilters(version, filters).in_bits(), len(requests)
+            place.bits.words[:count].copy_(found.bits.words)
+            place.bits.counts[:count].copy_(found.bits.counts)
+            assert place.added is not None
+            if not self._clean:
+                place.added.fill_(NOWHERE)
+            if found.added is not None:
+                place.added[:count, : found.added.shape[1]].copy_(found.added)
+            self._clean = found.added is None
+            return
+        assert self.left.excluded is not None
+        excluded = excluded_ranks(version, [r.excluded for r in requests], NOWHERE)
+        if not self._clean:
+            self.left.excluded.fill_(NOWHERE)
+        if excluded is not None:
+            self.left.excluded[: excluded.shape[0], : excluded.shape[1]].copy_(excluded)
+        self._clean = excluded is None
+
+
+class FixedSearch:
+    """Searches of one shape over the versions that a trie has room for."""
+
+    def __init__(
+        self, scorer: Scorer, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
+    ) -> None:
+        """filters: of the form that the shape names."""
+        device, rows = trie.base.device, shape.requests
+        self.scorer, self.trie, self.shape = scorer, trie, shape
+        size = rows, 1 + scorer.num_words
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(size, dtype=torch.int64, device=device)
+        self._filter = filters
+        ids = rows, shape.width * shape.weighed, trie.base.num_levels
+        self._rivals = torch.full(ids, trie.base.any_leaf, device=device)
+        self._last_codes = torch.tensor(trie.base.codebook_sizes, device=device) - 1
+        on_cuda = device.type == "cuda" and torch.cuda.is_available()
+        self._uploaded = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._put([])
+
+    def load(self, beams: Beams) -> None:
+        """Put requests that fit where the search reads them. beams: at level 0."""
+        self._put(beams.sequences)
+        self.scorer.load(beams.sequences, beams.tails)
+        self.trie.load(beams.trie)
+        self._filter.load(beams.trie, beams.requests)
+        if beams.rivals is not None:
+            rows = beams.rivals.rows
+            nodes = beams.trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)
+            self._rivals[: rows.shape[0], : rows.shape[1]].copy_(nodes)
+
+    def __call__(self) -> Leaves:
+        """The search on what is loaded."""
+        trie, widths = self.trie.trie, self._block[:, 0, None]
+        states = self.scorer.begin(self._block[:, 1:])
+        nodes = torch.zeros_like(widths)
+        log_probs = torch.zeros(nodes.shape, device=nodes.device)
+        paths = nodes[..., None][..., :0]
+        flaws = flaws_of(states)
+        columns = columns_of(self.trie.widths, self.shape.width)
+        left = self._filter.of(self.shape.requests)
+        for level, children in enumerate(self.trie.widths):
+            logits, normalizers = self.scorer.logits(states, level)
+            keep = columns[level + 1]
+            options = normalizers, left.excluded, left.allowed
+            found = dispatch.best_children(trie, nodes, log_probs, logits, children, keep, *options)
+            rank = torch.arange(keep, device=nodes.device)
+            log_probs = found.log_probs.masked_fill(rank >= widths, DEAD)
+            nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
+            above = found.parents[..., None].expand(-1, -1, level)
+            paths = torch.cat([paths.gather(1, above), nodes[..., None]], dim=-1)
+            if level + 1 < trie.num_levels:
+                codes = trie.codes_of(nodes).clamp(max=trie.codebook_sizes[level] - 1)
+                step = Step(level, nodes, log_probs > DEAD, found.parents, codes)
+                states = self.scorer.deeper(states, step)
+                of_beams = flaws_of(states).view(nodes.shape)
+                flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
+        rivals = self._rival_scores() if self.shape.weighed else None
+        return Leaves(paths, log_probs, flaws, rivals)
+
+    def _rival_scores(self) -> Tensor:
+        """[B, W] log-probabilities of the rivals' semantic ids."""
+        trie, (requests, count, _) = self.trie.trie, self._rivals.shape
+        states = self.scorer.along(torch.minimum(trie.codes_of(self._rivals), self._last_codes))
+        parents = torch.zeros(requests, dtype=torch.int64, device=self._rivals.device)
+        total = torch.zeros(requests, count, device=parents.device)
+        for level, children in enumerate(self.trie.widths):
+            nodes = self._rivals[..., level].reshape(parents.shape[0], -1)
+            logits, normalizers = self.scorer.logits(states[level], level)
+            gain = child_log_probs(trie, parents, nodes, logits, children, normalizers)
+            total = total + gain.view(total.shape)
+            parents = nodes.flatten()
+        return total
+
+    def account(self, sequences: Seq[Sequence]) -> None:
+        """Note what the search took of each request, and what it did."""
+        scorer = self.scorer
+        for sequence in sequences:
+            nodes = scorer.num_nodes(request_of(sequence))
+            sequence.take_tree_slots(nodes)
+            sequence.rounds += scorer.rounds
+            sequence.timing.forwards += scorer.forwards
+            sequence.timing.nodes += nodes
+
+    def _put(self, sequences: Seq[Sequence]) -> None:
+        """The one upload, when the one before is over."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        words, count = self._host.numpy(), len(sequences)
+        for row, sequence in zip(words, sequences, strict=False):
+            row[0] = request_of(sequence).width
+            self.scorer.write(row[1:], sequence)
+        words[count:, 0] = 0  # keeps no beams
+        self.scorer.write_nobody(words[count:, 1:])
+        self._block.copy_(self._host, non_blocking=True)
+        if self._uploaded is not None:
+            self._uploaded.record()
+
+
+def with_leaves(beams: Beams, found: Leaves) -> Beams:
+    """Beams at level 0 with what a search left for them, which the next one may overwrite."""
+    count, rivals = len(beams.sequences), beams.rivals
+    paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()
+    if rivals is not None and found.rivals is not None:
+        scores = found.rivals[:count, : rivals.rows.shape[1]]
+        scores = torch.where(rivals.valid, scores, DEAD)
+        beams = replace(beams, rivals=replace(rivals, log_probs=scores))
+    beams = beams.with_flaws(found.flaws[:count].clone())
+    return beams.at(beams.trie.num_levels, paths[..., -1], log_probs, paths)

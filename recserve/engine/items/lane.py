@@ -1,0 +1,336 @@
+"""One model's side of the engine: its pages, its prefix cache, its running requests, its step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recserve.core.drafting import Draft, Strategy
+from recserve.core.finite import NotFinite, all_finite
+from recserve.core.request import (
+    Again,
+    DeadlineExceeded,
+    LikelihoodRequest,
+    RecommendRequest,
+    Request,
+    Result,
+    RootKeys,
+    Timing,
+)
+from recserve.core.sequence import Sequence
+from recserve.engine.runtime.delivery import AnyLane, RequestTooLarge, expired
+from recserve.engine.runtime.flawed_states import checked, isolate
+from recserve.engine.runtime.pages import PageAllocator
+from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.runtime.runner import Piece, Runner
+from recserve.kernels.host import on_device
+from recserve.kernels.paged_kv import slots_of_pages
+from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
+from recserve.models.inputs import NodeInputs
+
+log = logging.getLogger(__name__)
+
+
+Answer = tuple[Sequence, Result | Exception]
+
+
+@dataclass
+class Cohort:
+    """Requests that started together and step together."""
+
+    strategy: Strategy
+    sequences: list[Sequence]
+    state: Any
+
+
+class Lane:
+    """Admission, forward, verification and release of the requests of one model."""
+
+    def __init__(self, runner: Runner, beside: AnyLane | None = None) -> None:
+        """beside: a lane of the same runner, with which pages and prefix cache are shared."""
+        self.runner = runner
+        self.page_size = runner.pool.page_size
+        self.allocator = beside.allocator if beside else PageAllocator(runner.pool.num_pages)
+        self.cache = beside.cache if beside else PrefixCache(self.allocator, self.page_size)
+        self.cohorts: list[Cohort] = []
+        self.cold: list[tuple[Sequence, Strategy]] = []
+        self.warm: list[tuple[Sequence, Strategy]] = []
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted and not answered."""
+        return len(self.cold) + len(self.warm) + sum(len(c.sequences) for c in self.cohorts)
+
+    def check(self, request: Request, strategy: Strategy) -> None:
+        """Raises RequestTooLarge if the request could not run even alone."""
+        rows = len(request.root.inputs)
+        pages = self._pages(rows) + self._pages(strategy.tree_room(request))
+        if pages > self.allocator.num_pages:
+            raise RequestTooLarge(
+                f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
+                f"the pool has {self.allocator.num_pages}; ask for less or give the engine more"
+            )
+
+    def admit(
+        self, request: Request, future: Future[Result], submitted_s: float, strategy: Strategy
+    ) -> bool:
+        """Take a request in if its pages can be had now; all that it will ever need are
+        reserved.
+        """
+        keys, shared = request.root.keys, request.root.shared
+        rows, size = keys.shape[0], self.page_size
+        found = self.cache.match(keys, shared)
+        held = found.pages + ([found.partial] if found.partial is not None else [])
+        own_root = self._pages(rows) - (len(held) if found.length == rows else len(found.pages))
+        own = own_root + self._pages(strategy.tree_room(request))
+        self.cache.evict(own)
+        if self.allocator.num_free < own:
+            self.allocator.release(held)
+            return False
+        fresh = self.allocator.allocate(own)
+        root_pages, tree_pages = fresh[:own_root], fresh[own_root:]
+        if found.length == rows:
+            pages = held
+        else:
+            pages = found.pages + root_pages
+            if found.partial is not None:
+                self._copy_page(found.partial, root_pages[0], found.length % size)
+                self.allocator.release([found.partial])
+        slots = slots_of_pages(pages + tree_pages, size, self.runner.pool.keys.device)
+        sequence = Sequence(
+            request,
+            future,
+            submitted_s,
+            pages + tree_pages,
+            slots[:rows],
+            found.length,
+            found.tail,
+            slots[len(pages) * size :],
+            placeholders=getattr(strategy, "placeholders", None),
+            ahead=found.ahead,
+            notes=found.notes,
+            timing=Timing(
+                queue_ms=(time.monotonic() - submitted_s) * 1e3,
+                root_cached=found.length,
+                root_computed=rows - found.length,
+            ),
+        )
+        (self.warm if sequence.computed else self.cold).append((sequence, strategy))
+        return True
+
+    def begin(self) -> list[Answer]:
+        """Start the requests whose roots are cached; the answers of those that need no forward."""
+        warm, self.warm = self.warm, []
+        return self._start(warm) + self._finish()
+
+    def step(self) -> list[Answer]:
+        """One forward over everything that waits for one; the answers it completed."""
+        cold = self.cold
+        began = time.perf_counter()
+        drafts = [(cohort, cohort.strategy.propose(cohort.state)) for cohort in self.cohorts]
+        drafted = time.perf_counter()
+        placed = [self._place(cohort, draft) for cohort, draft in drafts]
+        pieces = [*(self._prefill_piece(sequence) for sequence, _ in cold), *placed]
+        if not pieces:
+            return []
+        hidden = self.runner.forward(pieces)
+        started, flawed = list[tuple[Sequence, Strategy]](), list[Answer]()
+        for (sequence, strategy), states in zip(cold, hidden, strict=False):
+            if self._keep_root(sequence, states):
+                started.append((sequence, strategy))
+            else:
+                flawed.append((sequence, NotFinite()))
+        for (cohort, draft), piece, states in zip(drafts, placed, hidden[len(cold) :], strict=True):
+            states = isolate(cohort.sequences, piece, states, self.runner.pool)
+            cohort.state = cohort.strategy.verify(cohort.state, draft, piece.slots, states)
+        ended = time.perf_counter()
+        for sequence, _ in cold:
+            sequence.timing.prefill_ms += (ended - drafted) * 1e3
+        for cohort, _ in drafts:
+            for sequence in cohort.sequences:
+                sequence.timing.draft_ms += (drafted - began) * 1e3
+                sequence.timing.verify_ms += (ended - drafted) * 1e3
+                sequence.timing.forwards += 1
+        self.cold = []
+        self._discard(flawed)
+        return flawed + self._start(started) + self._finish()
+
+    def release(self, sequences: Seq[Sequence]) -> None:
+        """Give back the pages of sequences that ended."""
+        for sequence in sequences:
+            self.allocator.release(sequence.pages)
+            sequence.pages = []
+
+    def drop_all(self) -> list[Sequence]:
+        """Forget everything that runs; the sequences are released and returned."""
+        dropped = [s for s, _ in [*self.cold, *self.warm]]
+        dropped += [s for cohort in self.cohorts for s in cohort.sequences]
+        self.cold, self.warm, self.cohorts = [], [], []
+        self.release(dropped)
+        return dropped
+
+    def drop_ended(self) -> None:
+        """Stop the work of requests whose futures were cancelled, where they can be left out."""
+        for name in ("cold", "warm"):
+            pairs = getattr(self, name)
+            self.release([s for s, _ in pairs if s.future.cancelled()])
+            setattr(self, name, [(s, g) for s, g in pairs if not s.future.cancelled()])
+        for cohort in self.cohorts:
+            if all(s.future.cancelled() for s in cohort.sequences):
+                self.release(cohort.sequences)
+                cohort.sequences = []
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.sequences]
+
+    def _start(self, ready: list[tuple[Sequence, Strategy]]) -> list[Answer]:
+        """Cohorts of requests with a computed root; the errors of those that cannot start."""
+        groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
+        for sequence, strategy in ready:
+            request = sequence.request
+            by_trie = isinstance(request, RecommendRequest | LikelihoodRequest)
+            key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
+            groups.setdefault(key, (strategy, []))[1].append(sequence)
+        failed: list[Answer] = []
+        for strategy, sequences in groups.values():
+            failed += self._start_group(strategy, sequences)
+        return failed
+
+    def _start_group(self, strategy: Strategy, sequences: list[Sequence]) -> list[Answer]:
+        """One cohort; where a request spoils it, it alone fails and the others start without it."""
+        try:
+            self.cohorts.append(Cohort(strategy, sequences, strategy.start(sequences)))
+        except Exception as error:
+            if len(sequences) == 1:
+                failed: list[Answer] = [(sequences[0], error)]
+                self._discard(failed)
+                return failed
+            return [answer for s in sequences for answer in self._start_group(strategy, [s])]
+        return []
+
+    def _finish(self) -> list[Answer]:
+        """Answers of the cohorts that have nothing left to propose; one that fails fails alone.
+        What is to be searched again starts anew, beside whatever is warm by then.
+        """
+        done: list[Answer] = []
+        running = []
+        for cohort in self.cohorts:
+            try:
+                if not cohort.strategy.finished(cohort.state):
+                    running.append(cohort)
+                    continue
+                results = cohort.strategy.finish(cohort.state)
+                answers = self._answers(cohort, results)
+            except Exception as error:
+                log.exception("an answer failed")
+                answers = [(sequence, error) for sequence in cohort.sequences]
+            self._discard(answers)
+            done += answers
+        self.cohorts = running
+        return done
+
+    def _discard(self, answers: Seq[Answer]) -> None:
+        """Release the sequences of answers; of roots that are not finite nothing is found again."""
+        for sequence, result in answers:
+            if isinstance(result, NotFinite):
+                log.error("the model's output for a request is not finite; its root is dropped")
+                root = sequence.request.root
+                keys = RootKeys(root.keys, root.shared)
+                self.cache.discard(keys, sequence.pages, self.runner.pool)
+        self.release([sequence for sequence, _ in answers])
+
+    def _answers(self, cohort: Cohort, results: Seq[Result | Again | NotFinite]) -> list[Answer]:
+        """The answers among the results; the other requests wait for their next search."""
+        answers: list[Answer] = []
+        for sequence, result in zip(cohort.sequences, results, strict=True):
+            if sequence.flawed:
+                answers.append((sequence, NotFinite()))
+            elif not isinstance(result, Again):
+                answers.append((sequence, checked(result)))
+            elif expired(sequence.request):
+                late = DeadlineExceeded("the deadline passed between two searches")
+                answers.append((sequence, late))
+            else:
+                sequence.search_again(result)
+                self.warm.append((sequence, cohort.strategy))
+        return answers
+
+    def _place(self, cohort: Cohort, draft: Draft) -> Piece:
+        """The draft with a slot for every node: old ones keep theirs, new ones get one."""
+        counts = _computed(draft)
+        taken = []
+        for sequence, count in zip(cohort.sequences, counts, strict=True):
+            taken.append(sequence.take_tree_slots(count))
+            sequence.timing.nodes += count
+            sequence.rounds += count > 0
+        slots = new = taken[0] if len(taken) == 1 else torch.cat(taken)
+        if draft.queries is not None and draft.scored is not None:
+            # Nodes neither scored nor computed are nobody's ancestor; any finite slot will do.
+            slots = draft.scored.clamp(min=0)
+            slots[draft.queries] = new
+        roots = tuple(sequence.root_slots for sequence in cohort.sequences)
+        return Piece(draft.tree, draft.inputs, draft.queries, slots, roots, counts=counts)
+
+    def _prefill_piece(self, sequence: Sequence) -> Piece:
+        """The root's uncomputed rows as a chain under the computed ones, placeholders behind."""
+        root, start = sequence.request.root, sequence.num_computed
+        inputs, slots = root.inputs.select(slice(start, None)), sequence.root_slots
+        places, kinds = slots[start:], None
+        num_states = min(len(inputs), 1)
+        if sequence.placeholders is not None:
+            count = len(sequence.placeholders)
+            num_states += count
+            kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
+            kinds[: len(inputs)] = CANDIDATE
+            inputs = NodeInputs.cat([inputs, sequence.placeholders])
+            places = torch.cat([places, sequence.take_tree_slots(count)])
+            sequence.timing.nodes += count
+        tree = replace(chain(inputs.tokens), kinds=kinds)
+        if start < root.shared:
+            shared = on_device([root.shared], inputs.tokens.device)
+            tree = replace(tree, shared=shared)
+        return Piece(tree, inputs, None, places, (slots[:start],), num_states, [len(inputs)])
+
+    def _keep_root(self, sequence: Sequence, states: Tensor) -> bool:
+        """The root is computed: remember its last state, and let others find it.
+
+        Returns False where its states are not finite, and keeps nothing of it. On a device nobody
+        waits to know that: the answer tells, and the root is dropped then.
+        """
+        if not states.is_cuda and not all_finite(states):
+            return False
+        if sequence.num_computed < sequence.root_length:
+            sequence.tail, states = states[0].clone(), states[1:]
+        if sequence.placeholders is not None:
+            sequence.ahead = states.clone()
+        sequence.num_computed = sequence.root_length
+        root = sequence.request.root
+        pages = sequence.pages[: self._pages(sequence.root_length)]
+        assert sequence.tail is not None
+        self.cache.insert(
+            root.keys, root.shared, pages, sequence.tail, sequence.ahead, sequence.notes
+        )
+        return True
+
+    def _copy_page(self, source: int, target: int, rows: int) -> None:
+        step = torch.arange(rows, device=self.runner.pool.keys.device)
+        self.runner.pool.copy_slots(source * self.page_size + step, target * self.page_size + step)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+def _computed(draft: Draft) -> list[int]:
+    """How many nodes of each tree are computed; of several trees one look at the device."""
+    if draft.tree.num_trees == 1:
+        return [len(draft.inputs)]
+    offsets = draft.tree.offsets
+    if draft.queries is not None:
+        offsets = torch.searchsorted(draft.queries, offsets)
+    return [stop - start for start, stop in pairwise(offsets.tolist())]

@@ -1,0 +1,322 @@
+"""What scores the levels of a search of fixed shapes: the target, or the self-draft head alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.request import RecommendRequest
+from recserve.core.sequence import Sequence
+from recserve.engine.runtime.runner import Runner
+from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.reference import SOFTMAX
+from recserve.kernels.tree import TokenTree
+from recserve.kernels.trie.fixed_trie import FixedTrie
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.paged_attention import PagedAttention
+from recserve.models.recommender import Recommender
+from recserve.search.strategies.beam import request_of
+from recserve.search.verify import level_scores
+
+Words = NDArray[np.int64]
+ALONE = 2**40  # past every leaf rank: nodes of dead beams, which are nobody's
+
+
+@dataclass(frozen=True)
+class Step:
+    """Beams one level deeper. level: of the nodes above. nodes, alive, codes [B, n] of the new
+    ones, parents [B, n]: columns of the level above.
+    """
+
+    level: int
+    nodes: Tensor
+    alive: Tensor
+    parents: Tensor
+    codes: Tensor
+
+
+class Scorer(Protocol):
+    """num_words: int64 numbers of a request that it reads on the device. rounds: that an answer
+    reports, forwards: of the target.
+    """
+
+    num_words: int
+    rounds: int
+    forwards: int
+
+    def num_nodes(self, request: RecommendRequest) -> int:
+        """Nodes of the target that a search computes for a request, in its own room."""
+        ...
+
+    def write(self, words: Words, sequence: Sequence) -> None:
+        """The numbers of a request [num_words]."""
+        ...
+
+    def write_nobody(self, words: Words) -> None:
+        """Those of requests that are not there [n, num_words]."""
+        ...
+
+    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
+        """What lies on the device already, to where the search reads it. tails [n, E]."""
+        ...
+
+    def begin(self, words: Tensor) -> Tensor:
+        """States [B, *] of the empty prefixes. words [B, num_words]."""
+        ...
+
+    def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
+        """Of a level's codes [B * n, C], and what normalises them, as verify.beam.level_scores."""
+        ...
+
+    def deeper(self, states: Tensor, step: Step) -> Tensor:
+        """States [B * n, *] of the new nodes."""
+        ...
+
+    def along(self, codes: Tensor) -> list[Tensor]:
+        """States before each code of n given ids [B, n, L]: [B, *] before the first, then
+        [B * n, *].
+        """
+        ...
+
+
+class HeadScorer:
+    """The recurrent head, from the states of its placeholders, which came with the root."""
+
+    num_words = 0
+    rounds = 1
+    forwards = 0
+
+    def __init__(self, head: SelfDraftHead, requests: int) -> None:
+        self.head = head
+        weight, levels = head.head.weight, len(head.config.codebook_sizes)
+        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._contexts = weight.new_zeros(requests, levels, weight.shape[1])
+
+    def num_nodes(self, request: RecommendRequest) -> int:
+        """As Scorer."""
+        return 0
+
+    def write(self, words: Words, sequence: Sequence) -> None:
+        """As Scorer."""
+
+    def write_nobody(self, words: Words) -> None:
+        """As Scorer."""
+
+    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
+        """As Scorer."""
+        count = len(sequences)
+        self._tails[:count].copy_(tails)
+        if self.head.config.placeholders:
+            ahead = [s.ahead for s in sequences if s.ahead is not None]
+            torch.stack(ahead, out=self._contexts[:count])
+        else:
+            self._contexts.copy_(self._tails[:, None])
+
+    def begin(self, words: Tensor) -> Tensor:
+        """As Scorer."""
+        return self._tails
+
+    def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
+        """As Scorer."""
+        beams = states.shape[0] // self._tails.shape[0]
+        context = self._contexts[:, level].repeat_interleave(beams, 0)
+        return self.head.level_logits(context, states, level), None
+
+    def deeper(self, states: Tensor, step: Step) -> Tensor:
+        """As Scorer."""
+        requests = step.nodes.shape[0]
+        first = torch.arange(requests, device=states.device) * (states.shape[0] // requests)
+        parents = (first[:, None] + step.parents).flatten()
+        return self.head.step(step.level, states[parents], step.codes.flatten())
+
+    def along(self, codes: Tensor) -> list[Tensor]:
+        """As Scorer."""
+        states = [self._tails, self._tails.repeat_interleave(codes.shape[1], 0)]
+        for level in range(codes.shape[2] - 1):
+            states.append(self.head.step(level, states[-1], codes[..., level].flatten()))
+        return [states[0], *states[2:]]
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """All nodes of B trees so far [B, n], by level: first and last leaf under each, depth and
+    token.
+    """
+
+    first: Tensor
+    last: Tensor
+    depths: Tensor
+    tokens: Tensor
+
+    def and_also(self, other: _Nodes) -> _Nodes:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Nodes(*(torch.cat(pair, dim=1) for pair in pairs))
+
+
+class TargetScorer:
+    """The target, which reads the trees of all levels so far under the cached roots.
+
+    What a request writes to the device: its root's length and slots, then a slot for every column
+    of every level but the last, and for every code but the last of every rival; those past its own
+    room are the pool's spare one.
+    """
+
+    def __init__(
+        self,
+        model: Recommender,
+        runner: Runner,
+        trie: FixedTrie,
+        columns: Seq[int],
+        requests: int,
+        rivals: int = 0,
+    ) -> None:
+        """columns: beams kept at each level 0 : L + 1. rivals: given ids of each request."""
+        size = runner.pool.page_size
+        self.model, self.runner, self.trie = model, runner, trie
+        self.columns = tuple(columns[1:-1])
+        self.root_width = -(-model.config.decoder.max_positions // size) * size
+        self.rivals = rivals
+        self.rounds = self.forwards = len(self.columns)
+        self.num_words = 1 + self.root_width + sum(self.columns) + rivals * len(self.columns)
+        weight = model.tokens.weight
+        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._rows = torch.arange(requests, device=weight.device)
+        self._offsets = torch.tensor(model.config.level_offsets, device=weight.device)
+        self._words = torch.empty(0)
+        self._nodes: _Nodes | None = None
+
+    def num_nodes(self, request: RecommendRequest) -> int:
+        """As Scorer."""
+        return sum(count for _, count in self._rooms(request))
+
+    def _rooms(self, request: RecommendRequest) -> list[tuple[int, int]]:
+        """Columns of each level and how many of them, the first ones, can be alive; then those of
+        the rivals.
+        """
+        sizes = request.trie.level_sizes[1:]
+        rooms = [
+            (columns, min(columns, nodes, request.width))
+            for columns, nodes in zip(self.columns, sizes, strict=False)
+        ]
+        rivals = min(self.rivals, request.width) if request.dense_weight else 0
+        return [*rooms, (self.rivals * len(self.columns), rivals * len(self.columns))]
+
+    def write(self, words: Words, sequence: Sequence) -> None:
+        """As Scorer."""
+        size, rows = self.runner.pool.page_size, sequence.root_length
+        slots = (np.array(sequence.pages)[:, None] * size + np.arange(size)).ravel()
+        words[0] = rows
+        words[1 : 1 + rows] = slots[:rows]
+        own = slots[-(-rows // size) * size + sequence.tree_used :]
+        place, taken = 1 + self.root_width, 0
+        words[place:] = self.runner.pool.spare_slot
+        for columns, count in self._rooms(request_of(sequence)):
+            words[place : place + count] = own[taken : taken + count]
+            place, taken = place + columns, taken + count
+
+    def write_nobody(self, words: Words) -> None:
+        """As Scorer."""
+        words[:, 0] = 0
+        words[:, 1:] = self.runner.pool.spare_slot
+
+    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
+        """As Scorer."""
+        self._tails[: len(sequences)].copy_(tails)
+
+    def begin(self, words: Tensor) -> Tensor:
+        """As Scorer."""
+        self._words, self._nodes = words, None
+        return self._tails
+
+    def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
+        """As Scorer."""
+        return level_scores(self.model, states, level)
+
+    def deeper(self, states: Tensor, step: Step) -> Tensor:
+        """As Scorer: one forward of the new nodes."""
+        new = self._placed(step)
+        nodes = new if self._nodes is None else self._nodes.and_also(new)
+        self._nodes = nodes if step.level + 1 < len(self.columns) else None
+        batch, order = self._laid_out(nodes, step.nodes.shape[1])
+        tokens = new.tokens.gather(1, order).flatten()
+        hidden = self._forward(batch, tokens)
+        # Computed in the order of the tree, wanted in that of the beams.
+        place = torch.empty_like(order).scatter_(1, order, _count(order))
+        return hidden[(self._rows[:, None] * order.shape[1] + place).flatten()]
+
+    def along(self, codes: Tensor) -> list[Tensor]:
+        """As Scorer: one forward of chains."""
+        requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
+        if not size:
+            return [self._tails]
+        tokens = (codes[..., :-1] + self._offsets[:-1]).flatten()
+        index = torch.arange(tokens.shape[0], device=codes.device)
+        depths = index % size
+        tree = TokenTree(
+            tokens,
+            torch.where(depths > 0, index - 1, -1),
+            depths,
+            index - depths + size,
+            torch.arange(requests + 1, device=codes.device) * (count * size),
+        )
+        slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
+        hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
+        return [self._tails, *hidden.view(requests * count, size, -1).unbind(1)]
+
+    def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
+        """[Tq, E]; tokens [Tq] of codes alone, so that the items' tables may move."""
+        attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
+        hidden: Tensor = self.model.decoder(self.model.tokens(tokens), batch.positions(), attend)
+        return hidden
+
+    def _roots(self) -> RootTable:
+        words = self._words
+        return RootTable(words[:, 1 : 1 + self.root_width], self._rows, words[:, 0])
+
+    def _placed(self, step: Step) -> _Nodes:
+        """The new nodes; those of dead beams stand alone behind all others."""
+        leaves = self.trie.trie.leaves(step.nodes)
+        above = sum(self.columns[: step.level])
+        alone = ALONE + above + _count(step.nodes)
+        return _Nodes(
+            torch.where(step.alive, leaves.first, alone),
+            torch.where(step.alive, leaves.last, alone + 1),
+            torch.full_like(step.parents, step.level),
+            step.codes.long() + self.model.config.level_offsets[step.level],
+        )
+
+    def _laid_out(self, nodes: _Nodes, new: int) -> tuple[TreeBatch, Tensor]:
+        """The trees in preorder, of which the last `new` columns are computed; and those columns
+        [B, new], from 0, in the order of the trees.
+        """
+        count, levels = nodes.first.shape[1], self.trie.trie.num_levels
+        order = (nodes.first * levels + nodes.depths).argsort(1)
+        place = torch.empty_like(order).scatter_(1, order, _count(order))
+        start = (self._rows * count)[:, None]
+
+        def packed(column: Tensor) -> Tensor:
+            return column.gather(1, order).flatten()
+
+        first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
+        tree = TokenTree(
+            packed(nodes.tokens),
+            torch.full((order.numel(),), -1, device=order.device),  # attention reads ends alone
+            packed(nodes.depths),
+            (torch.searchsorted(first, last) + start).flatten(),
+            torch.arange(start.shape[0] + 1, device=start.device) * count,
+        )
+        queries, column = place[:, -new:].sort(1)
+        slots = self._words[:, 1 + self.root_width :][:, :count]
+        batch = TreeBatch(tree, (queries + start).flatten(), packed(slots), self._roots())
+        return batch, column
+
+
+def _count(like: Tensor) -> Tensor:
+    """[B, n] 0, 1, 2 ... in every row."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

@@ -1,0 +1,1 @@
+"""What both schedulers share: the forward, pages, prefix cache, queue and delivery."""

@@ -1,0 +1,178 @@
+"""The invariant mode: a request's bits depend on the request alone, and that is tried beforehand.
+
+Products never compute one row by itself (models/packing.py), attention sums exactly
+(exact_attention.py). That products of two rows and of hundreds agree is how this machine's
+library happens to work for these shapes and this number of threads, so it is tried at start, on the
+served weights, and the mode is refused where it does not hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
+from recserve.engine.runtime.runner import Piece, Runner
+from recserve.kernels.cpu.exact_attention import ExactPool, ExactTreeAttention
+from recserve.kernels.tree import TokenTree, chain, from_parents
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.models.packing import PackedLinear, keep_rows_alike
+from recserve.models.ranker import NUM_GROUPS, Ranker
+from recserve.models.recommender import Recommender
+
+Model = LanguageModel | Recommender | Ranker
+
+# Strategies whose scores are the models' own, by products and attention that are tried here.
+STRATEGIES = frozenset(
+    {"beam", "likelihood", "ranker", "speculative", "text_scores", "warm", "warm_draft"}
+)
+NODES = 24
+CHUNKS = (1, 2, 5, 17, 45)  # of a root
+BESIDE = (0, 1, 14, 61, 300)  # rows of another root in the same forward
+
+
+class NotInvariant(ValueError):
+    """This machine cannot compute this model so that no bit depends on company."""
+
+
+def invariant_runner(
+    trunk: DecoderTrunk | RankerTrunk, num_pages: int, page_size: int, kv_dtype: torch.dtype
+) -> Runner:
+    """A runner that has been tried. Raises NotInvariant, saying why and what to do."""
+    model = trunk.model
+    name = type(model).__name__
+    if trunk.device.type != "cpu":
+        raise NotInvariant(
+            f"invariant: the {name} is on {trunk.device}, where products depend on the number of "
+            "rows; serve it with device cpu"
+        )
+    if isinstance(model, Recommender) and not model.config.autoregressive:
+        raise NotInvariant("invariant: this Recommender has level heads alone, which are not tried")
+    layers = model.layers if isinstance(model, Ranker) else model.decoder
+    if not any(isinstance(module, PackedLinear) for module in layers.modules()):
+        raise NotInvariant(
+            f"invariant: the weights of the {name} are not packed; call its pack, or pack_weights, "
+            "where torch has oneDNN"
+        )
+    keep_rows_alike(model)
+    if isinstance(model, Recommender):
+        model.one_by_one = True
+    slots = 2 * (sum(CHUNKS) + NODES) + max(BESIDE)
+    scratch = ExactPool(trunk.kv_shape, slots, 1, kv_dtype, trunk.device)
+    with torch.inference_mode():
+        if difference := _Trial(Runner(trunk, scratch, ExactTreeAttention), model).difference():
+            raise NotInvariant(
+                f"invariant: the {name} computes other bits {difference}, with "
+                f"{torch.get_num_threads()} threads and {trunk.dtype}; try threads 1, or float32"
+            )
+    pool = ExactPool(trunk.kv_shape, num_pages, page_size, kv_dtype, trunk.device)
+    return Runner(trunk, pool, ExactTreeAttention)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One root and one tree under it, computed in different company."""
+
+    runner: Runner
+    model: Model
+
+    def difference(self) -> str | None:
+        """Where bits differ, None if nowhere."""
+        draw = torch.Generator().manual_seed(0)
+        rows = sum(CHUNKS)
+        root, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
+        tree = _tree(nodes.tokens, draw)
+        places = torch.randperm(self.runner.pool.num_pages, generator=draw)
+        near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(BESIDE)])
+        near = near.sort().values
+        states = self._forward(chain(root.tokens), root, near[:rows], near[:0])
+        found = self._forward(tree, nodes, near[rows:], near[:rows])
+        said = self._read(found)
+        start = 0
+        for size, beside in zip(CHUNKS, BESIDE, strict=True):
+            part = root.select(slice(start, start + size))
+            others = _inputs(self.model, beside, draw)
+            got = self._forward(
+                chain(part.tokens), part, far[start : start + size], far[:start], others, strange
+            )
+            if not torch.equal(got, states[start : start + size]):
+                return f"for {size} rows of a root beside {beside} others"
+            start += size
+        got = self._forward(tree, nodes, far[rows:], far[:rows], others, strange)
+        if not torch.equal(got, found):
+            return f"for a tree beside {len(others)} rows"
+        path, slots = [NODES - 1], far[rows:]
+        while int(tree.parents[path[0]]) >= 0:
+            path.insert(0, int(tree.parents[path[0]]))
+        for depth, node in enumerate(path):
+            one = nodes.select(slice(node, node + 1))
+            before = torch.cat([far[:rows], slots[path[:depth]]])
+            got = self._forward(chain(one.tokens), one, slots[node : node + 1], before)
+            if not torch.equal(got[0], found[node]):
+                return "for a node by itself"
+            if not torch.equal(self._read(got)[0], said[node]):
+                return "for what a single state says"
+        return None
+
+    def _forward(
+        self,
+        tree: TokenTree,
+        inputs: NodeInputs,
+        slots: Tensor,
+        root: Tensor,
+        others: NodeInputs | None = None,
+        strange: Tensor | None = None,
+    ) -> Tensor:
+        pieces = [Piece(tree, inputs, None, slots, (root,))]
+        if others is not None and strange is not None and len(others):
+            place = strange[: len(others)]
+            pieces.insert(0, Piece(chain(others.tokens), others, None, place, (strange[:0],)))
+        return self.runner.forward(pieces)[-1]
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """[n, ...] all that strategies read of a state."""
+        model = self.model
+        if isinstance(model, Ranker):
+            return model.heads(hidden)
+        if isinstance(model, LanguageModel):
+            return model.logits(hidden)
+        said = [model.level_logits(hidden, level) for level in range(model.config.num_levels)]
+        said.append(model.full_logits(hidden))
+        if model.config.dense_head and model.num_bound_items:
+            said.append(model.dense_scores(hidden))
+        return torch.cat([part.float() for part in said], dim=1)
+
+
+def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:
+    """A drawn tree whose last node lies below another one."""
+    parents = [-1]
+    for node in range(1, len(tokens)):
+        parent = node - 1
+        while parent >= 0 and node < len(tokens) - 1 and torch.rand((), generator=draw) < 0.4:
+            parent = parents[parent]
+        parents.append(parent)
+    return from_parents(tokens, torch.tensor(parents))
+
+
+def _inputs(model: Model, rows: int, draw: torch.Generator) -> NodeInputs:
+    """Drawn rows such as the model reads."""
+
+    def numbers(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (rows,), generator=draw)
+
+    if isinstance(model, LanguageModel):
+        return NodeInputs(numbers(0, model.config.vocab_size))
+    if isinstance(model, Recommender):
+        items = model.num_bound_items if model.config.input == "items" else 0
+        return NodeInputs(numbers(1, model.config.num_code_tokens + items))
+    config = model.config
+    return NodeInputs(
+        numbers(0, model.num_bound_items),
+        numbers(0, NUM_GROUPS),
+        numbers(0, config.num_types),
+        numbers(0, config.max_positions),
+        torch.randn(rows, config.dense_size, generator=draw),
+    )

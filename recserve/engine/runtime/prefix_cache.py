@@ -1,0 +1,211 @@
+"""Roots that were computed before: a returning user pays only for new events.
+
+Full pages are found by a chain of hashes over the keys of all rows up to their end, so two users
+with the same beginning share them. A root's last, partly filled page and its final hidden state are
+kept under the hash of the whole root: the same history again costs nothing, and one with new events
+at its end copies that page and goes on from there. The first `shared` rows see each other, so their
+keys are part of every hash.
+
+What is kept beside the pages comes on top of their bytes: a hidden state of E numbers per root, one
+more per placeholder where they were computed, and the notes. Of items there are no more such roots
+than pages: each has a partly filled page of its own, or ends with a full one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import numpy as np
+from torch import Tensor
+
+from recserve.core.request import RootKeys
+from recserve.core.root_notes import RootNotes
+from recserve.engine.runtime.pages import PageAllocator
+from recserve.kernels.paged_kv import KVPool, slots_of_pages
+
+Digest = bytes
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a root is cached. The caller holds a reference to each page.
+
+    pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
+    there are none. length: cached rows. tail [E]: hidden state of the last row when the whole root
+    is cached, and ahead [P, E] those of the placeholders behind it, where they were computed;
+    notes: what else is kept beside the whole root, empty where it is not cached.
+    """
+
+    pages: list[int]
+    partial: int | None
+    length: int
+    tail: Tensor | None
+    ahead: Tensor | None = None
+    notes: RootNotes = field(default_factory=RootNotes)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    page: int | None
+    tail: Tensor | None = None
+    ahead: Tensor | None = None
+    notes: RootNotes = field(default_factory=RootNotes)
+
+
+class PrefixCache:
+    """Least recently used roots, within the pages that running requests leave free."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._entries: OrderedDict[Digest, _Entry] = OrderedDict()
+        self.num_hit_tokens = 0
+        self.num_missed_tokens = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Entries that hold a page."""
+        return sum(entry.page is not None for entry in list(self._entries.values()))
+
+    def match(self, keys: np.ndarray, shared: int = 0) -> Match:
+        """Longest cached beginning of a root. keys [n] int64. References to its pages are taken."""
+        size, n = self._page_size, keys.shape[0]
+        raw = _raw(keys)
+        digests = self._page_digests(raw, shared)
+        touched: list[Digest] = []
+        pages: list[int] = []
+        for digest in digests[1:]:
+            entry = self._entries.get(digest)
+            if entry is None or entry.page is None:
+                break
+            touched.append(digest)
+            pages.append(entry.page)
+        full = len(pages) * size
+        length, partial, tail, ahead, notes = full, None, None, None, RootNotes()
+        for end in range(min(n, full + size - 1), full - 1, -1):
+            digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
+            entry = self._entries.get(digest)
+            if entry is not None:
+                length, partial = end, entry.page
+                if end == n:
+                    tail, ahead, notes = entry.tail, entry.ahead, entry.notes
+                touched.append(digest)
+                break
+        if pages and length == n and tail is None:
+            # Every page is here but the final hidden state is not: its page is computed again.
+            pages, length = pages[:-1], length - size
+            touched.pop()
+        if length < shared:
+            # The shared rows were computed together or not at all.
+            length, pages, partial, touched = 0, [], None, []
+            tail, ahead, notes = None, None, RootNotes()
+        for digest in reversed(touched):
+            self._entries.move_to_end(digest)
+        held = pages + ([partial] if partial is not None else [])
+        self._allocator.share(held)
+        self.num_hit_tokens += length
+        self.num_missed_tokens += n - length
+        return Match(pages, partial, length, tail, ahead, notes)
+
+    def insert(
+        self,
+        keys: np.ndarray,
+        shared: int,
+        pages: list[int],
+        tail: Tensor,
+        ahead: Tensor | None = None,
+        notes: RootNotes | None = None,
+    ) -> None:
+        """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
+        size = self._page_size
+        raw = _raw(keys)
+        digests = self._page_digests(raw, shared)
+        full = len(digests) - 1
+        last = pages[full] if keys.shape[0] % size else None
+        whole = _Entry(last, tail, ahead, notes or RootNotes())
+        self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
+        # Deepest first: a beginning is evicted after everything that stands on it.
+        for number in range(full - 1, -1, -1):
+            self._put(digests[number + 1], _Entry(pages[number]))
+
+    def digests_of(self, root: RootKeys) -> list[Digest]:
+        """Of every entry that a root, its pages and its beginnings can have here, but for roots of
+        no more rows than are kept and full pages of these. Reads nothing that changes.
+        """
+        size, raw, kept, n = self._page_size, _raw(root.keys), root.kept, root.keys.shape[0]
+        pages = self._page_digests(raw, root.shared)
+        tails = [
+            self._tail_digest(pages[start // size], raw[start * 8 : end * 8])
+            for start in range(kept - kept % size, n + 1, size)
+            for end in range(start, min(start + size, n + 1))
+            if end > kept or not kept
+        ]
+        return [*tails, *pages[1 + kept // size :]]
+
+    def drop(self, digests: Iterable[Digest]) -> None:
+        """Forget these entries, those that are here, and their pages, also where others share
+        them.
+        """
+        for digest in digests:
+            entry = self._entries.pop(digest, None)
+            if entry is not None and entry.page is not None:
+                self._allocator.release([entry.page])
+
+    def discard(self, root: RootKeys, pages: list[int], pool: KVPool) -> None:
+        """Forget a root whose states are not finite, and clear those of its pages that nobody else
+        holds. The caller still holds the pages.
+        """
+        self.drop(self.digests_of(root))
+        own = [page for page in pages if self._allocator.references(page) == 1]
+        pool.clear_slots(slots_of_pages(own, self._page_size, pool.keys.device))
+
+    def clear(self) -> None:
+        """Drop everything; pages that running requests hold stay theirs."""
+        held = [entry.page for entry in self._entries.values() if entry.page is not None]
+        self._entries.clear()
+        self._allocator.release(held)
+
+    def evict(self, count: int) -> None:
+        """Drop the least recently used until `count` pages are free; nothing if that cannot be."""
+        if self._allocator.num_free >= count:
+            return
+        # A page may stand under several entries: as a full page and as the end of a shorter root.
+        held = Counter(e.page for e in self._entries.values() if e.page is not None)
+        idle = sum(self._allocator.references(page) == n for page, n in held.items())
+        if self._allocator.num_free + idle < count:
+            return
+        while self._entries and self._allocator.num_free < count:
+            _, entry = self._entries.popitem(last=False)
+            if entry.page is not None:
+                self._allocator.release([entry.page])
+
+    def _put(self, digest: Digest, entry: _Entry) -> None:
+        if digest not in self._entries:
+            self._entries[digest] = entry
+            if entry.page is not None:
+                self._allocator.share([entry.page])
+        elif entry.ahead is not None:
+            self._entries[digest] = replace(self._entries[digest], ahead=entry.ahead)
+        self._entries.move_to_end(digest)
+
+    def _page_digests(self, raw: bytes, shared: int) -> list[Digest]:
+        """Chain of hashes: before the first page, then after each full page."""
+        size = self._page_size
+        digest = blake2b(raw[: shared * 8] + shared.to_bytes(8, "little"), digest_size=16).digest()
+        digests = [digest]
+        for start in range(0, len(raw) - size * 8 + 1, size * 8):
+            digest = blake2b(digest + raw[start : start + size * 8], digest_size=16).digest()
+            digests.append(digest)
+        return digests
+
+    @staticmethod
+    def _tail_digest(before: Digest, raw: bytes) -> Digest:
+        return blake2b(before + raw, digest_size=16, person=b"tail").digest()
+
+
+def _raw(keys: np.ndarray) -> bytes:
+    """Keys as they are hashed, 8 bytes each."""
+    return np.ascontiguousarray(keys, dtype=np.int64).tobytes()

@@ -1,0 +1,256 @@
+"""A text step as one function of fixed shapes: forward, logits, parameters, draw, walk, path move,
+and the draft heads that read what it leaves.
+
+Everything it reads lies in buffers whose addresses never change and is there before it begins: one
+upload. What it found is read when it has ended: one download. In between nothing is asked of the
+device, and no shape depends on drafts, acceptance or lengths, so that it can be recorded once and
+replayed: a CUDA graph. A batch is filled up with texts of one node and a last one, a chain of what
+is left, which stand on nothing and write to the pool's spare slot. What drafts were drawn from lies
+on the device already: one launch copies it side by side, and the upload says whose each row is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.engine.runtime.runner import Runner
+from recserve.engine.text.text_rows import NOBODY, TextRow, TextRows
+from recserve.engine.text.text_sequence import TextSequence
+from recserve.engine.text.text_step import (
+    StepOutputs,
+    TextGroup,
+    move_accepted,
+    outputs_of,
+    put_probs,
+)
+from recserve.engine.text.text_trees import (
+    DEPTHS,
+    ENDS,
+    KINDS,
+    PARENTS,
+    TOKENS,
+    PackedTrees,
+    drawn_rows,
+    pack_trees,
+)
+from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.paged_kv import RootTable, TreeBatch
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.ranked_heads import RankedHeads
+from recserve.speculation.sampling_table import Room, SamplingTable, sampling_table
+from recserve.speculation.target import Past, Target, last_committed
+from recserve.speculation.text import ScoredTrees, TextDraft
+from recserve.speculation.text_request import SamplingParams
+from recserve.speculation.verifiers.rules import MIXED, SAMPLE, numbers_of, verify
+
+FILLER = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A bucket. nodes T: of all trees and of what fills up. sequences: texts at most. depth: most
+    levels below a node 0.
+    """
+
+    nodes: int
+    sequences: int
+    depth: int
+
+    @property
+    def drafted(self) -> int:
+        """Most nodes below the nodes 0."""
+        return max(self.nodes - self.sequences - 1, 0)
+
+    @property
+    def for_chains(self) -> bool:
+        """Whether chains can fill the place for drafted nodes."""
+        return 0 < self.drafted <= self.sequences * self.depth
+
+    def holds(self, texts: int, nodes: int, depth: int) -> bool:
+        """Whether trees of so many texts fit, of so many nodes in all and so many levels at most,
+        with one node for each text that is missing and one more.
+        """
+        missing = self.sequences - texts
+        return missing >= 0 and nodes + missing < self.nodes and depth <= self.depth
+
+
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class _Columns(Generic[Array]):
+    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers, rules [B],
+    drawn [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
+    """
+
+    trees: Array
+    offsets: Array
+    rows: Array
+    lengths: Array
+    numbers: Array
+    rules: Array
+    drawn: Array
+    tails: Array
+
+
+class FixedStep:
+    """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
+    else how much of the others there is place for. heads: that rank tokens for the next drafts.
+    rule: that judges all texts; MIXED: each has its own. draft_values [R, V] float32: rows of probs
+    are put here, there is place for those of `shape.drafted` nodes; None: no draft has any.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        rows: TextRows,
+        shape: StepShape,
+        room: Room | None,
+        heads: RankedHeads | None = None,
+        rule: str = SAMPLE,
+        draft_values: Tensor | None = None,
+    ) -> None:
+        self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
+        self.heads, self.rule, self.draft_values = heads, rule, draft_values
+        device = rows.slots.device
+        texts = shape.sequences + 1
+        tail = 0 if room is None else room.word_length - 1
+        size = (5 + (draft_values is not None)) * shape.nodes + 1 + texts * (5 + tail)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._block = torch.zeros(size, dtype=torch.int64, device=device)
+        self._columns = self._split(self._block)
+        self._host_columns = self._split(self._host.numpy())
+        self._table = self._sampling([], device)
+        self._loaded: Seq[TextSequence] = ()
+        self._fill(pack_trees([], [], (), shape.nodes, texts), [])
+
+    def load(self, group: TextGroup) -> list[TextRow] | None:
+        """Put a group that fits where the step reads it; None if there is no row for a text."""
+        rows = self.rows.of(group.sequences)
+        if rows is None:
+            return None
+        columns, count = self._host_columns, len(rows)
+        contexts = group.contexts
+        if self._loaded is not group.sequences:
+            columns.rows[count:], columns.lengths[count:] = NOBODY, 1
+            _overwrite(self._table, self._sampling([c.params for c in contexts], "cpu"))
+            if self.rule == MIXED:
+                columns.rules[:count] = numbers_of(group.rules)
+            self._loaded = group.sequences
+        columns.rows[:count] = [row.number for row in rows]
+        columns.lengths[:count] = [len(context.tokens) for context in contexts]
+        # Who holds no stop tokens back and bans no words does not read these.
+        if group.table.stops is not None:
+            columns.numbers[:count] = [context.num_output for context in contexts]
+        if group.table.bad_words is not None:
+            width = columns.tails.shape[1]
+            columns.tails[:count] = [last_committed(context, width) for context in contexts]
+        last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
+        packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
+        self._fill(packed, group.drafts)
+        return rows
+
+    def __call__(self) -> StepOutputs:
+        """The step on what is loaded."""
+        columns, table = self._columns, self._table
+        trees = columns.trees
+        tree = TokenTree(
+            trees[TOKENS], trees[PARENTS], trees[DEPTHS], trees[ENDS], columns.offsets, trees[KINDS]
+        )
+        roots = RootTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        owners = tree.tree_ids()
+        index = torch.arange(tree.num_nodes, device=owners.device)
+        place = roots.lengths[owners] + index - columns.offsets[owners]
+        slots = self.rows.slots[columns.rows[owners], place]
+        batch = TreeBatch(tree, None, slots, roots)
+        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens))
+        logits = self.model.logits(hidden)
+        past = None
+        if self.room is not None:
+            seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
+            past = Past(columns.numbers, columns.tails, seen, written)
+        values, probs = self.draft_values, None
+        if values is not None:
+            probs = DraftProbs(values, columns.drawn)
+        scored = ScoredTrees(
+            tree,
+            self.shape.depth,
+            Target(logits, tree, self.shape.depth, table, past, fixed=True),
+            table.seeds,
+            columns.lengths,
+            logits.shape[1],
+            probs,
+            logits=logits if past is None else None,
+            temperatures=table.temperature,
+            everywhere=True,
+            rules=columns.rules,
+        )
+        accepted = verify(self.rule, scored)
+        if self.shape.depth:
+            move_accepted(self.runner.pool, tree, accepted, slots)
+        outputs = outputs_of(tree, accepted, logits, hidden)
+        texts = self.shape.sequences
+        ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
+        self.rows.tails.index_copy_(0, columns.rows, ends)
+        if past is not None:
+            tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
+            written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
+            self.rows.count(columns.rows, tokens, written)
+        outputs = replace(outputs, found=outputs.found[:texts])
+        if self.heads is None:
+            return outputs
+        ranked = self.heads.ranked(
+            ends[:texts],
+            (columns.lengths + accepted.lengths + 1)[:texts],
+            table.temperature[:texts],
+            table.seeds[:texts],
+            self.heads.num_ranks,
+        )
+        found = torch.cat([outputs.found, ranked.transpose(0, 1).flatten(1)], dim=1)
+        return replace(outputs, found=found, num_heads=self.heads.num_heads)
+
+    def _fill(self, packed: PackedTrees, drafts: Seq[TextDraft]) -> None:
+        """The one upload, and what drafts made on the device add to it."""
+        self._host_columns.trees[:] = packed.columns
+        self._host_columns.offsets[:] = packed.offsets
+        if self.draft_values is not None:
+            self._host_columns.drawn[:] = drawn_rows(drafts, self.shape.nodes)
+            put_probs(drafts, self.draft_values)
+        self._block.copy_(self._host, non_blocking=True)
+        packed.complete(self._columns.trees)
+
+    def _split(self, block: Array) -> _Columns[Array]:
+        nodes, texts = self.shape.nodes, self.shape.sequences + 1
+        some = 0 if self.draft_values is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
+        bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
+        parts = [block[start:stop] for start, stop in pairwise(bounds)]
+        trees, tails = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
+        offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
+        return _Columns(trees, offsets, rows, lengths, numbers, rules, drawn, tails)
+
+    def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
+        """Columns of the same shapes whatever the parameters are."""
+        missing = self.shape.sequences + 1 - len(params)
+        table = sampling_table([*params, *[FILLER] * missing], device, self.room)
+        return table if self.room is not None else replace(table, greedy=False)
+
+
+def _overwrite(target: object, source: object) -> None:
+    """Every tensor of a table, at any depth, with that of the other."""
+    for name, column in vars(target).items():
+        if isinstance(column, Tensor):
+            column.copy_(getattr(source, name), non_blocking=True)
+        elif hasattr(column, "__dict__"):
+            _overwrite(column, getattr(source, name))

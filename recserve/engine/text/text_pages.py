@@ -1,0 +1,84 @@
+"""Pages of texts: taken as they grow, found in the prefix cache, and left to it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from recserve.core.request import RootKeys
+from recserve.engine.runtime.pages import PageAllocator
+from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.text.text_sequence import NO_SLOTS, TextSequence
+from recserve.kernels.paged_kv import KVPool
+
+log = logging.getLogger(__name__)
+
+
+class TextPages:
+    """The pool of one language model and who holds what of it."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool, self.size = pool, pool.page_size
+        self.allocator = PageAllocator(pool.num_pages)
+        self.cache = PrefixCache(self.allocator, self.size)
+        # Of every page [P, S]: nothing is uploaded where a text takes one.
+        slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
+        self._slots = slots.view(pool.num_pages, pool.page_size)
+
+    def place(self, sequence: TextSequence) -> bool:
+        """Pages for all committed tokens, as many as possible from the prefix cache."""
+        size, rows = self.size, sequence.length - 1
+        found = self.cache.match(np.array(sequence.context.tokens[:rows], dtype=np.int64))
+        held = found.pages + ([] if found.partial is None else [found.partial])
+        own = self.pages_of(sequence.length) - len(found.pages)
+        self.cache.evict(own)
+        if self.allocator.num_free < own:
+            self.allocator.release(held)
+            return False
+        fresh = self.allocator.allocate(own)
+        if found.partial is not None:
+            step = torch.arange(found.length % size, device=self.pool.keys.device)
+            self.pool.copy_slots(found.partial * size + step, fresh[0] * size + step)
+            self.allocator.release([found.partial])
+        sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
+        self._take(sequence, found.pages + fresh)
+        sequence.computed(found.length, found.tail)
+        return True
+
+    def grow(self, sequence: TextSequence, tokens: int) -> bool:
+        """Pages for so many tokens, if they can be had without setting anybody aside."""
+        if tokens <= sequence.room:
+            return True
+        missing = self.pages_of(tokens) - len(sequence.pages)
+        self.cache.evict(missing)
+        if self.allocator.num_free < missing:
+            return False
+        self._take(sequence, self.allocator.allocate(missing))
+        return True
+
+    def _take(self, sequence: TextSequence, pages: list[int]) -> None:
+        sequence.pages = sequence.pages + pages
+        sequence.slots = torch.cat([sequence.slots, *[self._slots[page] for page in pages]])
+        sequence.room = len(sequence.pages) * self.size
+
+    def release(self, sequence: TextSequence) -> None:
+        """Give its pages back; of a text that is not finite nothing is found again."""
+        if sequence.flawed:
+            log.error("the model's output for a text is not finite; its prefix is dropped")
+            root = RootKeys(np.array(sequence.context.tokens, dtype=np.int64))
+            self.cache.discard(root, sequence.pages, self.pool)
+        self.allocator.release(sequence.pages)
+        sequence.pages, sequence.room = [], 0
+
+    def keep(self, sequence: TextSequence) -> None:
+        """Let others, and itself, find what the text has computed."""
+        computed, tail = sequence.num_computed, sequence.tail
+        if tail is not None and not sequence.flawed:
+            keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
+            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens fill or begin."""
+        return -(-tokens // self.size)

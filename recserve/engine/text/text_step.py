@@ -1,0 +1,256 @@
+"""One step of some texts: their drafts as one packed batch, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.finite import all_finite
+from recserve.engine.runtime.runner import Piece
+from recserve.engine.text.text_sequence import TextSequence
+from recserve.engine.text.text_trees import drawn_rows
+from recserve.kernels import dispatch
+from recserve.kernels.accept_reference import DraftProbs
+from recserve.kernels.host import on_device
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
+from recserve.speculation.sampling import largest_on_host
+from recserve.speculation.sampling_table import SamplingTable
+from recserve.speculation.target import Target, past_of
+from recserve.speculation.text import Accepted, ScoredTrees, TextContext, TextDraft
+from recserve.speculation.text_request import TokenLogprobs
+from recserve.speculation.verifiers.path import path_of
+from recserve.speculation.verifiers.rules import MIXED, numbers_of, verify
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of the trees of B texts, on the host.
+
+    paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
+    ranked [B, K, W]: the tokens of K heads that ended the step, or None. flawed: numbers of the
+    texts whose logits on the path are not finite, whose tokens mean nothing.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    ranked: NDArray[np.int64] | None = None
+    flawed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step found for B texts, on the device.
+
+    found [B, 2 D + 5 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
+    0, bonus token, tokens of the nodes, 1 where logits of the accepted nodes are not finite; then,
+    where heads ended the step, the tokens they ranked [K, W]. depth: D. num_heads: K, or 0. logits
+    [T, V] raw and hidden [T, E] of all nodes.
+    """
+
+    found: Tensor
+    depth: int
+    logits: Tensor
+    hidden: Tensor
+    num_heads: int = 0
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, D + 1] of the accepted nodes, meaningless behind the last."""
+        return self.found[:, self.depth + 3 : 2 * self.depth + 4]
+
+    def kept(self) -> Kept:
+        """The one look at the device in a step: what was written decides what is done next."""
+        found, ranked = self.found.cpu(), None
+        width, stop = self.depth + 1, 2 * self.depth + 5
+        if self.num_heads:
+            ranked = found[:, stop:].numpy().copy().reshape(len(found), self.num_heads, -1)
+            found = found[:, :stop]
+        paths, tokens, flawed = [], [], []
+        for number, row in enumerate(found.tolist()):
+            if row[stop - 1]:
+                flawed.append(number)
+            length = row[width]
+            paths.append(row[: length + 1])
+            own = row[width + 3 : width + 3 + length]
+            own.append(row[width + 1])
+            tokens.append(own)
+        return Kept(paths, tokens, ranked, frozenset(flawed))
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """Texts judged together, with their drafts, in the same order.
+
+    rule: of all, or MIXED; rules: of each. sequences and contexts, which are theirs, stay the same
+    lists while the same texts step. sizes: nodes of each draft. depth: most levels below a node 0.
+    """
+
+    rule: str
+    rules: tuple[str, ...]
+    sequences: list[TextSequence]
+    drafts: list[TextDraft]
+    table: SamplingTable
+    contexts: list[TextContext]
+    sizes: tuple[int, ...]
+    depth: int
+
+    def piece(self, tree: TokenTree) -> Piece:
+        """The packed trees, placed where their path will stay if it is the first of each."""
+        roots = tuple(s.slots[: s.length - 1] for s in self.sequences)
+        return Piece(tree, NodeInputs(tree.tokens), None, self.slots(), roots)
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """[B] node 0 of every tree."""
+        return [context.tokens[-1] for context in self.contexts]
+
+    def slots(self) -> Tensor:
+        """[T] the slot of each node."""
+        slots = [
+            s.slots[s.length - 1 : s.length + len(d)]
+            for s, d in zip(self.sequences, self.drafts, strict=True)
+        ]
+        return slots[0] if len(slots) == 1 else torch.cat(slots)
+
+    @property
+    def chains(self) -> bool:
+        """Whether no draft forks, so that every path that is accepted lies right already."""
+        return all(draft.depth == len(draft) for draft in self.drafts)
+
+    def keep(self, pool: KVPool, piece: Piece, hidden: Tensor, logits: Tensor) -> Kept:
+        """Judge the trees, and keep the paths in the pool. hidden [T, E], logits [T, V] raw."""
+        kept = self.keep_likeliest(logits)
+        if kept is not None:
+            move_paths(pool, kept.paths, piece.slots)
+            return kept
+        accepted = self.judge(piece.tree, logits)
+        if not self.chains:
+            move_accepted(pool, piece.tree, accepted, piece.slots)
+        return outputs_of(piece.tree, accepted, logits, hidden).kept()
+
+    def keep_likeliest(self, logits: Tensor) -> Kept | None:
+        """What is kept where the likeliest token is written, worked out on the host: there, after a
+        forward, a few numbers of Python cost less than the operators of a tensor. None where other
+        parameters count, and where the logits [T, V] are on a device.
+        """
+        if logits.is_cuda or not (self.table.greedy and self.table.plain):
+            return None
+        chosen, start = largest_on_host(logits), 0
+        paths, tokens = [], []
+        for draft in self.drafts:
+            path = path_of(chosen, draft, start)
+            paths.append(path)
+            tokens.append([chosen[node] for node in path])
+            start += 1 + len(draft)
+        return Kept(paths, tokens, flawed=_flawed(logits, chosen, paths))
+
+    def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        """What is kept. logits [T, V] raw."""
+        depth = self.depth
+        table, everywhere = self.table, logits.is_cuda
+        past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])
+        lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
+        alone = past is None and (table.greedy or not table.truncates)
+        scored = ScoredTrees(
+            tree,
+            depth,
+            Target(logits, tree, depth, table, past, everywhere),
+            table.seeds,
+            lengths,
+            logits.shape[1],
+            draft_probs(self.drafts, logits.device),
+            table.greedy,
+            logits if alone else None,
+            table.temperature,
+            everywhere,
+            on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
+        )
+        return verify(self.rule, scored)
+
+
+def draft_probs(drafts: Seq[TextDraft], device: torch.device) -> DraftProbs | None:
+    """q of every packed node, in float32 whatever the logits are: tokens were drawn from just that.
+    None if all were chosen.
+    """
+    drawn = [draft.probs for draft in drafts if draft.probs is not None]
+    if not drawn:
+        return None
+    values = torch.empty(sum(map(len, drawn)), drawn[0].shape[1], device=device)
+    put_probs(drafts, values)
+    return DraftProbs(values, on_device(drawn_rows(drafts), device))
+
+
+def put_probs(drafts: Seq[TextDraft], values: Tensor) -> None:
+    """Probs of those drafts that were drawn to the first rows of `values` [R, V]."""
+    drawn = [
+        draft.probs.to(values.device, non_blocking=True)
+        for draft in drafts
+        if draft.probs is not None
+    ]
+    if drawn:
+        torch.cat(drawn, out=values[: sum(map(len, drawn))])
+
+
+def move_accepted(pool: KVPool, tree: TokenTree, accepted: Accepted, slots: Tensor) -> None:
+    """Keys and values of the accepted paths to the slots right after node 0 of their trees.
+
+    slots [T]: of the packed nodes.
+    """
+    nodes = accepted.nodes[:, 1:]
+    step = torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
+    # Behind the end of a path any place will do: it is not read.
+    place = (tree.offsets[:-1, None] + step).clamp(max=tree.num_nodes - 1)
+    sources, targets = slots[nodes.clamp(min=0)], slots[place]
+    dispatch.move_paths(pool.keys, pool.values, sources, targets, accepted.lengths)
+
+
+def move_paths(pool: KVPool, paths: Seq[Seq[int]], slots: Tensor) -> None:
+    """The same for paths that are known on the host; nothing where they lie right already."""
+    moves = [(node, path[0] + n) for path in paths for n, node in enumerate(path)]
+    moves = [(node, place) for node, place in moves if node != place]
+    if moves:
+        nodes, places = torch.tensor(moves, device=slots.device).unbind(1)
+        pool.copy_slots(slots[nodes], slots[places])
+
+
+def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tensor) -> StepOutputs:
+    """In shapes that depend on the tree's and the accepted nodes' alone."""
+    nodes = accepted.nodes.clamp(min=0)
+    # The largest of a row with NaN is NaN.
+    fits = torch.isfinite(logits.amax(1))[nodes] | (accepted.nodes < 0)
+    flawed = ~fits.all(1, keepdim=True)
+    found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
+    found += [tree.tokens[nodes], flawed.long()]
+    depth = accepted.nodes.shape[1] - 1
+    return StepOutputs(torch.cat(found, 1), depth, logits, hidden)
+
+
+def _flawed(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:
+    """Numbers of the texts with logits on their path [T, V] that are not finite. chosen [T]: the
+    largest of each row, which is NaN or infinite where any number of it decides nothing.
+    """
+    largest = logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+    if all_finite(largest):
+        return frozenset()
+    fine = torch.isfinite(largest).tolist()
+    return frozenset(n for n, path in enumerate(paths) if not all(fine[node] for node in path))
+
+
+def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> list[TokenLogprobs]:
+    """What is reported of written tokens. logits [n, V] raw, the row that each was drawn from."""
+    log_p = logits.float().log_softmax(-1)
+    chosen = log_p.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = log_p.topk(min(top, log_p.shape[1]), dim=1)
+    return [
+        TokenLogprobs(own, tuple(names), tuple(values))
+        for own, names, values in zip(
+            chosen, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]

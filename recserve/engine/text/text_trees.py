@@ -1,0 +1,234 @@
+"""The trees of a step: each text's last committed token and its draft below, packed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.kernels.host import on_device
+from recserve.kernels.tree import AUXILIARY, CANDIDATE, TokenTree
+from recserve.speculation.text import TextDraft
+
+TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
+KEPT = 256  # shapes of chains
+
+
+@dataclass(frozen=True)
+class PackedTrees:
+    """Trees of B texts, and what of them is on the device already.
+
+    columns [5, T]: tokens, parents, depths, ends, kinds. offsets [B + 1]. late: columns of drafts
+    made on the device, each with its row and place. drafted: nodes but those that fill up, and
+    depth: most levels below a node 0 among them. shaped: whether depths and ends are known; else
+    they follow from the parents that come late.
+    """
+
+    columns: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    late: list[tuple[Tensor, int, slice]]
+    drafted: int
+    depth: int
+    shaped: bool
+
+    def complete(self, columns: Tensor) -> None:
+        """Add what is late to the columns [5, T] on the device, in place."""
+        for column, row, place in self.late:
+            columns[row, place] = column
+        if not self.shaped:
+            own = columns[:, : self.drafted]
+            own[DEPTHS], own[ENDS] = _shape(own[PARENTS], self.depth)
+
+
+class TreePacker:
+    """Trees of node 0, the last committed token, and the draft below it, on one device.
+
+    What chains are beside their tokens follows from their lengths and is kept.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device, self._on_cpu = device, torch.device(device).type == "cpu"
+        self._chains: dict[tuple[int, ...], TokenTree] = {}
+
+    def __call__(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        """last [B] tokens. Returns B trees of `1 + n` nodes each, packed."""
+        if all(d.depth == d.num_nodes and d.kinds is None and d.tokens.is_cpu for d in drafts):
+            return self._of_chains(last, drafts)
+        return self._packed(last, drafts)
+
+    def _packed(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        packed = pack_trees(last, drafts, tuple(map(len, drafts)))
+        columns = on_device(packed.columns, self.device)
+        packed.complete(columns)
+        named = any(draft.kinds is not None for draft in drafts)
+        return TokenTree(
+            columns[TOKENS],
+            columns[PARENTS],
+            columns[DEPTHS],
+            columns[ENDS],
+            on_device(packed.offsets.copy(), self.device),
+            columns[KINDS] if named else None,
+        )
+
+    def _of_chains(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        tokens: list[int] = []
+        for first, draft in zip(last, drafts, strict=True):
+            tokens.append(first)
+            if len(draft):
+                tokens += draft.tokens.tolist()
+        sizes = tuple(map(len, drafts))
+        alike = self._chains.get(sizes)
+        if alike is None:
+            if len(self._chains) == KEPT:
+                self._chains.clear()
+            alike = self._chains[sizes] = self._packed(last, drafts)
+        placed = torch.tensor(tokens) if self._on_cpu else on_device(tokens, self.device)
+        return TokenTree(placed, alike.parents, alike.depths, alike.ends, alike.offsets)
+
+
+def pack_trees(
+    last: Seq[int],
+    drafts: Seq[TextDraft],
+    sizes: tuple[int, ...],
+    num_nodes: int = 0,
+    num_trees: int = 0,
+) -> PackedTrees:
+    """sizes: nodes of each draft. num_nodes, num_trees: fill up to so many, with trees of one node
+    and a last one, a chain, of what is left; there must be room for them. 0: as many as there are.
+    What fills up is auxiliary, so that no walk leaves its first node.
+    """
+    # All that a chain is follows from its length; what forks is told below.
+    chains = _chains(sizes, num_nodes, num_trees)
+    columns = chains.columns.copy()
+    columns[TOKENS][chains.first] = last
+    if not any(sizes):
+        return PackedTrees(columns, chains.offsets, [], chains.drafted, 0, True)
+    some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
+    forks = [(number, d.parents) for number, d in some if d.depth < d.num_nodes]
+    kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
+    late = _put(columns, TOKENS, [(number, d.tokens) for number, d in some], sizes) if some else []
+    late += _put(columns, KINDS, kinds, sizes) if kinds else []
+    late_forks = _put(columns, PARENTS, forks, sizes) if forks else []
+    depth = max([draft.depth for _, draft in some], default=0)
+    if forks and not late_forks:
+        own = columns[:, : chains.drafted]
+        own[DEPTHS : ENDS + 1] = _known_shape(own[PARENTS].tobytes(), depth)
+    return PackedTrees(
+        columns, chains.offsets, late + late_forks, chains.drafted, depth, not late_forks
+    )
+
+
+def _put(
+    columns: NDArray[np.int64],
+    row: int,
+    parts: Seq[tuple[int, Tensor]],
+    sizes: tuple[int, ...],
+) -> list[tuple[Tensor, int, slice]]:
+    """Write what drafts, by their number, say of their nodes; parents are counted in the draft.
+    Returns what lies on the device.
+    """
+    here = [part for part in parts if part[1].is_cpu]
+    if here:
+        places = _places(sizes, tuple([number for number, _ in here]))
+        columns_here = [column for _, column in here]
+        told = (columns_here[0] if len(here) == 1 else torch.cat(columns_here)).numpy()
+        columns[row, places.nodes] = told + places.starts if row == PARENTS else told
+    late = []
+    for number, column in parts if len(here) < len(parts) else ():
+        if not column.is_cpu:
+            start = 1 + number + sum(sizes[:number])
+            told_late = column + start if row == PARENTS else column
+            late.append((told_late, row, slice(start, start + sizes[number])))
+    return late
+
+
+def drawn_rows(drafts: Seq[TextDraft], num_nodes: int = 0) -> NDArray[np.int64]:
+    """[T] for every node of packed trees, the place of its probs among those of all drafts, in
+    order; -1 for node 0 of each and for what was chosen. num_nodes: as for `pack_trees`.
+    """
+    sizes = tuple([draft.num_nodes for draft in drafts])
+    return _drawn_rows(sizes, tuple([draft.probs is not None for draft in drafts]), num_nodes)
+
+
+@lru_cache(maxsize=256)
+def _drawn_rows(
+    sizes: tuple[int, ...], drawn: tuple[bool, ...], num_nodes: int
+) -> NDArray[np.int64]:
+    rows = np.full(num_nodes or sum(sizes) + len(sizes), -1, np.int64)
+    some = tuple([number for number, given in enumerate(drawn) if given])
+    if some:
+        nodes = _places(sizes, some).nodes
+        rows[nodes] = np.arange(nodes.shape[0])
+    return rows
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Packed nodes of some drafts [n], and for each the first of its draft [n]."""
+
+    nodes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+@lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], numbers: tuple[int, ...]) -> _Places:
+    """sizes: nodes of each draft. numbers: which of them."""
+    firsts = [1 + number + sum(sizes[:number]) for number in numbers]
+    nodes = [np.arange(f, f + sizes[n]) for f, n in zip(firsts, numbers, strict=True)]
+    return _Places(np.concatenate(nodes), np.repeat(firsts, [sizes[n] for n in numbers]))
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Columns [5, T] of trees that are chains, their tokens 0, and their offsets [B + 1]. first:
+    node 0 of those that are not there to fill up. drafted: their nodes.
+    """
+
+    columns: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    first: NDArray[np.int64]
+    drafted: int
+
+
+@lru_cache(maxsize=256)
+def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains:
+    """drafted: nodes below node 0 of each tree. num_nodes, num_trees: as for `pack_trees`."""
+    sizes = np.ones(max(num_trees, len(drafted)), np.int64)
+    sizes[: len(drafted)] += np.array(drafted, np.int64)
+    if num_nodes:
+        sizes[-1] = num_nodes - sizes[:-1].sum()
+    offsets = np.zeros(sizes.shape[0] + 1, np.int64)
+    stops = sizes.cumsum(out=offsets[1:])
+    columns = np.zeros((5, int(stops[-1])), np.int64)
+    index = np.arange(columns.shape[1])
+    columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
+    columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
+    columns[ENDS] = stops.repeat(sizes)
+    stop = int(offsets[len(drafted)])
+    columns[KINDS, :stop], columns[KINDS, stop:] = CANDIDATE, AUXILIARY
+    return _Chains(columns, offsets, offsets[: len(drafted)], stop)
+
+
+@lru_cache(maxsize=256)
+def _known_shape(parents: bytes, depth: int) -> NDArray[np.int64]:
+    """[2, T] depths and ends. parents: the bytes of [T] int64; static trees have the same ones at
+    every step.
+    """
+    columns = _shape(torch.from_numpy(np.frombuffer(parents, np.int64).copy()), depth)
+    return torch.stack(columns).numpy()
+
+
+def _shape(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Depths and ends [T] of trees in preorder, of at most `depth` levels below their roots."""
+    node, depths, sizes = parents, torch.zeros_like(parents), torch.ones_like(parents)
+    for _ in range(depth):
+        inside = node >= 0
+        depths += inside
+        sizes.index_add_(0, node.clamp(min=0), inside.to(sizes.dtype))
+        node = torch.where(inside, parents[node.clamp(min=0)], -1)
+    return depths, torch.arange(parents.shape[0], device=parents.device) + sizes

@@ -1,0 +1,136 @@
+"""The catalogue: one immutable, versioned snapshot of the items and all that is known of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from recserve.features.tables.items import ItemTable, item_table
+from recserve.features.tables.parquet import SchemaError, read_table
+from recserve.features.vectors.semantic_ids import SemanticIdIndex
+
+SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
+METADATA_KEY = b"recserve"
+
+
+def item_key(item_id: str) -> int:
+    """Unsigned 64-bit key of an item id, the same in every process: how histories name items."""
+    return int.from_bytes(blake2b(item_id.encode(), digest_size=8).digest(), "little")
+
+
+def item_keys(item_ids: Sequence[str]) -> np.ndarray:
+    """[n] uint64 keys of item ids."""
+    return np.fromiter(map(item_key, item_ids), dtype=np.uint64, count=len(item_ids))
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything the server knows about its items, by row.
+
+    version: prefix of the content's hash. popularity [I] float32: training events per item.
+    vectors [I, F] float32.
+    Raises ValueError if the parts differ in their number of items or two ids have the same 64-bit
+    key.
+    """
+
+    version: str
+    items: ItemTable
+    index: SemanticIdIndex
+    popularity: np.ndarray
+    vectors: np.ndarray
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "items": len(self.items),
+            "index": self.index.num_items,
+            "popularity": len(self.popularity),
+            "vectors": len(self.vectors),
+        }
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the catalogue's parts differ in size: {sizes}")
+        keys, rows = self._rows_by_key
+        same = np.flatnonzero(keys[1:] == keys[:-1])
+        if same.size:
+            one, two = (self.items.ids[rows[same[0] + i]] for i in (0, 1))
+            raise ValueError(
+                f"items {one!r} and {two!r} have the same 64-bit key; rename one of them"
+            )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """[I] uint64 key of each item row."""
+        return item_keys(self.items.ids)
+
+    def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
+        """[n] int32 row of each id, -1 where it is unknown."""
+        return self.index.rows_of(item_ids)
+
+    def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
+        """[n] int32 row of each uint64 item key, -1 where it is unknown."""
+        known, rows = self._rows_by_key
+        places = np.searchsorted(known, keys)
+        places[places == len(known)] = 0
+        return np.where(known[places] == keys, rows[places], -1).astype(np.int32)
+
+    @cached_property
+    def popular(self) -> np.ndarray:
+        """[I] int32 rows, most popular first, ties by row."""
+        return np.argsort(-self.popularity, kind="stable").astype(np.int32)
+
+    @cached_property
+    def _rows_by_key(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.argsort(self.keys, kind="stable").astype(np.int32)
+        return self.keys[rows], rows
+
+    def save(self, table_path: Path, vectors_path: Path) -> None:
+        """Write catalog.parquet (items, semantic ids, popularity) and vectors.safetensors."""
+        flat = pa.array(self.index.codes.ravel(), pa.uint16())
+        table = self.items.to_arrow()
+        table = table.append_column(
+            SEMANTIC_ID, pa.FixedSizeListArray.from_arrays(flat, self.index.num_levels)
+        )
+        table = table.append_column(POPULARITY, pa.array(self.popularity, pa.float32()))
+        header = {
+            "codebook_sizes": self.index.codebook_sizes,
+            "has_disambiguation": self.index.has_disambiguation,
+        }
+        table = table.replace_schema_metadata({METADATA_KEY: json.dumps(header).encode()})
+        pq.write_table(table, table_path, compression="zstd")
+        save_file({"vectors": np.ascontiguousarray(self.vectors, np.float32)}, vectors_path)
+
+    @staticmethod
+    def load(table_path: Path, vectors_path: Path, version: str) -> Catalog:
+        """Read what `save` wrote. Raises ValueError (SchemaError for a file) if it is damaged."""
+        table = read_table(table_path)
+        try:
+            header = json.loads((table.schema.metadata or {})[METADATA_KEY])
+            sizes = tuple(int(size) for size in header["codebook_sizes"])
+            has_disambiguation = bool(header["has_disambiguation"])
+            ids = table.column(SEMANTIC_ID).cast(pa.list_(pa.uint16(), len(sizes)))
+            flat = pc.list_flatten(ids).combine_chunks().to_numpy(zero_copy_only=False)
+            codes = np.ascontiguousarray(flat.reshape(table.num_rows, len(sizes)), np.uint16)
+            popularity = table.column(POPULARITY).cast(pa.float32()).to_numpy()
+            items = item_table(table.drop_columns([SEMANTIC_ID, POPULARITY]))
+            vectors = load_file(vectors_path)["vectors"]
+        except (KeyError, TypeError, RecursionError, pa.ArrowException, OSError) as error:
+            raise SchemaError(f"{table_path}: not a catalogue ({error!r})") from error
+        except SafetensorError as error:
+            raise SchemaError(f"{vectors_path}: not readable ({error})") from error
+        if vectors.ndim != 2 or vectors.dtype != np.float32 or not np.isfinite(vectors).all():
+            raise SchemaError(f"{vectors_path}: expected finite float32 vectors [items, dim]")
+        index = SemanticIdIndex(items.ids, codes, sizes, has_disambiguation)
+        return Catalog(version, items, index, np.array(popularity), vectors)

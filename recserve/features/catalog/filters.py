@@ -1,0 +1,262 @@
+"""Item filters: a bounded tree of conditions to one bool per item.
+
+`{"and": [F, ...]}`, `{"or": [F, ...]}`, `{"not": F}`, `{"eq": [field, value]}`,
+`{"in": [field, [value, ...]]}`, `{"range": [field, low, high]}` with both ends inside and null for
+an open end. A null attribute fulfils no condition. `category` holds for a whole path, a prefix of
+it and each of its parts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+MAX_DEPTH = 8
+MAX_NODES = 64
+MAX_VALUES = 1000
+CATEGORY = "category"
+ITEM_ID = "item_id"
+OPERATORS = ("and", "or", "not", "eq", "in", "range")
+
+
+class FilterError(ValueError):
+    """A filter that cannot be used. param: the place in the tree, `and[1].eq`."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Columns(Protocol):
+    """What filters read of n items: an ItemTable, or records."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Item ids."""
+
+    @property
+    def categories(self) -> list[list[str]]:
+        """Category paths."""
+
+    @property
+    def attributes(self) -> pa.Table:
+        """The other columns."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of text or lists of text: the rows of each value."""
+
+    rows: dict[str, np.ndarray]
+
+    def equal(self, value: Any, out: np.ndarray) -> None:
+        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        if not isinstance(value, str):
+            raise ValueError(f"is compared with text, got {_shown(value)}")
+        rows = self.rows.get(value)
+        if rows is not None:  # lists of item ids name few items of a segment
+            out[rows] = True
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A column of numbers, or of booleans as 0 and 1; NaN where null. values [I] float64."""
+
+    values: np.ndarray
+    is_bool: bool
+
+    def equal(self, value: Any, out: np.ndarray) -> None:
+        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        if isinstance(value, bool) != self.is_bool or not isinstance(value, int | float):
+            kind = "true or false" if self.is_bool else "a number"
+            raise ValueError(f"is compared with {kind}, got {_shown(value)}")
+        out |= self.values == _number(value)
+
+
+class ItemFilters:
+    """Filters over one catalogue version; safe to call from several threads.
+
+    A field's column is made when it is first needed. Results are not cached here: the filters of
+    requests are cached in `service/catalog/filter_cache.py`, which knows what an entry weighs.
+    """
+
+    def __init__(self, items: Columns) -> None:
+        self._items = items
+        self._columns: dict[str, Texts | Numbers] = {}
+        schema = items.attributes.schema
+        kinds = {name: schema.field(name).type for name in items.attributes.column_names}
+        self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
+
+    def key(self, tree: Any) -> bytes:
+        """Checks a filter and returns bytes that are the same for the same filter.
+
+        Raises:
+            FilterError: If the tree is too deep or large, or names an unknown operator or field.
+        """
+        self._check(tree, "", 1, [0])
+        return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+    def evaluate(self, tree: Any) -> np.ndarray:
+        """Returns [I] bool, the items that fulfil a filter for which `key` raises nothing.
+
+        Raises:
+            FilterError: If a value has the wrong type.
+        """
+        return self._evaluate(tree, "")
+
+    def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
+        """Shape and bounds of the whole tree, before any of it is evaluated."""
+        nodes[0] += 1
+        if depth > MAX_DEPTH:
+            raise FilterError(place, f"at most {MAX_DEPTH} levels, got more")
+        if nodes[0] > MAX_NODES:
+            raise FilterError(place, f"at most {MAX_NODES} conditions, got more")
+        if not isinstance(tree, dict) or len(tree) != 1:
+            keys = f"one of {', '.join(OPERATORS)} as the only key"
+            raise FilterError(place, f"expected {keys}, got {_shown(tree)}")
+        ((operator, operand),) = tree.items()
+        here = f"{place}.{operator[:40]}" if place else operator[:40]
+        if operator == "not":
+            self._check(operand, here, depth + 1, nodes)
+        elif operator in ("and", "or"):
+            if not isinstance(operand, list) or not operand:
+                came = _shown(operand)
+                raise FilterError(here, f"expected a list of one condition or more, got {came}")
+            for index, part in enumerate(operand):
+                self._check(part, f"{here}[{index}]", depth + 1, nodes)
+        elif operator in OPERATORS:
+            self._check_leaf(operator, operand, here)
+        else:
+            raise FilterError(here, f"unknown operator; there are {', '.join(OPERATORS)}")
+
+    def _check_leaf(self, operator: str, operand: Any, here: str) -> None:
+        size = 3 if operator == "range" else 2
+        if not isinstance(operand, list) or len(operand) != size or not isinstance(operand[0], str):
+            shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
+            raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
+        if operand[0] not in self.fields:
+            near = difflib.get_close_matches(operand[0], self.fields, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.fields)}"
+            raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
+        if operator == "in" and not (
+            isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
+        ):
+            came = _shown(operand[1])
+            raise FilterError(here, f"expected a list of 1 to {MAX_VALUES} values, got {came}")
+        for value in operand[1] if operator == "in" else operand[1:]:
+            if isinstance(value, list | dict):
+                raise FilterError(here, f"expected text, number or bool, got {_shown(value)}")
+        if operator == "range":
+            for end in operand[1:]:
+                if end is not None and (isinstance(end, bool) or not isinstance(end, int | float)):
+                    raise FilterError(here, f"ends are numbers or null, got {_shown(end)}")
+
+    def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
+        ((operator, operand),) = tree.items()
+        here = f"{place}.{operator}" if place else operator
+        if operator == "not":
+            return ~self._evaluate(operand, here)
+        if operator in ("and", "or"):
+            parts = [self._evaluate(p, f"{here}[{i}]") for i, p in enumerate(operand)]
+            join = np.logical_and if operator == "and" else np.logical_or
+            return np.asarray(join.reduce(parts))
+        column = self._column(operand[0])
+        out = np.zeros(len(self._items), dtype=bool)
+        if operator == "range":
+            if not isinstance(column, Numbers):
+                raise FilterError(here, f"field {operand[0]} is text and has no range")
+            low, high = operand[1:]
+            out[:] = ~np.isnan(column.values)
+            if low is not None:
+                out &= column.values >= _number(low)
+            if high is not None:
+                out &= column.values <= _number(high)
+            return out
+        try:
+            for value in operand[1] if operator == "in" else operand[1:]:
+                column.equal(value, out)
+        except ValueError as error:
+            raise FilterError(here, f"field {operand[0]} {error}") from None
+        return out
+
+    def _column(self, name: str) -> Texts | Numbers:
+        if name not in self._columns:
+            self._columns[name] = self._make_column(name)
+        return self._columns[name]
+
+    def _make_column(self, name: str) -> Texts | Numbers:
+        if name == ITEM_ID:
+            return _texts([[i] for i in self._items.ids])
+        if name == CATEGORY:
+            return _texts([_parts(paths) for paths in self._items.categories])
+        column = self._items.attributes.column(name)
+        if _is_number(column.type) or pa.types.is_boolean(column.type):
+            values = pc.fill_null(pc.cast(column, pa.float64(), safe=False), float("nan"))
+            return Numbers(values.to_numpy(), pa.types.is_boolean(column.type))
+        values = column.to_pylist()
+        if _is_list(column.type):
+            return _texts([[v for v in value or [] if v is not None] for value in values])
+        return _texts([[] if value is None else [value] for value in values])
+
+
+def _number(value: float) -> float:
+    """As float64; integers beyond its range become infinite instead of an error."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _texts(values: list[list[str]]) -> Texts:
+    rows: dict[str, list[int]] = {}
+    for row, found in enumerate(values):
+        for value in found:
+            rows.setdefault(value, []).append(row)
+    return Texts({value: np.array(found, dtype=np.int32) for value, found in rows.items()})
+
+
+def _parts(paths: list[str]) -> list[str]:
+    """Of each path `A > B`: `A`, `B` and `A > B`."""
+    found: set[str] = set()
+    for path in paths:
+        parts = path.split(" > ")
+        found.update(parts)
+        found.update(" > ".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return sorted(found)
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_text(
+        kind.value_type
+    )
+
+
+def _shown(value: Any) -> str:
+    """What came, in a few words; lists and objects by their size, however deep they are."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
+    return json.dumps(value)[:60]
+
+
+def _usable(kind: Any) -> bool:
+    return _is_number(kind) or _is_text(kind) or _is_list(kind) or bool(pa.types.is_boolean(kind))

@@ -1,0 +1,91 @@
+"""What becomes of a history when events are added, replaced and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from recserve.features.history.history import (
+    Applied,
+    Change,
+    Correction,
+    Removal,
+    Replacement,
+    Revised,
+    StoredEvent,
+    records,
+)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A history after changes."""
+
+    history: np.ndarray
+    applied: Applied
+
+
+def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
+    """Make changes in the order given, then trim to cap at twice the cap.
+
+    A new event stands in order of time, among equal times last; one whose key is there already is
+    left out. A replacement that moves in time does the same, another keeps its place.
+    """
+    after = history
+    taken: list[bool] = []
+    for run in runs(changes):
+        done = _added(after, run) if isinstance(run, list) else _corrected(after, run)
+        after = done.history
+        taken += done.applied.taken
+    kept = after[-cap:] if len(after) > 2 * cap else after
+    revised = None if _begins_with(kept, history) else Revised(history, kept)
+    return Merged(kept, Applied(taken, revised))
+
+
+def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
+    """Changes in their order, new events that follow one another as one list."""
+    for are_new, run in groupby(changes, lambda change: isinstance(change, StoredEvent)):
+        if are_new:
+            yield [change for change in run if isinstance(change, StoredEvent)]
+        else:
+            yield from (change for change in run if not isinstance(change, StoredEvent))
+
+
+def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
+    new = records(events)
+    known = set(history["event_key"].tolist())
+    accepted = []
+    for key in new["event_key"].tolist():
+        accepted.append(key not in known)
+        known.add(key)
+    fresh = new[accepted]
+    if fresh.size:
+        fresh = fresh[np.argsort(fresh["time_us"], kind="stable")]
+        late = history.size > 0 and fresh["time_us"][0] < history["time_us"][-1]
+        history = np.concatenate([history, fresh])
+        if late:
+            history = history[np.argsort(history["time_us"], kind="stable")]
+    return Merged(history, Applied(accepted))
+
+
+def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
+    found = np.flatnonzero(history["event_key"] == np.uint64(change.event_key))
+    if not found.size:
+        return Merged(history, Applied([False]))
+    place = int(found[0])
+    rest = np.delete(history, place)
+    if isinstance(change, Removal):
+        return Merged(rest, Applied([True]))
+    new, time_us = records([change.event]), history["time_us"][place]
+    if change.keeps_time:
+        new["time_us"] = time_us
+    elif change.event.time_us != time_us:
+        place = int(np.searchsorted(rest["time_us"], change.event.time_us, side="right"))
+    return Merged(np.concatenate([rest[:place], new, rest[place:]]), Applied([True]))
+
+
+def _begins_with(history: np.ndarray, beginning: np.ndarray) -> bool:
+    return history[: len(beginning)].tobytes() == beginning.tobytes()

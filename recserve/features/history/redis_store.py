@@ -1,0 +1,254 @@
+"""Histories in Redis: one value per user, one MGET for a batch of users, one script per append.
+
+The script checks the stored value, does to it what `history_merge.merge` says, and writes it with
+its new checksum: one round trip, and no other client can come between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.retry import Retry
+
+from recserve.features.history.history import (
+    DEFAULT_CAP,
+    EVENT_DTYPE,
+    HEADER,
+    Applied,
+    Change,
+    Correction,
+    CorruptHistory,
+    HistoryStore,
+    Removal,
+    StoredEvent,
+    StoreUnavailable,
+    read_stored,
+    records,
+    user_key,
+)
+from recserve.features.history.history_merge import merge, runs
+
+PREFIX = b"recserve:history:"
+RETRIES = 2
+CORRUPT = "RECSERVE_CORRUPT"
+
+ADD, REPLACE, REPLACE_IN_PLACE, REMOVE = b"+", b"=", b"~", b"-"
+
+# ARGV[1]: cap. Then one per run of changes: a letter of the above, and new records, distinct, in
+# order of time, or the record of a correction (of a removal its event_key counts). Returns "0" or
+# "1" per record; where more was done than adding at the end, that and the value as it was.
+# Record layout: item_key 1-8, event_key 9-16, time 17-24, value 25-28, type 29 (EVENT_DTYPE).
+APPEND = """
+local SIZE, HEAD = 29, 16
+local function checksum(head, body)
+  local digest = redis.sha1hex(head .. body)
+  return (string.sub(digest, 1, 16):gsub('..', function(hex) return string.char(tonumber(hex, 16))
+  end))
+end
+local stored = redis.pcall('GET', KEYS[1])
+if type(stored) == 'table' then return redis.error_reply('RECSERVE_CORRUPT not a string') end
+local body = ''
+if stored then
+  body = string.sub(stored, HEAD + 1)
+  local head = string.sub(stored, 1, 8)
+  if #stored < HEAD or string.sub(head, 1, 4) ~= 'RH\\1\\1'
+      or struct.unpack('<I4', head, 5) * SIZE ~= #body
+      or checksum(head, body) ~= string.sub(stored, 9, HEAD) then
+    return redis.error_reply('RECSERVE_CORRUPT checksum')
+  end
+end
+local function time_at(text, start) return struct.unpack('<i8', text, start + 16) end
+local function find(key)
+  local from = 1
+  while true do
+    local at = string.find(body, key, from, true)
+    if not at then return nil end
+    if (at - 9) % SIZE == 0 then return (at - 9) / SIZE end
+    from = at + 1
+  end
+end
+local function place(time, high)
+  local low = 0
+  if high > 0 and time_at(body, (high - 1) * SIZE + 1) <= time then low = high end
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if time_at(body, middle * SIZE + 1) <= time then low = middle + 1 else high = middle end
+  end
+  return low
+end
+local flags, changed, revised = {}, false, false
+local function add(new)
+  local fresh = {}
+  for start = 1, #new, SIZE do
+    local accepted = not find(string.sub(new, start + 8, start + 15))
+    flags[#flags + 1] = accepted and '1' or '0'
+    if accepted then fresh[#fresh + 1] = string.sub(new, start, start + SIZE - 1) end
+  end
+  if #fresh == 0 then return end
+  local parts, left = {}, #body / SIZE
+  for index = #fresh, 1, -1 do
+    local low = place(time_at(fresh[index], 1), left)
+    table.insert(parts, 1, fresh[index] .. string.sub(body, low * SIZE + 1, left * SIZE))
+    left = low
+  end
+  changed, revised = true, revised or left * SIZE < #body
+  body = string.sub(body, 1, left * SIZE) .. table.concat(parts)
+end
+local function correct(kind, record)
+  local index = find(string.sub(record, 9, 16))
+  flags[#flags + 1] = index and '1' or '0'
+  if not index then return end
+  changed, revised = true, true
+  local time = string.sub(body, index * SIZE + 17, index * SIZE + 24)
+  body = string.sub(body, 1, index * SIZE) .. string.sub(body, (index + 1) * SIZE + 1)
+  if kind == '-' then return end
+  if kind == '~' then record = string.sub(record, 1, 16) .. time .. string.sub(record, 25) end
+  if string.sub(record, 17, 24) ~= time then index = place(time_at(record, 1), #body / SIZE) end
+  body = string.sub(body, 1, index * SIZE) .. record .. string.sub(body, index * SIZE + 1)
+end
+for number = 2, #ARGV do
+  local kind, run = string.sub(ARGV[number], 1, 1), string.sub(ARGV[number], 2)
+  if kind == '+' then add(run) else correct(kind, run) end
+end
+if changed and #body == 0 then
+  redis.call('DEL', KEYS[1])
+elseif changed then
+  local cap = tonumber(ARGV[1])
+  if #body > 2 * cap * SIZE then
+    body = string.sub(body, -cap * SIZE)
+    revised = stored ~= false
+  end
+  local head = 'RH\\1\\1' .. struct.pack('<I4', #body / SIZE)
+  redis.call('SET', KEYS[1], head .. checksum(head, body) .. body)
+end
+if revised then return {table.concat(flags), stored} end
+return table.concat(flags)
+"""
+assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script spells these sizes out"
+
+
+class RedisStore(HistoryStore):
+    """A HistoryStore in the Redis at `url`.
+
+    timeout_s: to connect and for each answer; a failed call is tried twice more, which is safe
+    because an event that did arrive is then a duplicate, and what is replaced twice is replaced;
+    only of a removal that did arrive it is then said that nothing is stored. Raises
+    StoreUnavailable if the server does not answer, ValueError for a malformed URL.
+    """
+
+    def __init__(self, url: str, *, cap: int = DEFAULT_CAP, timeout_s: float = 0.25) -> None:
+        self.cap = cap
+        self._client: Any = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(ExponentialBackoff(cap=0.05, base=0.005), RETRIES),
+        )
+        with self._failures():
+            self._script = self._client.script_load(APPEND)
+
+    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+        """Events of each user by one MGET; a damaged value is reported in its place."""
+        if not user_ids:
+            return []
+        keys = [PREFIX + user_key(user_id) for user_id in user_ids]
+        with self._failures():
+            values = self._client.mget(keys)
+        return [read_stored(value) for value in values]
+
+    def append_many(
+        self, changes: Mapping[str, Sequence[Change]]
+    ) -> dict[str, Applied | CorruptHistory]:
+        """Make changes of several users in one round trip; each user's are atomic."""
+        calls = [_call(user_id, made) for user_id, made in changes.items()]
+        with self._failures():
+            replies = self._run(calls)
+        answers: dict[str, Applied | CorruptHistory] = {}
+        for user_id, call, reply in zip(changes, calls, replies, strict=True):
+            if isinstance(reply, ResponseError) and CORRUPT in str(reply):
+                answers[user_id] = CorruptHistory("stored history is damaged; nothing was appended")
+                continue
+            if isinstance(reply, Exception):
+                raise StoreUnavailable(f"redis: {reply}") from reply
+            answers[user_id] = self._applied(changes[user_id], call, reply)
+        return answers
+
+    def delete(self, user_id: str) -> bool:
+        """Forget a user; whether anything was stored."""
+        key = PREFIX + user_key(user_id)
+        with self._failures():
+            return bool(self._client.delete(key))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _applied(self, changes: Sequence[Change], call: _Call, reply: Any) -> Applied:
+        flags, stored = (reply, None) if isinstance(reply, bytes) else reply
+        taken = np.zeros(len(changes), dtype=bool)
+        taken[call.order] = np.frombuffer(flags, dtype=np.uint8) == ord("1")
+        if stored is None:
+            return Applied(taken.tolist())
+        before = read_stored(stored)
+        assert isinstance(before, np.ndarray), "the script has checked it"
+        return Applied(taken.tolist(), merge(before, changes, self.cap).applied.revised)
+
+    def _run(self, calls: list[_Call]) -> list[Any]:
+        """Replies of the script, errors in place; loads it again where the server forgot it."""
+        for _ in range(2):
+            with self._client.pipeline(transaction=False) as pipeline:
+                for call in calls:
+                    pipeline.evalsha(self._script, 1, call.key, self.cap, *call.runs)
+                replies: list[Any] = pipeline.execute(raise_on_error=False)
+            if not any(isinstance(reply, NoScriptError) for reply in replies):
+                break
+            self._client.script_load(APPEND)
+        return replies
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as error:
+            raise StoreUnavailable(f"redis: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Of the script, for one user. order [flags] int64: the change that each flag is of."""
+
+    key: bytes
+    runs: list[bytes]
+    order: np.ndarray
+
+
+def _call(user_id: str, changes: Sequence[Change]) -> _Call:
+    written: list[bytes] = []
+    orders: list[np.ndarray] = [np.zeros(0, np.int64)]
+    count = 0
+    for run in runs(changes):
+        if isinstance(run, list):
+            new = records(run)
+            first = np.unique(new["event_key"], return_index=True)[1]
+            order = first[np.lexsort((first, new["time_us"][first]))]
+            written.append(ADD + new[order].tobytes())
+        else:
+            order = np.zeros(1, np.int64)
+            written.append(_correction(run))
+        orders.append(count + order)
+        count += len(run) if isinstance(run, list) else 1
+    return _Call(PREFIX + user_key(user_id), written, np.concatenate(orders))
+
+
+def _correction(change: Correction) -> bytes:
+    if isinstance(change, Removal):
+        return REMOVE + records([StoredEvent(0, 0, change.event_key)]).tobytes()
+    kind = REPLACE_IN_PLACE if change.keeps_time else REPLACE
+    return kind + records([change.event]).tobytes()

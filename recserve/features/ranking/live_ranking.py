@@ -1,0 +1,90 @@
+"""Ranking tables that follow a live catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.item_categories import category_matrix
+from recserve.features.catalog.item_records import ItemRecord, RecordLog
+from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.ranking.ranking_tables import RankingTables, standardise, unit_rows
+
+
+class LiveRanking:
+    """Makes the tables of each version; what earlier ones were given is shared, and never changes.
+
+    One caller at a time.
+    """
+
+    def __init__(self, base: RankingTables) -> None:
+        """base: tables bound to the bundle's catalogue."""
+        self.base = base
+        self._every = np.arange(base.num_items)
+        self._learned = Growing((), np.int64)
+        self._counts = Growing((), np.float32)
+        self._sums = Growing((), np.float32)
+        self._vectors = Growing(base.vectors.shape[1:], np.float32)
+        self._log: RecordLog | None = None
+        self._start_log()
+
+    def at(self, version: CatalogVersion) -> RankingTables:
+        """The tables of a version."""
+        if not version.num_tail and not version.num_records:
+            return self.base
+        self._follow_rows(version)
+        if version.log is not self._log:
+            self._log = version.log
+            self._start_log()
+        self._follow_records(version.log.records[self._categories.count : version.num_records])
+        base, count = self.base, version.num_tail
+        patch = (version.num_rows, version.record_rows, version.record_places)
+        return replace(
+            base,
+            item_counts=Extended(np.asarray(base.item_counts), self._counts.view(count)),
+            value_sums=Extended(np.asarray(base.value_sums), self._sums.view(count)),
+            vectors=Extended(np.asarray(base.vectors), self._vectors.view(count)),
+            learned=Extended(self._every, self._learned.view(count)),
+            categories=Patched(
+                np.asarray(base.categories), *patch, self._categories.view(version.num_records)
+            ),
+            side=Patched(np.asarray(base.side), *patch, self._side.view(version.num_records)),
+        )
+
+    def _start_log(self) -> None:
+        self._categories = Growing(self.base.categories.shape[1:], np.int32)
+        self._side = Growing(self.base.side.shape[1:], np.float32)
+
+    def _follow_rows(self, version: CatalogVersion) -> None:
+        """Counts and vectors of the rows that no version before had."""
+        first = self._learned.count
+        if first >= version.num_tail:
+            return
+        learned = version.learned[first:]
+        fitted = learned >= 0
+        known = np.where(fitted, learned, 0)
+        rows = first + len(version.base) + np.arange(len(learned))
+        self._learned.append(np.where(fitted, learned, rows))
+        self._counts.append(np.where(fitted, self.base.item_counts[known], 0))
+        self._sums.append(np.where(fitted, self.base.value_sums[known], 0))
+        self._vectors.append(unit_rows(version.vectors.tail[first:]))
+
+    def _follow_records(self, records: Sequence[ItemRecord]) -> None:
+        """Categories and numbers of the records that no version before had."""
+        if not records:
+            return
+        settings = self.base.settings
+        names, weights = settings.category_names, settings.category_weights
+        found = category_matrix([r.categories for r in records], names, weights)
+        width = self.base.categories.shape[1]
+        padded = np.full((len(records), max(width, found.shape[1])), len(names), np.int32)
+        padded[:, : found.shape[1]] = found
+        self._categories.append(padded[:, :width])
+        side = np.full((len(records), len(settings.side_names)), np.nan)
+        for row, record in enumerate(records):
+            for column, name in enumerate(settings.side_names):
+                side[row, column] = record.attributes.get(name, np.nan)
+        self._side.append(standardise(side, settings))

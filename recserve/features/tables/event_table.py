@@ -1,0 +1,239 @@
+"""The event table as it comes: Parquet columns, every row judged, then grouped by user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import (
+    BadRows,
+    OnBadRows,
+    RowCheck,
+    SchemaError,
+    column,
+    is_text,
+    null_or_blank,
+    read_table,
+    text_column,
+)
+
+DEFAULT_TYPE = "event"
+COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value")
+
+
+def read_events(
+    path: str | Path, items: ItemTable, on_bad_rows: OnBadRows = "error"
+) -> tuple[EventLog, BadRows]:
+    """Events from Parquet: `user_id`, `item_id`, `timestamp` or `position`, `type`?, `value`?.
+
+    timestamp: any Arrow timestamp (without a zone: UTC). position: any integer, used where there
+    is no timestamp, else it orders events of one time. Refused rows: a null or empty id, an
+    unknown item, a null time, a value that is not finite, an event that appeared before (same
+    user, item, time and type), a position of a user that appeared before. A row older than an
+    earlier row of its user raises under "error"; under "skip" the user's events are sorted by
+    time, ties in file order, and the moved rows are counted. Users are numbered by first
+    appearance. Raises SchemaError for the file or a column, BadRowError for a row.
+    """
+    path = Path(path)
+    table = read_table(path)
+    columns = _Columns.of(table, path, items)
+    check = RowCheck(path, table.num_rows, on_bad_rows)
+    columns.judge(check)
+    kept = np.flatnonzero(check.kept)
+    if not kept.size:
+        raise SchemaError(f"{path}: no usable rows are left of {table.num_rows}")
+    return columns.log(kept), check.report(tuple(n for n in table.column_names if n not in COLUMNS))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The n rows of the file. item_rows: -1 where the item is unknown. times, positions: zeros
+    without the column. clock: the column that orders a user's events; no_clock: where it is null.
+    """
+
+    users: pa.Array
+    item_ids: pa.Array
+    item_rows: np.ndarray
+    types: np.ndarray
+    type_names: tuple[str, ...]
+    values: np.ndarray
+    times: np.ndarray
+    positions: np.ndarray
+    clock: str
+    no_clock: np.ndarray
+
+    @classmethod
+    def of(cls, table: pa.Table, path: Path, items: ItemTable) -> _Columns:
+        """Raises SchemaError for a column that is missing or of another type."""
+        users = text_column(table, path, "user_id")
+        item_ids = text_column(table, path, "item_id")
+        known = pc.index_in(item_ids, value_set=pa.array(items.ids, pa.large_string()))
+        times, positions, clock = _times(table, path)
+        return cls(
+            users,
+            item_ids,
+            pc.fill_null(known, -1).to_numpy(zero_copy_only=False).astype(np.int32),
+            *_types(table, path),
+            _values(table, path),
+            times,
+            positions,
+            clock,
+            np.asarray(table.column(clock).is_null().to_numpy(), dtype=bool),
+        )
+
+    @property
+    def order_by(self) -> np.ndarray:
+        """[n] the clock's values."""
+        return self.times if self.clock == "timestamp" else self.positions
+
+    def judge(self, check: RowCheck) -> None:
+        """Refuse what cannot be used: first each row by itself, then against the rows before it."""
+        clock = self.clock
+        for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
+            blank = null_or_blank(ids)
+            check.refuse(blank, f"null {name}", name, lambda r: "the id is null or empty")
+        check.refuse(
+            self.item_rows < 0,
+            "unknown item_id",
+            "item_id",
+            lambda r: f"{self.item_ids[r].as_py()!r} is not among the items",
+        )
+        check.refuse(self.no_clock, f"null {clock}", clock, lambda r: f"the {clock} is null")
+        check.refuse(
+            ~np.isfinite(self.values),
+            "value not finite",
+            "value",
+            lambda r: f"it is {self.values[r]}",
+        )
+        user_codes = _encode_kept(self.users, check.kept)
+        self._judge_repeats(check, user_codes)
+        self._judge_order(check, user_codes)
+
+    def log(self, kept: np.ndarray) -> EventLog:
+        """The events of the given rows, users numbered by first appearance."""
+        left = self.users.take(pa.array(kept)).dictionary_encode()
+        codes = left.indices.to_numpy(zero_copy_only=False)
+        order = kept[np.lexsort((self.positions[kept], self.times[kept], codes))]
+        counts = np.bincount(codes, minlength=len(left.dictionary))
+        return EventLog(
+            left.dictionary.to_pylist(),
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            self.item_rows[order],
+            self.order_by[order],
+            self.types[order],
+            self.type_names,
+            self.values[order],
+            self.clock == "timestamp",
+        )
+
+    def _judge_repeats(self, check: RowCheck, user_codes: np.ndarray) -> None:
+        clock, users = self.clock, self.users
+        check.refuse(
+            _repeats((user_codes, self.item_rows, self.order_by, self.types), check.kept),
+            "duplicate event",
+            "item_id",
+            lambda r: (
+                f"user {users[r].as_py()!r} has item {self.item_ids[r].as_py()!r} "
+                f"at this {clock} before"
+            ),
+        )
+        if clock == "position":
+            check.refuse(
+                _repeats((user_codes, self.positions), check.kept),
+                "duplicate position",
+                clock,
+                lambda r: f"user {users[r].as_py()!r} has position {self.positions[r]} before",
+            )
+
+    def _judge_order(self, check: RowCheck, user_codes: np.ndarray) -> None:
+        """Raise on, or count, rows that come before (in time) an earlier row of their user."""
+        clock, users = self.clock, self.users
+        rows = np.flatnonzero(check.kept)
+        rows = rows[np.argsort(user_codes[rows], kind="stable")]
+        user, time, position = user_codes[rows], self.times[rows], self.positions[rows]
+        back = (time[1:] < time[:-1]) | ((time[1:] == time[:-1]) & (position[1:] < position[:-1]))
+        late = rows[1:][back & (user[1:] == user[:-1])]
+        if check.on_bad_rows == "skip":
+            check.note(f"rows out of {clock} order, sorted", int(late.size))
+            return
+        unordered = np.zeros(check.kept.size, dtype=bool)
+        unordered[late] = True
+        check.refuse(
+            unordered,
+            f"unordered {clock}",
+            clock,
+            lambda r: f"older than the row before it of user {users[r].as_py()!r}",
+        )
+
+
+def _times(table: pa.Table, path: Path) -> tuple[np.ndarray, np.ndarray, str]:
+    """Times and positions [n] int64 (zeros without the column), and which of them orders events."""
+    names = table.column_names
+    if "timestamp" not in names and "position" not in names:
+        raise SchemaError(
+            f"{path}: column timestamp (timestamp) or position (integer) is missing; "
+            f"the file has {', '.join(names)}"
+        )
+    times = positions = np.zeros(table.num_rows, dtype=np.int64)
+    if "timestamp" in names:
+        values = column(table, path, "timestamp", pa.types.is_timestamp, "timestamp")
+        micros = pc.cast(values, pa.timestamp("us", tz=values.type.tz), safe=False)
+        times = pc.fill_null(pc.cast(micros, pa.int64()), 0).to_numpy()
+    if "position" in names:
+        values = column(table, path, "position", pa.types.is_integer, "integer")
+        positions = pc.fill_null(pc.cast(values, pa.int64(), safe=False), 0).to_numpy()
+    return times, positions, "timestamp" if "timestamp" in names else "position"
+
+
+def _types(table: pa.Table, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
+    """[n] int16 type of each event and the sorted names; a null type is "event"."""
+    if "type" not in table.column_names:
+        return np.zeros(table.num_rows, dtype=np.int16), (DEFAULT_TYPE,)
+    values = column(table, path, "type", is_text, "string")
+    texts = pc.fill_null(pc.cast(values, pa.large_string()), DEFAULT_TYPE).combine_chunks()
+    names = sorted(texts.unique().to_pylist())
+    if len(names) > np.iinfo(np.int16).max:
+        raise SchemaError(f"{path}: column type has {len(names)} distinct values; at most 32767")
+    codes = pc.index_in(texts, value_set=pa.array(names, pa.large_string()))
+    return codes.to_numpy(zero_copy_only=False).astype(np.int16), tuple(names)
+
+
+def _values(table: pa.Table, path: Path) -> np.ndarray:
+    """[n] float32 value of each event, 1 where there is none."""
+    if "value" not in table.column_names:
+        return np.ones(table.num_rows, dtype=np.float32)
+
+    def accepts(kind: Any) -> bool:
+        return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+    values = column(table, path, "value", accepts, "float")
+    filled = pc.fill_null(pc.cast(values, pa.float32(), safe=False), 1.0)
+    return np.asarray(filled.to_numpy(), dtype=np.float32)
+
+
+def _encode_kept(users: pa.Array, kept: np.ndarray) -> np.ndarray:
+    """[n] int64 number of each row's user, -1 where the row is refused."""
+    codes = users.dictionary_encode().indices
+    filled = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.where(kept, filled, -1)
+
+
+def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
+    """[n] bool, set where a kept row equals an earlier kept row in all keys."""
+    rows = np.flatnonzero(kept)
+    columns = [key[rows] for key in keys]
+    order = np.lexsort(columns[::-1])
+    same = np.ones(max(rows.size - 1, 0), dtype=bool)
+    for values in columns:
+        ranked = values[order]
+        same &= ranked[1:] == ranked[:-1]
+    repeated = np.zeros(kept.size, dtype=bool)
+    repeated[rows[order[1:][same]]] = True
+    return repeated

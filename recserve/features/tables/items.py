@@ -1,0 +1,137 @@
+"""The item table: ids, titles, category paths and whatever other columns the user brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recserve.features.tables.parquet import (
+    BadRows,
+    OnBadRows,
+    RowCheck,
+    SchemaError,
+    column,
+    is_text,
+    null_or_blank,
+    read_table,
+    text_column,
+)
+
+RESERVED = ("item_id", "title", "categories")
+
+
+@dataclass(frozen=True)
+class ItemTable:
+    """Items by row: `ids[row]`, `titles[row]` ("" where unknown), `categories[row]` (paths).
+
+    attributes: Arrow table of the remaining columns, one row per item.
+    Raises ValueError where the columns differ in length or an id appears twice.
+    """
+
+    ids: list[str]
+    titles: list[str]
+    categories: list[list[str]]
+    attributes: pa.Table
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids), len(self.titles), len(self.categories)}
+        if self.attributes.num_columns:
+            lengths.add(self.attributes.num_rows)
+        if len(lengths) != 1:
+            raise ValueError(f"item columns differ in length: {sorted(lengths)}")
+        if len(set(self.ids)) != len(self.ids):
+            raise ValueError("item ids must be distinct")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def attribute(self, row: int) -> dict[str, Any]:
+        """The other columns of one item, by name."""
+        if not self.attributes.num_columns:
+            return {}
+        values: dict[str, Any] = self.attributes.slice(row, 1).to_pylist()[0]
+        return values
+
+    def to_arrow(self) -> pa.Table:
+        """One Arrow table, readable by `item_table`."""
+        table = pa.table(
+            {
+                "item_id": pa.array(self.ids, pa.string()),
+                "title": pa.array(self.titles, pa.string()),
+                "categories": pa.array(self.categories, pa.list_(pa.string())),
+            }
+        )
+        for name in self.attributes.column_names:
+            table = table.append_column(name, self.attributes.column(name))
+        return table
+
+
+def item_table(table: pa.Table) -> ItemTable:
+    """An ItemTable from checked columns (`item_id`, `title`, `categories`, attributes)."""
+    others = [name for name in table.column_names if name not in RESERVED]
+    return ItemTable(
+        table.column("item_id").to_pylist(),
+        table.column("title").to_pylist(),
+        table.column("categories").to_pylist(),
+        table.select(others),
+    )
+
+
+def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[ItemTable, BadRows]:
+    """Items from Parquet: `item_id`, `title`?, `categories` list<string>?, any other columns.
+
+    Refused rows: a null or empty item_id, an item_id that appeared before. A null title becomes
+    "", a null category list becomes an empty one. Raises SchemaError for the file or a column,
+    BadRowError for a row.
+    """
+    path = Path(path)
+    table = read_table(path)
+    ids = text_column(table, path, "item_id")
+    rows = table.num_rows
+    check = RowCheck(path, rows, on_bad_rows)
+    check.refuse(
+        null_or_blank(ids), "null item_id", "item_id", lambda row: "the id is null or empty"
+    )
+    encoded = pc.dictionary_encode(ids).indices.to_numpy(zero_copy_only=False)
+    repeated = np.ones(rows, dtype=bool)
+    repeated[np.unique(encoded, return_index=True)[1]] = False
+    check.refuse(
+        repeated,
+        "duplicate item_id",
+        "item_id",
+        lambda row: f"{ids[row].as_py()!r} appeared before",
+    )
+    if "title" in table.column_names:
+        titles = pc.fill_null(text_column(table, path, "title"), "")
+    else:
+        titles = pa.repeat("", rows)
+    checked = pa.table({"item_id": ids, "title": titles, "categories": _categories(table, path)})
+    for name in table.column_names:
+        if name not in RESERVED:
+            checked = checked.append_column(name, table.column(name))
+    kept = checked.filter(pa.array(check.kept))
+    if kept.num_rows == 0:
+        raise SchemaError(f"{path}: no usable rows are left of {rows}")
+    return item_table(kept), check.report()
+
+
+def _categories(table: pa.Table, path: Path) -> pa.Array:
+    """Category paths as list<string>, nulls made empty lists and null paths dropped."""
+    kind = pa.list_(pa.string())
+    if "categories" not in table.column_names:
+        return pa.array([[]] * table.num_rows, kind)
+
+    def accepts(given: Any) -> bool:
+        return bool(pa.types.is_list(given) or pa.types.is_large_list(given)) and is_text(
+            given.value_type
+        )
+
+    values = column(table, path, "categories", accepts, "list<string>")
+    if values.null_count == 0 and pc.list_flatten(values).null_count == 0:
+        return pc.cast(values, kind).combine_chunks()
+    return pa.array([[p for p in paths or [] if p] for paths in values.to_pylist()], kind)

@@ -1,0 +1,50 @@
+"""Co-occurrence: which items the same users had, and how many users."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from recserve.features.tables.events import EventLog
+
+WINDOW = 20
+MAX_NEIGHBOURS = 64
+CHUNK = 200_000
+
+
+def neighbours(train: EventLog, num_items: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Items that the same users had, as CSR.
+
+    Returns offsets [I+1] int64, neighbours int32 (at most 64 per item, strongest first) and
+    float32 counts: users who had both items at most 20 events apart.
+    """
+    keys = np.zeros(0, dtype=np.int64)
+    counts = np.zeros(0, dtype=np.int64)
+    users = train.user_indices()
+    steps = np.arange(0, train.num_events + CHUNK, CHUNK)
+    cuts = np.searchsorted(train.offsets, steps).clip(max=train.num_users)
+    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+        part = slice(int(train.offsets[first]), int(train.offsets[last]))
+        found = _pairs(users[part] - first, train.item_rows[part].astype(np.int64), num_items)
+        keys, where = np.unique(np.concatenate([keys, found]), return_inverse=True)
+        weights = np.concatenate([counts, np.ones(found.size, dtype=np.int64)])
+        counts = np.bincount(where, weights, keys.size).astype(np.int64)
+    left, right = np.divmod(keys, num_items)
+    strength = counts / np.sqrt(np.maximum(train.popularity(num_items)[right], 1))
+    order = np.lexsort((right, -strength, left))
+    starts = np.searchsorted(left, np.arange(num_items + 1))
+    kept = order[np.arange(order.size) - starts[left[order]] < MAX_NEIGHBOURS]
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(left[kept], minlength=num_items))])
+    return offsets, right[kept].astype(np.int32), counts[kept].astype(np.float32)
+
+
+def _pairs(users: np.ndarray, rows: np.ndarray, num_items: int) -> np.ndarray:
+    """Keys left * I + right of both directions of all pairs in the window, once per user."""
+    found = []
+    for lag in range(1, min(WINDOW, rows.size - 1) + 1):
+        same = (users[lag:] == users[:-lag]) & (rows[lag:] != rows[:-lag])
+        early, late, owner = rows[:-lag][same], rows[lag:][same], users[lag:][same]
+        base = owner * num_items * num_items
+        found += [base + early * num_items + late, base + late * num_items + early]
+    if not found:
+        return np.zeros(0, dtype=np.int64)
+    return np.unique(np.concatenate(found)) % (num_items * num_items)

@@ -1,0 +1,232 @@
+"""The semantic id index: item id <-> row <-> codes, in compact arrays.
+
+The trie over the same codes lives in `recserve.kernels.trie.trie`; this index needs numpy only. A
+million items of five levels take 26 MB here, beside the id strings themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Item rows of n answers, packed: answer i is `rows[offsets[i] : offsets[i + 1]]`."""
+
+    rows: np.ndarray
+    offsets: np.ndarray
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.rows[self.offsets[index] : self.offsets[index + 1]]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class CodeReport:
+    """How well the codes of a quantiser tell items apart.
+
+    collision_share: share of items whose quantiser codes another item has too. largest_collision:
+    most items on one tuple. used [L], perplexity [L]: per quantiser level, the share of codes in
+    use and exp(entropy) of their use.
+    """
+
+    collision_share: float
+    largest_collision: int
+    used: tuple[float, ...]
+    perplexity: tuple[float, ...]
+
+    def lines(self) -> list[str]:
+        """The report for a terminal."""
+        lines = [
+            f"collisions: {self.collision_share:.1%} of the items share their codes, "
+            f"at most {self.largest_collision} on one tuple"
+        ]
+        for level, (used, perplexity) in enumerate(zip(self.used, self.perplexity, strict=True)):
+            lines.append(
+                f"level {level}: {used:.1%} of the codes in use, perplexity {perplexity:.1f}"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class SemanticIdIndex:
+    """Semantic ids of I items.
+
+    item_ids [I]. codes [I, L] uint16, rows distinct, disambiguation level included.
+    codebook_sizes [L].
+    has_disambiguation: the last level only tells items with equal quantiser codes apart.
+    Raises ValueError if the sizes do not fit, a code is out of range or two items share a
+    semantic id.
+    """
+
+    item_ids: Sequence[str]
+    codes: np.ndarray
+    codebook_sizes: tuple[int, ...]
+    has_disambiguation: bool
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or self.codes.dtype != np.uint16 or not self.codes.size:
+            raise ValueError(
+                f"codes are {self.codes.dtype} of shape {self.codes.shape}; expected uint16 [I, L]"
+            )
+        items, levels = self.codes.shape
+        if len(self.item_ids) != items:
+            raise ValueError(f"{len(self.item_ids)} item ids but codes of {items} items")
+        if len(self.codebook_sizes) != levels:
+            raise ValueError(
+                f"codes have {levels} levels; {len(self.codebook_sizes)} codebook sizes"
+            )
+        highest = self.codes.max(axis=0)
+        for level, size in enumerate(self.codebook_sizes):
+            if highest[level] >= size:
+                raise ValueError(
+                    f"a code of level {level} is {highest[level]}; the codebook holds {size}"
+                )
+        ranked = self.codes[self.order]
+        same = (ranked[1:] == ranked[:-1]).all(axis=1)
+        if same.any():
+            first = int(np.flatnonzero(same)[0])
+            one, two = self.item_ids[self.order[first]], self.item_ids[self.order[first + 1]]
+            raise ValueError(
+                f"items {one!r} and {two!r} share a semantic id; they need a level more"
+            )
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        return int(self.codes.shape[0])
+
+    @property
+    def num_levels(self) -> int:
+        """L, disambiguation level included."""
+        return len(self.codebook_sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, the id strings excluded."""
+        arrays = (self.codes, self.order, *self._ids_by_hash)
+        return sum(array.nbytes for array in arrays)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """[I] int32 rows in lexicographic order of their codes."""
+        return np.lexsort(self.codes.T[::-1]).astype(np.int32)
+
+    def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
+        """[n] int32 row of each id, -1 where it is unknown."""
+        hashes, rows = self._ids_by_hash
+        wanted = np.fromiter(map(hash, item_ids), dtype=np.int64, count=len(item_ids))
+        places = np.searchsorted(hashes, wanted)
+        found = np.full(len(item_ids), -1, dtype=np.int32)
+        for index, (item_id, place) in enumerate(zip(item_ids, places.tolist(), strict=True)):
+            while place < len(hashes) and hashes[place] == wanted[index]:
+                if self.item_ids[rows[place]] == item_id:
+                    found[index] = rows[place]
+                    break
+                place += 1
+        return found
+
+    def rows_of_codes(self, codes: np.ndarray) -> np.ndarray:
+        """[n] int32 row of each full semantic id, -1 where no item has it. codes: [n, L]."""
+        if codes.ndim != 2 or codes.shape[1] != self.num_levels:
+            raise ValueError(f"codes have shape {codes.shape}; expected [n, {self.num_levels}]")
+        decoded = self.decode(codes)
+        found = np.full(len(codes), -1, dtype=np.int32)
+        known = np.diff(decoded.offsets) > 0
+        found[known] = decoded.rows
+        return found
+
+    def decode(self, codes: np.ndarray) -> PackedRows:
+        """All items under each code tuple, in lexicographic order of their semantic ids.
+
+        codes: [n, l] int, 1 <= l <= L: with l = L one item or none; without the disambiguation
+        level every item of the tuple; any shorter prefix works alike. Raises ValueError for
+        another width.
+        """
+        if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_levels:
+            raise ValueError(f"codes have shape {codes.shape}; expected [n, 1..{self.num_levels}]")
+        ends = self._bisect(np.concatenate([codes, codes]), np.repeat([False, True], len(codes)))
+        first, last = ends[: len(codes)], ends[len(codes) :]
+        counts = last - first
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        places = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)
+        return PackedRows(self.order[places], offsets)
+
+    @cached_property
+    def _ids_by_hash(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sorted hashes of the ids and their rows. Differs from process to process: never saved."""
+        hashes = np.fromiter(map(hash, self.item_ids), dtype=np.int64, count=len(self.item_ids))
+        rows = np.argsort(hashes, kind="stable").astype(np.int32)
+        return hashes[rows], rows
+
+    def _bisect(self, wanted: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """[n] place of each prefix in `order`, before (right [n]: after) all that carry it."""
+        low = np.zeros(len(wanted), dtype=np.int64)
+        high = np.full(len(wanted), self.num_items, dtype=np.int64)
+        while (open_ := low < high).any():
+            middle = (low + high) // 2
+            here = self.codes[self.order[np.where(open_, middle, 0)], : wanted.shape[1]]
+            differs = here != wanted
+            level = differs.argmax(axis=1)[:, None]
+            less = np.take_along_axis(here < wanted, level, axis=1)[:, 0]
+            ahead = np.where(differs.any(axis=1), less, right)
+            low = np.where(open_ & ahead, middle + 1, low)
+            high = np.where(open_ & ~ahead, middle, high)
+        return low
+
+
+def build_index(
+    item_ids: Sequence[str],
+    codes: np.ndarray,
+    codebook_sizes: tuple[int, ...],
+    popularity: np.ndarray,
+) -> tuple[SemanticIdIndex, CodeReport]:
+    """Make quantiser codes distinct and say how distinct they were.
+
+    codes: [I, L] uint16 from a quantiser. popularity: [I]. Where items share a tuple, a
+    disambiguation level is
+    appended: 0 for the most popular of them, then 1, ...; ties by row. Without collisions there
+    is none.
+    Raises ValueError if more than 65,536 items share a tuple.
+    """
+    order = np.lexsort((np.arange(len(codes)), -popularity, *codes.T[::-1]))
+    ranked = codes[order]
+    opens = np.ones(len(codes), dtype=bool)
+    opens[1:] = (ranked[1:] != ranked[:-1]).any(axis=1)
+    starts = np.flatnonzero(opens)
+    counts = np.diff(np.append(starts, len(codes)))
+    largest = int(counts.max())
+    if largest > 65_536:
+        raise ValueError(
+            f"{largest} items share one code tuple; at most 65536: use more levels or codes"
+        )
+    report = CodeReport(
+        float(counts[counts > 1].sum() / len(codes)),
+        largest,
+        *_use(codes, codebook_sizes),
+    )
+    if largest > 1:
+        extra = np.empty(len(codes), dtype=np.uint16)
+        extra[order] = np.arange(len(codes)) - np.repeat(starts, counts)
+        codes = np.concatenate([codes, extra[:, None]], axis=1)
+        codebook_sizes = (*codebook_sizes, largest)
+    return SemanticIdIndex(item_ids, codes, codebook_sizes, largest > 1), report
+
+
+def _use(
+    codes: np.ndarray, codebook_sizes: tuple[int, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Share of codes in use and perplexity, per level."""
+    used, perplexity = [], []
+    for level, size in enumerate(codebook_sizes):
+        counts = np.bincount(codes[:, level], minlength=size)
+        shares = counts[counts > 0] / len(codes)
+        used.append(float((counts > 0).mean()))
+        perplexity.append(float(np.exp(-(shares * np.log(shares)).sum())))
+    return tuple(used), tuple(perplexity)

@@ -1,0 +1,98 @@
+"""Nearest items by inner product: flat for small catalogues, inverted lists for large ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import faiss
+import numpy as np
+
+from recserve.features.vectors.faiss_threads import one_thread
+
+FLAT_BELOW = 50_000
+LISTS_READ = 16  # one in so many inverted lists is read
+TRAINED_PER_LIST = 64
+ALL_ABOVE = 8  # a search for more than one item in so many reads all lists
+GPU_MOST = 2048  # nearest items that faiss finds on a GPU
+
+
+class FaissIndex:
+    """Unit vectors of item rows, searched by faiss; on a GPU where faiss has one.
+
+    Flat (exact) below 50,000 items. Above that an inverted file of about 4 sqrt(I) lists, of which
+    a search reads one in 16, or all where it asks for more than an eighth of the catalogue, so that
+    a strict filter never runs out of items.
+    """
+
+    def __init__(
+        self, vectors: np.ndarray, flat_below: int = FLAT_BELOW, rows: np.ndarray | None = None
+    ) -> None:
+        """vectors: [I, E] float32 of length 1. rows [I] int64: whose they are, None: 0 to I - 1.
+
+        Raises ValueError where there is none.
+        """
+        if vectors.ndim != 2 or not vectors.shape[0]:
+            raise ValueError(f"vectors are {vectors.shape}; expected [items >= 1, dimensions]")
+        vectors = np.ascontiguousarray(vectors, np.float32)
+        self.num_items: int = vectors.shape[0]
+        self.dimensions: int = vectors.shape[1]
+        self.flat_below = flat_below
+        self.num_lists = 0
+        flat: faiss.Index = faiss.IndexFlatIP(self.dimensions)
+        if self.num_items >= flat_below:
+            self.num_lists = max(1, round(4 * math.sqrt(self.num_items)))
+            self._index: faiss.Index = faiss.IndexIVFFlat(
+                flat, self.dimensions, self.num_lists, faiss.METRIC_INNER_PRODUCT
+            )
+            sample = np.random.default_rng(0).permutation(self.num_items)
+            self._index.train(vectors[np.sort(sample[: TRAINED_PER_LIST * self.num_lists])])
+        else:
+            self._index = faiss.IndexIDMap(flat)
+        self._index.add_with_ids(vectors, np.arange(self.num_items) if rows is None else rows)
+        self._num_trained, self._num_added = self.num_items, 0
+        self._gpu = _on_gpu(self._index)
+
+    def is_outgrown(self, num_gone: int, num_new: int) -> bool:
+        """Whether so many rows less and more ask for lists of their own, made by a new index.
+
+        A flat one has become too large, or most of what lists hold came after they were made.
+        """
+        too_large = self.num_items - num_gone + num_new >= self.flat_below
+        return too_large and (not self.num_lists or self._num_added + num_new > self._num_trained)
+
+    def edited(self, gone: np.ndarray, rows: np.ndarray, vectors: np.ndarray) -> FaissIndex:
+        """A copy without the rows gone [g] and with others [n], vectors [n, E]; this one stays.
+
+        Lists keep their centres, so at 1,000,000 items it takes a quarter of a second.
+        """
+        new = copy.copy(self)
+        new._index = faiss.clone_index(self._index)
+        with one_thread():
+            new._index.remove_ids(faiss.IDSelectorBatch(np.ascontiguousarray(gone, np.int64)))
+            new._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), rows)
+        new.num_items, new._num_added = new._index.ntotal, self._num_added + len(rows)
+        new._gpu = _on_gpu(new._index)
+        return new
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As core/retrieval.py says; row -1 where k is more than there are."""
+        everywhere = k * ALL_ABOVE > self.num_items
+        index = self._index
+        if self._gpu is not None and k <= GPU_MOST and not everywhere:
+            index = self._gpu
+        parameters = None
+        if self.num_lists:
+            read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_READ)
+            parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
+        queries = np.ascontiguousarray(queries, np.float32)
+        with one_thread():
+            scores, rows = index.search(queries, k, params=parameters)
+        return rows, scores
+
+
+def _on_gpu(index: faiss.Index) -> faiss.Index | None:
+    """A copy there, if faiss has a GPU."""
+    if not faiss.get_num_gpus():
+        return None
+    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)

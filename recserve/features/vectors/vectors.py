@@ -1,0 +1,231 @@
+"""Item vectors: from text, from who is bought with whom, or the user's own.
+
+Text: TF-IDF over title, category path and keywords, then truncated SVD. Collaborative: positive
+pointwise mutual information of items near each other in training histories, then truncated SVD
+(Levy and Goldberg 2014: what skip-gram factorises).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from scipy import sparse
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.utils.extmath import randomized_svd
+
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table, text_column
+
+MAX_TERMS = 50_000
+WINDOW = 10
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Text to vectors; kept with the bundle, so that a new item gets a comparable vector.
+
+    terms [V]: the vocabulary. idf [V] float32. components [V, F] float32.
+    """
+
+    terms: tuple[str, ...]
+    idf: np.ndarray
+    components: np.ndarray
+
+    @staticmethod
+    def fit(items: ItemTable, dim: int, seed: int) -> TextEncoder:
+        """Fit on all items; where the text has fewer than `dim` directions, the rest is zero."""
+        documents = [_document(items, row) for row in range(len(items))]
+        model = _vectorizer(min_df=2 if len(items) >= 1000 else 1, max_features=MAX_TERMS)
+        try:
+            matrix = model.fit_transform(documents)
+        except ValueError:  # scikit-learn's word for an empty vocabulary
+            return TextEncoder((), np.zeros(0, np.float32), np.zeros((0, dim), np.float32))
+        terms = tuple(str(term) for term in model.get_feature_names_out())
+        rank = min(dim, min(matrix.shape))
+        _, _, right = randomized_svd(matrix, rank, n_iter=4, random_state=seed)
+        components = np.zeros((len(terms), dim), dtype=np.float32)
+        components[:, :rank] = right.T
+        return TextEncoder(terms, model.idf_.astype(np.float32), components)
+
+    def encode(self, items: ItemTable) -> np.ndarray:
+        """[I, F] float32 of unit length; zero for an item without any known term."""
+        if not self.terms:
+            return np.zeros((len(items), self.components.shape[1]), dtype=np.float32)
+        model = _vectorizer(vocabulary=list(self.terms))
+        model.idf_ = self.idf.astype(np.float64)
+        documents = [_document(items, row) for row in range(len(items))]
+        return unit(np.asarray(model.transform(documents) @ self.components, dtype=np.float32))
+
+    def save(self, folder: Path) -> None:
+        """Write terms.json and text.safetensors."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "terms.json").write_text(json.dumps(self.terms, ensure_ascii=False))
+        save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
+
+    @staticmethod
+    def load(folder: Path) -> TextEncoder:
+        """Read what `save` wrote. Raises ValueError if it is damaged."""
+        try:
+            terms = json.loads((folder / "terms.json").read_text())
+            arrays = load_file(folder / "text.safetensors")
+            idf, components = arrays["idf"], arrays["components"]
+        except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+            raise ValueError(f"{folder}: not a text encoder ({error})") from error
+        if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
+            raise ValueError(f"{folder}/terms.json: expected a list of strings")
+        if idf.shape != (len(terms),) or components.ndim != 2 or len(components) != len(terms):
+            raise ValueError(
+                f"{folder}: {len(terms)} terms do not fit {idf.shape}, {components.shape}"
+            )
+        return TextEncoder(tuple(terms), idf, components)
+
+
+def text_vectors(items: ItemTable, dim: int, seed: int) -> np.ndarray:
+    """[I, dim] float32 text vectors of unit length (zero where an item has no text)."""
+    return TextEncoder.fit(items, dim, seed).encode(items)
+
+
+def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) -> np.ndarray:
+    """[I, dim] float32 of unit length from co-occurrence; zero for an item without events.
+
+    train: training events only, or the vectors know the answers. A pair at distance d counts 1 / d,
+    up to 10.
+    """
+    counts = _cooccurrence(train, num_items)
+    total = counts.sum()
+    vectors = np.zeros((num_items, dim), dtype=np.float32)
+    if total == 0:
+        return vectors
+    rows = np.asarray(counts.sum(axis=1)).ravel()
+    # Contexts to the power 3/4: else rare pairs dominate (Levy, Goldberg, Dagan 2015).
+    context = rows**0.75
+    context /= context.sum()
+    pairs = counts.tocoo()
+    pmi = np.log(pairs.data / (rows[pairs.row] * context[pairs.col]))
+    kept = pmi > 0
+    matrix = sparse.csr_array(
+        (pmi[kept], (pairs.row[kept], pairs.col[kept])), shape=(num_items, num_items)
+    )
+    rank = min(dim, num_items)
+    left, singular, _ = randomized_svd(matrix, rank, n_iter=4, random_state=seed)
+    vectors[:, :rank] = left * np.sqrt(singular)
+    return unit(vectors)
+
+
+def join_vectors(text: np.ndarray, collaborative: np.ndarray, weight: float) -> np.ndarray:
+    """[I, F + G] float32 of unit length: text beside `weight` times collaborative."""
+    return unit(np.concatenate([text, weight * collaborative], axis=1))
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Rows divided by their length; zero rows stay zero."""
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(length > 0, length, 1)).astype(np.float32)
+
+
+def read_vectors(
+    path: str | Path, item_ids: list[str], items_report: BadRows | None = None
+) -> np.ndarray:
+    """The user's own vectors, [I, F] float32, in the order of item_ids.
+
+    `.npy`: [rows of the items file, F]; items_report says which of its rows became items (None:
+    all did).
+    Parquet: `item_id` string and `vector` list<float>, in any order, further items ignored.
+    Raises SchemaError or ValueError naming what is missing, not finite or of another shape.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        vectors = _read_npy(path)
+        expected = len(item_ids) if items_report is None else items_report.num_rows
+        if len(vectors) != expected:
+            raise ValueError(
+                f"{path}: {len(vectors)} vectors; expected {expected}, one per item row"
+            )
+        if items_report is not None:
+            vectors = vectors[items_report.kept_rows]
+    else:
+        vectors = _read_parquet(path, item_ids)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if bad.size:
+        raise ValueError(f"{path}: the vector of item {item_ids[bad[0]]!r} is not finite")
+    return vectors
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    try:
+        vectors = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SchemaError(f"{path}: not a readable .npy file ({error})") from error
+    if vectors.ndim != 2 or vectors.shape[1] == 0 or vectors.dtype.kind != "f":
+        raise SchemaError(
+            f"{path}: {vectors.dtype} of shape {vectors.shape}; expected floats [items, dim]"
+        )
+    return np.asarray(vectors, dtype=np.float32)
+
+
+def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
+    table = read_table(path)
+
+    def accepts(kind: Any) -> bool:
+        return bool(
+            pa.types.is_list(kind)
+            or pa.types.is_large_list(kind)
+            or pa.types.is_fixed_size_list(kind)
+        ) and pa.types.is_floating(kind.value_type)
+
+    ids = text_column(table, path, "item_id")
+    lists = column(table, path, "vector", accepts, "list<float>")
+    lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
+    if len(lengths) != 1 or not lengths[0]:
+        raise SchemaError(
+            f"{path}: column vector has lengths {lengths[:5]}; expected one for all rows"
+        )
+    rows = pc.index_in(pa.array(item_ids, pa.large_string()), value_set=ids)
+    if rows.null_count:
+        missing = item_ids[int(np.flatnonzero(rows.is_null().to_numpy(False))[0])]
+        raise ValueError(f"{path}: no vector for item {missing!r} ({rows.null_count} are missing)")
+    flat = pc.cast(pc.list_flatten(lists), pa.float32()).combine_chunks()
+    matrix = flat.to_numpy(zero_copy_only=False).reshape(table.num_rows, lengths[0])
+    return np.ascontiguousarray(matrix[rows.to_numpy(zero_copy_only=False)], dtype=np.float32)
+
+
+def _vectorizer(**options: Any) -> Any:
+    return TfidfVectorizer(
+        sublinear_tf=True, stop_words="english", token_pattern=r"[^\W_]{2,}|c:\S+", **options
+    )
+
+
+def _document(items: ItemTable, row: int) -> str:
+    """Title, keywords, and each prefix of each category path as a term of its own."""
+    words = [items.titles[row]]
+    if "keywords" in items.attributes.column_names:
+        keywords = items.attributes.column("keywords")[row].as_py()
+        if keywords:
+            words += keywords if isinstance(keywords, list) else [str(keywords)]
+    for path in items.categories[row]:
+        parts = ["-".join(part.split()) for part in path.split(">")]
+        words += ["c:" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
+    return " ".join(words)
+
+
+def _cooccurrence(train: EventLog, num_items: int) -> Any:
+    """Symmetric [I, I] sparse counts of items near each other in one history."""
+    users, rows = train.user_indices(), train.item_rows.astype(np.int64)
+    total = sparse.csr_array((num_items, num_items), dtype=np.float64)
+    for distance in range(1, WINDOW + 1):
+        same = (users[distance:] == users[:-distance]) & (rows[distance:] != rows[:-distance])
+        if not same.any():
+            continue
+        left, right = rows[:-distance][same], rows[distance:][same]
+        weights = np.full(left.size, 1.0 / distance)
+        total = total + sparse.csr_array((weights, (left, right)), shape=total.shape)
+    return total + total.T

@@ -1,0 +1,315 @@
+"""Tree attention for CPUs: root and tree as one list of keys where that is cheap, else two results
+merged: the root by a flash kernel that reads it once for all nodes, the tree by its shape.
+
+Softmax attends in C (native_attention.py), unplanned, where that was measured to be no slower
+(`choose`). Of the rest, per tree, with n computed nodes, R root tokens, A ancestors at most and N
+tree nodes:
+  few nodes   n x (R + N): many rows and keys by oneDNN's products, head after head (its float32
+              products run at twice the rate of the flash kernel's where that has no wide vectors
+              of its own), few by batched products or one flash call for all
+              trees that lie alike in the pool
+  root part   n x R, one flash call for all nodes and all query heads of a KV group
+  tree part   chain: causal flash, n x n / 2;   shallow: n x (A + 1) gathered keys;   other: n x N
+and the two are merged by their log-sum-exp. No mask over the root exists unless the nodes have root
+limits, and no T x T mask ever does. Bytes moved: root keys and values once (twice where they are
+copied beside each other for a product), the tree's keys once, in a shallow tree once per ancestor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.cpu.choice import Choice, measure
+from recserve.kernels.cpu.cpu_plan import TILE, Form, Part, Place, Whole, plan
+from recserve.kernels.cpu.native_attention import NativeTreeAttention
+from recserve.kernels.paged_kv import TreeBatch
+from recserve.kernels.reference import SOFTMAX, Activation
+from recserve.kernels.tree import chain, root_branch
+
+log = logging.getLogger(__name__)
+
+ROW_BLOCK = 512
+MEASURED_ROWS = 256
+LAYERS = 4  # of the network for which a choice is measured: a plan is made once for all
+
+
+class CpuTreeAttention:
+    """Attention of one batch, planned at the first layer, called once per layer of one network."""
+
+    def __init__(
+        self,
+        batch: TreeBatch,
+        activation: Activation = SOFTMAX,
+        native: bool = False,
+        measured: bool = False,
+    ) -> None:
+        """native: C attends where it can. measured: only where it is no slower than torch."""
+        self.batch, self.activation, self.native = batch, activation, native
+        self.measured = measured
+        self._parts: list[Part] = []
+        self._natively: NativeTreeAttention | None = None
+        self._form: Form | None = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """query [Tq, H, D], keys and values [slots, K, D] of the pool; the same H, K, D and type in
+        every call.
+
+        The computed nodes are already in the pool and read from there, not from key and value.
+        Returns [Tq, H, D].
+        """
+        kv_heads, dim = keys.shape[1:]
+        softmax = self.activation.normalizer is None
+        form = Form(kv_heads, query.shape[1] // kv_heads, dim, query.dtype, softmax)
+        native = self.natively(form) if keys.dtype == query.dtype else None
+        if native is not None:
+            return native(query, key, value, keys, values)
+        if not self._parts:
+            self._parts = plan(self.batch, form)
+        attend = _softmax if softmax else self._silu
+        if len(self._parts) == 1:
+            return attend(self._parts[0], query, keys, values)
+        return torch.cat([attend(p, query[p.rows], keys, values) for p in self._parts])
+
+    def natively(self, form: Form) -> NativeTreeAttention | None:
+        """The same in C; None where torch attends to this batch."""
+        if self._form != form:
+            self._form = form
+            self._natively = NativeTreeAttention.of(self.batch, form) if self.native else None
+            if self._natively is not None and self.measured and not choose(form).in_c:
+                self._natively = None
+        return self._natively
+
+    def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Sums of silu weights need no merging: each part is added to the last."""
+        assert self.activation.normalizer is not None
+        scale, inverse = query.shape[-1] ** -0.5, 1.0 / self.activation.normalizer
+        out = torch.empty_like(query)
+        root_keys = keys[part.root].permute(1, 2, 0)
+        root_values = values[part.root].transpose(0, 1)
+        for start in range(0, query.shape[0], ROW_BLOCK):
+            rows = slice(start, start + ROW_BLOCK)
+            block = query[rows].transpose(0, 1)
+            weights = F.silu(torch.bmm(block, root_keys).mul_(scale), inplace=True)
+            if part.root_mask is not None:
+                weights *= part.root_mask[rows]
+            total = torch.bmm(weights, root_values).transpose(0, 1)
+            if part.mask is not None:
+                weights = F.silu(torch.bmm(block, keys[part.keys].permute(1, 2, 0)).mul_(scale))
+                weights *= part.mask[rows]
+                total += torch.bmm(weights, values[part.keys].transpose(0, 1)).transpose(0, 1)
+            else:
+                assert part.ancestors is not None and part.ancestor_mask is not None
+                own = (query[rows] * keys[part.keys][rows]).sum(-1, keepdim=True).mul_(scale)
+                total += F.silu(own) * values[part.keys][rows]
+                if part.ancestors.shape[1]:
+                    slots = part.ancestors[rows]
+                    scores = torch.einsum("nhd,nahd->nah", query[rows], keys[slots]).mul_(scale)
+                    scores = F.silu(scores) * part.ancestor_mask[rows, :, None]
+                    total += torch.einsum("nah,nahd->nhd", scores, values[slots])
+            out[rows] = total * inverse
+        return out
+
+
+def choose(form: Form) -> Choice:
+    """Attention of a tree below a root and of a prompt, in C and in torch.
+
+    One choice for both: a row then has the same sums whatever else is in its batch.
+    """
+    return _measured(form, torch.get_num_threads())
+
+
+@functools.cache
+def _measured(form: Form, threads: int) -> Choice:
+    kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
+    rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
+    # 14 branches of 4 nodes below a root, and a chain that fills the same slots.
+    tokens = torch.arange(MEASURED_ROWS)
+    root, below = tokens[:200], tokens[200:]
+    branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
+    tree = TreeBatch(branches, None, below, (root,))
+    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
+
+    def attend(batch: TreeBatch, native: bool) -> None:
+        attention = CpuTreeAttention(batch, native=native)
+        query = rows[: batch.num_queries]
+        for _ in range(LAYERS):
+            attention(query, kv, kv, kv, kv)
+
+    with torch.inference_mode():
+        c, plain = (
+            [functools.partial(attend, batch, native) for batch in (tree, prompt)]
+            for native in (True, False)
+        )
+        work = (
+            f"attention of {below.shape[0]} nodes below 200 tokens and of {MEASURED_ROWS} tokens, "
+            f"{rows.shape[1]} heads of {form.dim}, {form.kv_heads} for keys, "
+            f"{str(form.dtype)[6:]}, {LAYERS} layers, {threads} threads"
+        )
+        choice = measure(work, c, plain)
+    log.info("measured %s", choice)
+    return choice
+
+
+def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Softmax over root and tree together, [n, H, D]."""
+    n, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    # Heads of one KV group become extra rows of one problem: the group's keys are read once.
+    if part.whole is not None and not part.whole.width:
+        attend = _few if part.whole.few_scores else _joined
+        return attend(part.whole, query, keys, values)
+    grouped = query.view(n, kv_heads, heads // kv_heads, dim).transpose(0, 1)
+    if part.whole is not None:
+        tree_out = _products(part.whole, grouped, keys, values)
+        return tree_out.transpose(0, 1).reshape(n, heads, dim)
+    if part.chain:
+        tree_out, tree_lse = _flash_chain(grouped, keys[part.keys], values[part.keys])
+    elif part.mask is not None:
+        tree_out, tree_lse = _flash(grouped, keys[part.keys], values[part.keys], part.mask)
+    else:
+        tree_out, tree_lse = _shallow(part, grouped, keys, values)
+    if part.root_length:
+        root_out, root_lse = _flash(grouped, keys[part.root], values[part.root], part.root_mask)
+        if part.root_empty is not None:
+            # A row that sees nothing has no sum: its part weighs nothing in the merge.
+            root_lse = root_lse.masked_fill(part.root_empty[None, :, None], float("-inf"))
+            root_out = root_out.masked_fill(part.root_empty[None, :, None, None], 0.0)
+        # Weight of the tree's part of the one softmax.
+        share = torch.sigmoid(tree_lse - root_lse).unsqueeze(-1).to(query.dtype)
+        tree_out = torch.lerp(root_out, tree_out, share)
+    return tree_out.transpose(0, 1).reshape(n, heads, dim)
+
+
+def _few(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Few rows and keys of one tree by two batched products; [n, H, D]."""
+    n, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    rows = query.view(n, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    key, value = _together(keys, whole.places), _together(values, whole.places)
+    assert whole.mask is not None
+    scores = torch.baddbmm(whole.mask, rows, key.permute(1, 2, 0), alpha=dim**-0.5)
+    out = torch.bmm(torch.softmax(scores, -1), value.transpose(0, 1))
+    return out.view(kv_heads, n, -1, dim).transpose(0, 1).reshape(n, heads, dim)
+
+
+def _joined(whole: Whole, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One flash call for a tree, or for several that lie alike; [n, H, D]."""
+    kv_heads, dim = keys.shape[1:]
+    rows = query.view(whole.count, -1, kv_heads, query.shape[1] // kv_heads, dim).transpose(1, 2)
+    shape = rows.shape
+    rows = rows.reshape(whole.count, kv_heads, -1, dim)
+    num_rows = rows.shape[2]
+    if num_rows == 1 and rows.dtype != torch.float32:
+        # The kernel's product of one row of halves costs three times that of two.
+        rows = rows.expand(whole.count, kv_heads, 2, dim)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        rows, _heads_first(keys, whole), _heads_first(values, whole), attn_mask=whole.mask
+    )[0]
+    return out[:, :, :num_rows].view(shape).transpose(1, 2).reshape(query.shape)
+
+
+def _heads_first(pool: Tensor, whole: Whole) -> Tensor:
+    """[B, K, m, D] of pool [slots, K, D]: a view where the keys follow each other."""
+    if whole.count == 1:
+        return _together(pool, whole.places).transpose(0, 1)[None]
+    assert isinstance(whole.places[0], slice)
+    slot, head, one = pool.stride()
+    shape = whole.count, pool.shape[1], whole.num_keys, pool.shape[2]
+    first = pool.storage_offset() + whole.places[0].start * slot
+    return pool.as_strided(shape, (whole.distance * slot, head, slot, one), first)
+
+
+def _together(pool: Tensor, places: tuple[Place, ...]) -> Tensor:
+    """[m, K, D] of pool [slots, K, D]."""
+    return pool[places[0]] if len(places) == 1 else torch.cat([pool[place] for place in places])
+
+
+def _products(whole: Whole, grouped: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Two products and a softmax per KV head in float32; grouped [K, n, G, D] -> the same shape.
+
+    oneDNN wants its matrices dense, so a head's keys and values are copied beside each other.
+    """
+    assert whole.mask is not None
+    product: Any = torch.ops.mkldnn._linear_pointwise
+    kv_heads, n, groups, dim = grouped.shape
+    height, behind = whole.mask.shape
+    rows = F.pad(
+        (grouped.float() * dim**-0.5).reshape(kv_heads, n * groups, dim),
+        (0, 0, 0, height - n * groups),
+    )
+    own = torch.zeros(2, whole.width, dim)
+    out = torch.empty(kv_heads, height, dim, dtype=grouped.dtype)
+    block = max(TILE // whole.width // 16 * 16, 16)
+    for head in range(kv_heads):
+        start = 0
+        for place in whole.places:
+            size = place.stop - place.start if isinstance(place, slice) else place.shape[0]
+            own[0, start : start + size] = keys[place, head]
+            own[1, start : start + size] = values[place, head]
+            start += size
+        for top in range(0, height, block):
+            some = slice(top, top + block)
+            scores = product(rows[head, some], own[0], None, "none", [], "")
+            scores[:, whole.width - behind :] += whole.mask[some]
+            weights = torch.softmax(scores, -1, out=scores)
+            out[head, some] = product(weights, own[1].T, None, "none", [], "")
+    return out[:, : n * groups].view(kv_heads, n, groups, dim)
+
+
+def _flash(
+    grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """grouped [K, n, G, D], key and value [m, K, D], mask [n, m] added -> [K, n, G, D], log-sum-exp
+    [K, n, G].
+    """
+    kv_heads, n, groups, dim = grouped.shape
+    if mask is not None:
+        mask = mask[None, None, :, None, :]
+        mask = mask.expand(1, 1, n, groups, -1).flatten(2, 3)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped.reshape(1, kv_heads, n * groups, dim),
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+    )
+    return out.view(kv_heads, n, groups, dim), lse.view(kv_heads, n, groups)
+
+
+def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention among the computed rows; grouped [K, n, G, D], key and value [n, K, D]."""
+    kv_heads, n, groups, dim = grouped.shape
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped.transpose(1, 2).reshape(1, kv_heads * groups, n, dim),
+        key.repeat_interleave(groups, dim=1).transpose(0, 1)[None],
+        value.repeat_interleave(groups, dim=1).transpose(0, 1)[None],
+        is_causal=True,
+    )
+    out = out.view(kv_heads, groups, n, dim).transpose(1, 2)
+    return out, lse.view(kv_heads, groups, n).transpose(1, 2)
+
+
+def _shallow(part: Part, grouped: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row with itself and its few gathered ancestors."""
+    assert part.ancestors is not None and part.ancestor_mask is not None
+    scale = grouped.shape[-1] ** -0.5
+    key = keys[part.keys].transpose(0, 1).unsqueeze(2)
+    value = values[part.keys].transpose(0, 1).unsqueeze(2)
+    own = (grouped * key).sum(-1, dtype=torch.float32) * scale
+    if not part.ancestors.shape[1]:
+        return value.expand_as(grouped), own
+    past_keys, past_values = keys[part.ancestors], values[part.ancestors]
+    scores = torch.einsum("kngd,nakd->knga", grouped, past_keys).float() * scale
+    scores = scores.masked_fill(~part.ancestor_mask[None, :, None, :], float("-inf"))
+    scores = torch.cat([own.unsqueeze(-1), scores], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = (scores - lse.unsqueeze(-1)).exp_().to(grouped.dtype)
+    out = torch.einsum("knga,nakd->kngd", weights[..., 1:], past_values)
+    return torch.addcmul(out, weights[..., :1], value), lse

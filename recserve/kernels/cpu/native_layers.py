@@ -1,0 +1,125 @@
+"""The layers of a decoder in one call, for few rows on a CPU.
+
+Between two products of one row a processor is busy for microseconds, and twice as long with getting
+from one operator to the next while its caches are full of weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.cpu.native import FLOAT, TYPES, N, P, Panels, Product, compiled
+from recserve.kernels.cpu.native_attention import NativeTreeAttention
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Of one layer; all of one type. query_norm, key_norm [D]: None where there are none."""
+
+    attention_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    qkv: Panels
+    output: Panels
+    gate_up: Panels
+    down: Panels
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """size E, heads H, kv_heads K, dim D, inner: width of the gate."""
+
+    size: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    eps: float
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that lie between the products of one row."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.dim
+        return self.size + qkv + 2 * self.heads * self.dim + 3 * self.inner
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, P) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
+    ]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, N) for name in ("size", "heads", "kv_heads", "dim", "inner")),
+        ("eps", FLOAT),
+    ]
+
+
+class NativeLayers:
+    """All layers of one decoder, and the norm behind them."""
+
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, shape: LayerShape) -> None:
+        """norm [E]: of the type of the layers. shape: of every layer; D a multiple of twice
+        LANES.
+        """
+        # By address: kept as long as this is.
+        self.shape, self._read, self._norm = shape, tuple(layers), norm
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        s = shape
+        self._shape = _Shape(s.size, s.heads, s.kv_heads, s.dim, s.inner, s.eps)
+
+    def __call__(
+        self,
+        x: Tensor,
+        turns: tuple[Tensor, Tensor],
+        slots: Tensor,
+        pool: tuple[Tensor, Tensor],
+        attention: NativeTreeAttention,
+        count: int,
+    ) -> Tensor:
+        """x [T, E] through the first `count` layers -> [T, E], normed where those are all.
+
+        turns: cosines and sines [T, D / 2] float32. pool: keys and values [layers, slots, K, D] of
+        the type of x; those of the rows go to `slots` [T].
+        """
+        out = x.clone(memory_format=torch.contiguous_format)
+        cos, sin, slots = (column.contiguous() for column in (*turns, slots))
+        keys, values = pool
+        scratch = x.new_empty(x.shape[0] * self.shape.scratch)
+        compiled().decoder_layers(
+            TYPES[x.dtype],
+            ctypes.addressof(self._layers),
+            count,
+            ctypes.addressof(self._shape),
+            out.data_ptr(),
+            x.shape[0],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            attention.address,
+            attention.num_trees,
+            attention.together(self.shape.heads),
+            self._norm.data_ptr() if count == len(self._layers) else None,
+            scratch.data_ptr(),
+        )
+        return out
+
+
+def _layer(weights: LayerWeights) -> _Layer:
+    norms = [weights.attention_norm, weights.query_norm, weights.key_norm, weights.mlp_norm]
+    products = [weights.qkv, weights.output, weights.gate_up, weights.down]
+    return _Layer(
+        *(None if norm is None else norm.data_ptr() for norm in norms),
+        *(panels.product for panels in products),
+    )

@@ -1,0 +1,81 @@
+"""Products with the weights of a linear layer, packed once for serving on a CPU.
+
+A product of few rows with a plain matrix repacks the matrix on every call, and is then bound by
+that and not by memory. Packed once, a row costs what reading the weights costs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.cpu import choice, native
+from recserve.kernels.cpu.choice import Choice
+from recserve.kernels.cpu.native import TYPES, Panels
+
+ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
+MEASURED_ROWS = (1, 128)  # a decoding step, and a prompt
+MEASURED_WEIGHTS = 2**21  # elements of a weight that are measured; larger ones are cut
+
+
+class OneDnnWeight:
+    """x W^T + b by oneDNN, W [n, m] in its own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = _onednn()._reorder_linear_weight(weight, ROWS), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., m] -> [..., n]."""
+        product: Tensor = _onednn()._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of packed weights of this type here."""
+    if dtype not in TYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
+
+
+def choose(weights: Sequence[Tensor]) -> Choice:
+    """Products with some weights [n, m] of a type, in C and in torch, with the threads of now."""
+    return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype)
+
+
+def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Choice:
+    """The same for weights of these shapes (n, m): the sum of their times."""
+    threads = torch.get_num_threads()
+    c, plain = [0.0] * len(MEASURED_ROWS), [0.0] * len(MEASURED_ROWS)
+    for size, inner in shapes:
+        measured = min(size, max(MEASURED_WEIGHTS // inner, 1))
+        found = _measured(measured, inner, dtype, threads)
+        for i in range(len(MEASURED_ROWS)):
+            c[i] += found.c_ms[i] * size / measured
+            plain[i] += found.torch_ms[i] * size / measured
+    rows = " and ".join(map(str, MEASURED_ROWS))
+    work = f"{len(shapes)} products of {str(dtype)[6:]}, {rows} rows, {threads} threads"
+    return Choice(work, tuple(c), tuple(plain))
+
+
+@functools.cache
+def _measured(size: int, inner: int, dtype: torch.dtype, threads: int) -> Choice:
+    with torch.inference_mode():
+        weight = torch.ones(size, inner).to(dtype)
+        xs = [torch.ones(rows, inner, dtype=dtype) for rows in MEASURED_ROWS]
+        theirs = OneDnnWeight(weight, None) if onednn_packs(dtype) else None
+        other = theirs or functools.partial(F.linear, weight=weight)
+        ours = Panels.of(weight, None) if native.multiplies(weight) else other
+        return choice.measure(
+            f"products with [{size}, {inner}] {str(dtype)[6:]}, {threads} threads",
+            [functools.partial(ours, x) for x in xs],
+            [functools.partial(other, x) for x in xs],
+        )
+
+
+def _onednn() -> Any:
+    return torch.ops.mkldnn

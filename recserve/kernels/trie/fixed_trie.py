@@ -1,0 +1,82 @@
+"""A catalogue version where recorded steps read it: a base trie, and room for what came after it.
+
+A recorded step reads fixed addresses and has fixed shapes; versions of a live catalogue come many
+times a second. So the base is read where it lies, and the few arrays by which a version differs are
+copied to places with room to spare, filled up with nodes that nothing finds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.trie.trie_overlay import AnyTrie, Grown, TrieOverlay
+
+NOWHERE = 2**62  # past every node number and leaf rank
+SEARCHED = 2
+ROOM = 16_384  # inserted ids; from half as many on a service folds them into a new base
+
+
+class FixedTrie:
+    """trie: what a recorded search reads: its `children`, `places`, `leaves`, `codes_of` and
+    `any_leaf` are those of the version, the rest is of none. widths: to how many the children of a
+    node of each level are padded there.
+    """
+
+    def __init__(self, base: Trie, room: int = ROOM) -> None:
+        """room: ids that a version may have inserted."""
+        levels, device = base.num_levels, base.device
+
+        def place(count: int, fill: int = 0) -> Tensor:
+            return torch.full((count,), fill, device=device)
+
+        touched = (levels + 1) * room + 1
+        grown = Grown(place(touched, NOWHERE), *(place(touched) for _ in range(4)))
+        nothing = torch.empty(0, levels, dtype=torch.int64, device=device)
+        self._nothing = overlay_trie(base, nothing, nothing[:, 0], base.num_rows)
+        self.base = base
+        self.trie = replace(
+            self._nothing, grown=grown, codes=place(levels * room), inserted=place(room, NOWHERE)
+        )
+        sizes = zip(base.widths, base.codebook_sizes, strict=True)
+        # Twice as many as now, so that a version may have more.
+        self.widths = tuple(min(2 * width, size) for width, size in sizes)
+        self._loaded: weakref.ref[AnyTrie] = weakref.ref(base)
+
+    def holds(self, version: AnyTrie) -> bool:
+        """Whether a version stands on this base and there is room for it."""
+        if isinstance(version, Trie):
+            return version is self.base
+        if version.base is not self.base:
+            return False
+        sizes = zip(_sizes(version), _sizes(self.trie), strict=True)
+        widths = zip(version.widths, self.widths, strict=True)
+        return all(size <= most for size, most in (*sizes, *widths))
+
+    def load(self, version: AnyTrie) -> None:
+        """Let recorded searches read this version, which fits."""
+        if self._loaded() is version:
+            return
+        own = self._nothing if isinstance(version, Trie) else version
+        columns = zip(_columns(self.trie), _columns(own), strict=True)
+        for number, (place, column) in enumerate(columns):
+            count = column.shape[0]
+            place[:count].copy_(column)
+            place[count:].fill_(NOWHERE if number < SEARCHED else 0)
+        self._loaded = weakref.ref(version)
+
+
+def _columns(trie: TrieOverlay) -> list[Tensor]:
+    """What a search reads of what came later; the first, SEARCHED ones in ascending order."""
+    grown = trie.grown
+    own = [grown.first, grown.last, grown.child_first, grown.child_count, trie.codes]
+    return [grown.nodes, trie.inserted, *own]
+
+
+def _sizes(trie: TrieOverlay) -> list[int]:
+    return [column.shape[0] for column in _columns(trie)]

@@ -1,0 +1,122 @@
+"""Search over a graph of similar items: the best items of a request while few of them are scored.
+
+From its seeds a request goes `steps` times to the neighbours of the best items that it has scored
+so far. Many requests move together in tensors of fixed shape; what an item costs is one look at a
+table for each level. Source: RPG (KDD 2025, section 3.3); seeds are given here instead of drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.trie.item_scores import NOTHING, keys_of, rows_of, score_rows
+
+
+@dataclass(frozen=True)
+class ItemGraph:
+    """Similar items of the first I items of a catalogue.
+
+    neighbours [I, edges] int32: item rows, -1 where an item has fewer. entries [S] int32: item rows
+    spread over the whole catalogue, where every search begins.
+    """
+
+    neighbours: Tensor
+    entries: Tensor
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        return self.neighbours.shape[0]
+
+    def to(self, device: torch.device | str) -> ItemGraph:
+        """The same graph on another device."""
+        return ItemGraph(self.neighbours.to(device), self.entries.to(device))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found.
+
+    best [B, k]: rank keys of the best usable items, best first, NOTHING where fewer were found.
+    num_scored [B]: items scored.
+    """
+
+    best: Tensor
+    num_scored: Tensor
+
+
+def search(
+    graph: ItemGraph,
+    log_probs: Tensor,
+    item_tokens: Tensor,
+    seeds: Tensor,
+    usable: Tensor | None,
+    k: int,
+    width: int,
+    steps: int,
+) -> Search:
+    """The k best usable items that lie on the way.
+
+    log_probs: [B, V] of each token at its own level. item_tokens: [I', L], I' >= I: items that the
+    graph does not know are seeds of every request. seeds: [B, s] item rows, -1 where there is none;
+    the graph's entries are added. usable: [B, I'] bool, None: all; what is not usable is walked
+    through but never returned. width: items that are followed in the last step; in each one before
+    it half as many as in the next.
+    """
+    batch, device = log_probs.shape[0], log_probs.device
+    unknown = torch.arange(graph.num_items, item_tokens.shape[0], device=device)
+    common = torch.cat([graph.entries.long(), unknown]).expand(batch, -1)
+    rows = torch.cat([seeds, common], dim=1)
+    scored = torch.zeros(batch, item_tokens.shape[0] + 1, dtype=torch.bool, device=device)
+    followed = torch.full((batch, 0), NOTHING, device=device)
+    best = torch.full((batch, k), NOTHING, device=device)
+    for step in range(steps + 1):
+        rows, fresh = _fresh(rows, scored)
+        keys = _score(log_probs, item_tokens, rows, fresh)
+        followed = _top(torch.cat([followed, keys], dim=1), width)
+        if usable is not None:
+            keys = keys.masked_fill(~usable.gather(1, rows), NOTHING)
+        best = _top(torch.cat([best, keys], dim=1), k)
+        if step < steps:
+            # What is known of a request grows with each step, and so does what it may cost.
+            ahead = followed[:, : max(width >> (steps - 1 - step), 1)]
+            known = rows_of(ahead)
+            linked = (ahead != NOTHING) & (known < graph.num_items)
+            near = graph.neighbours[torch.where(linked, known, 0)].long()
+            rows = torch.where(linked[..., None], near, -1).flatten(1)
+    return Search(best, scored[:, :-1].sum(1))
+
+
+def _fresh(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in ascending order, and which of them are neither repeats nor scored before.
+
+    rows: [B, n], -1 where there is none. scored: [B, I + 1] bool, true from now on for all of them;
+    its last column stands for no item.
+    """
+    items = scored.shape[1] - 1
+    rows = torch.where(rows < 0, items, rows).sort(dim=1).values
+    fresh = rows < items
+    fresh[:, 1:] &= rows[:, 1:] != rows[:, :-1]
+    fresh &= ~scored.gather(1, rows)
+    scored.scatter_(1, rows, True)
+    return rows.clamp_(max=items - 1), fresh
+
+
+def _score(log_probs: Tensor, item_tokens: Tensor, rows: Tensor, fresh: Tensor) -> Tensor:
+    """[B, n] rank keys, NOTHING where not fresh."""
+    if rows.device.type == "cpu":  # elsewhere a count of fresh items would stop the queue
+        owners, columns = fresh.nonzero(as_tuple=True)
+        chosen = rows[owners, columns]
+        keys = torch.full(rows.shape, NOTHING)
+        keys[owners, columns] = keys_of(score_rows(log_probs, item_tokens, owners, chosen), chosen)
+        return keys
+    owners = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(rows.shape[1])
+    scores = score_rows(log_probs, item_tokens, owners, rows.flatten()).view(rows.shape)
+    return keys_of(scores, rows).masked_fill_(~fresh, NOTHING)
+
+
+def _top(keys: Tensor, count: int) -> Tensor:
+    return keys.topk(min(count, keys.shape[1]), dim=1).values

@@ -1,0 +1,350 @@
+"""The catalogue's trie on the device: every existing semantic id, as arrays.
+
+Nodes are numbered breadth-first and, within a level, in lexicographic order of their prefix. Two
+things follow: the children of a node are consecutive node numbers, and the items under a node are a
+consecutive range of leaf ranks, so "how many allowed items are under this prefix" is a difference
+of two prefix sums, at any node, for any filter.
+Source for the layout's aim (cost independent of catalogue size): STATIC, arXiv 2602.22647.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie
+
+
+@dataclass(frozen=True)
+class Children:
+    """Children of n nodes, padded to the widest of them.
+
+    nodes [n, M]: node number, 0 where padded. codes [n, M]: code at the child's level, 0 where
+    padded. valid [n, M]: false where padded.
+    """
+
+    nodes: Tensor
+    codes: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Leaf ranks under nodes: `first : last` of each, any shape."""
+
+    first: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Trie:
+    """Prefix tree of all semantic ids of one catalogue version.
+
+    `trie_overlay.py` has the same methods for a catalogue that changes; whoever may get
+    either calls the methods and leaves the arrays alone.
+
+    first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
+        the empty prefix; leaves have no children.
+    parents [nodes]: the node one code shorter (0 at node 0).
+    node_codes [nodes]: the last code of the node's prefix (0 at node 0).
+    first_leaf, last_leaf [nodes]: items under the node have leaf ranks `first_leaf : last_leaf`.
+    leaf_items [I]: item row at each leaf rank. item_leaves [rows]: leaf rank of each item row, -1
+        of a row that has none.
+    level_starts: node numbers of level l are `level_starts[l] : level_starts[l + 1]`; level 0 is
+        node 0 alone, level L holds the leaves.
+    """
+
+    first_child: Tensor
+    parents: Tensor
+    node_codes: Tensor
+    first_leaf: Tensor
+    last_leaf: Tensor
+    leaf_items: Tensor
+    item_leaves: Tensor
+    level_starts: tuple[int, ...]
+    codebook_sizes: tuple[int, ...]
+
+    @property
+    def num_levels(self) -> int:
+        """L, disambiguation level included."""
+        return len(self.codebook_sizes)
+
+    @property
+    def num_items(self) -> int:
+        """Items (= leaves) in the trie."""
+        return self.leaf_items.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Item rows of the catalogue version; more than items where rows were replaced."""
+        return self.item_leaves.shape[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the empty prefix included."""
+        return self.node_codes.shape[0]
+
+    @cached_property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Nodes of each level, the empty prefix first."""
+        starts = self.level_starts
+        return tuple(stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True))
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L."""
+        counts, starts = self.first_child.diff(), self.level_starts
+        parts = [counts[start:stop].max() for start, stop in pairwise(starts[:-1])]
+        return tuple(torch.stack(parts).tolist())
+
+    @cached_property
+    def closing_level(self) -> int:
+        """The level, at least 1, from which on fewer and fewer nodes have several items below them.
+        Reads the device: once per trie.
+        """
+        starts, many = self.level_starts, self.last_leaf - self.first_leaf > 1
+        counts = [int(many[a:b].sum()) for a, b in pairwise(starts[1:])]
+        level = len(counts)
+        while level > 1 and counts[level - 1] <= counts[level - 2]:
+            level -= 1
+        return level
+
+    @property
+    def any_leaf(self) -> int:
+        """A node of level L, whichever."""
+        return self.level_starts[self.num_levels]
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Ascending ranks of the leaves whose items must not be returned; None: there are none."""
+        return None
+
+    @property
+    def gone(self) -> Tensor | None:
+        """Item rows that must not be returned: hidden or replaced; None: there are none."""
+        return None
+
+    @property
+    def replaced(self) -> Tensor | None:
+        """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
+        return None
+
+    @property
+    def came(self) -> Tensor | None:
+        """Item rows whose semantic ids came after the base; None: there are none."""
+        return None
+
+    @property
+    def later(self) -> Tensor:
+        """Ascending leaf ranks of the ids that came after the base."""
+        return self.leaf_items[:0].long()
+
+    @property
+    def hidden_nodes(self) -> Tensor:
+        """Leaf nodes of the hidden items."""
+        return self.leaf_items[:0].long()
+
+    @property
+    def gone_on_host(self) -> Tensor | None:
+        """The gone rows on the CPU."""
+        return None
+
+    @property
+    def base(self) -> Trie:
+        """What an overlay would stand on."""
+        return self
+
+    @property
+    def leaf_rows(self) -> Tensor:
+        """[I] item row at each leaf rank."""
+        return self.leaf_items
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.first_child.device
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """[nodes] `parent * largest codebook + code` of each node, ascending; -1 at node 0."""
+        edges = self.parents.long() * max(self.codebook_sizes) + self.node_codes
+        edges[0] = -1
+        fits = self.num_nodes * max(self.codebook_sizes) < 2**31
+        return edges.to(torch.int32) if fits else edges
+
+    @property
+    def arrays(self) -> BaseArrays:
+        """What the C sources read."""
+        return BaseArrays(self.first_child, self.node_codes, self.first_leaf, self.last_leaf)
+
+    @cached_property
+    def native(self) -> NativeTrie:
+        """For the C sources; on a CPU."""
+        return NativeTrie(self.arrays, self.any_leaf)
+
+    def num_children(self, nodes: Tensor) -> Tensor:
+        """Branching of each node. nodes: any shape; same shape back."""
+        return self.first_child[nodes + 1] - self.first_child[nodes]
+
+    def codes_of(self, nodes: Tensor) -> Tensor:
+        """Last code of each node's prefix. nodes: any shape; same shape back."""
+        return self.node_codes[nodes]
+
+    def parents_of(self, nodes: Tensor) -> Tensor:
+        """The node one code shorter. nodes: any shape; same shape back."""
+        return self.parents[nodes]
+
+    def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
+        """Column of each node in `children` of its parent. Same shapes; same shape back."""
+        return nodes - self.first_child[parents]
+
+    def leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks under each node. nodes: any shape."""
+        return Leaves(self.first_leaf[nodes], self.last_leaf[nodes])
+
+    def base_leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks of the base under each node, here all. nodes: any shape."""
+        return self.leaves(nodes)
+
+    def leaf_nodes(self, rows: Tensor) -> Tensor:
+        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+        ranks = self.item_leaves[rows].long()
+        return torch.where(ranks >= 0, ranks + self.any_leaf, -1)
+
+    def leaf_ranks(self, rows: Tensor) -> Tensor:
+        """Leaf rank of each item row. rows: any shape; same shape back."""
+        return self.item_leaves[rows]
+
+    def children(self, nodes: Tensor, width: int | None = None) -> Children:
+        """All children of each node.
+
+        nodes: [n]. width: pad to so many children (no host sync); None: the widest of these nodes.
+        """
+        first = self.first_child[nodes]
+        count = self.first_child[nodes + 1] - first
+        if width is None:
+            width = int(count.max()) if count.numel() else 0
+        step = torch.arange(width, device=self.device)
+        valid = step[None, :] < count[:, None]
+        child = torch.where(valid, first[:, None] + step[None, :], 0)
+        return Children(child, self.node_codes[child], valid)
+
+    def levels(self, nodes: Tensor) -> Tensor:
+        """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
+        starts = on_device(self.level_starts[1:], self.device)
+        return torch.bucketize(nodes, starts, right=True)
+
+    def nodes_of_items(self, rows: Tensor) -> Tensor:
+        """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
+        return self.nodes_of_leaves(self.item_leaves[rows])
+
+    def nodes_of_leaves(self, leaves: Tensor) -> Tensor:
+        """[n, L] the node of each prefix of the semantic id at each leaf rank. leaves: [n]."""
+        columns = []
+        for level in range(1, self.num_levels + 1):
+            start, stop = self.level_starts[level], self.level_starts[level + 1]
+            rank = torch.searchsorted(self.first_leaf[start:stop], leaves, right=True) - 1
+            columns.append(rank + start)
+        return torch.stack(columns, dim=-1)
+
+    def items_of_leaves(self, nodes: Tensor) -> Tensor:
+        """Item row of each leaf node (a node of level L)."""
+        return self.leaf_items[nodes - self.level_starts[self.num_levels]]
+
+    def to(self, device: torch.device | str) -> Trie:
+        """The same trie on another device."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, column in columns.items():
+            columns[name] = column.to(device) if isinstance(column, Tensor) else column
+        return Trie(**columns)
+
+
+def build_trie(
+    codes: Tensor,
+    codebook_sizes: tuple[int, ...],
+    rows: Tensor | None = None,
+    num_rows: int | None = None,
+) -> Trie:
+    """Trie of all rows of `codes`.
+
+    codes: [I, L] int, distinct semantic ids. codebook_sizes: C of each level. rows: [I] item row of
+    each, out of num_rows; None: 0 .. I-1. Node arrays are int32 (int64 only in what is computed
+    from them).
+    Raises ValueError if two items share a semantic id, a code is out of range, or there are no
+    items.
+    """
+    items, levels = codes.shape
+    if items == 0:
+        raise ValueError("a trie needs at least one item; the catalogue is empty")
+    if len(codebook_sizes) != levels:
+        raise ValueError(f"codes have {levels} levels, codebook_sizes names {len(codebook_sizes)}")
+    codes = codes.to(torch.int64)
+    for level, size in enumerate(codebook_sizes):
+        low, high = int(codes[:, level].min()), int(codes[:, level].max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"codes of level {level} span {low}..{high}; the codebook holds {size}"
+            )
+    order = lexicographic_order(codes, codebook_sizes)
+    ranked = codes[order]
+    opens = torch.zeros(items, dtype=torch.bool)
+    opens[0] = True
+    starts = [torch.zeros(1, dtype=torch.int64)]  # first leaf of each node, level by level
+    node_codes = [torch.zeros(1, dtype=torch.int64)]
+    for level in range(levels):
+        opens[1:] |= ranked[1:, level] != ranked[:-1, level]
+        first = opens.nonzero().flatten()
+        starts.append(first)
+        node_codes.append(ranked[first, level])
+    if starts[-1].shape[0] != items:
+        raise ValueError("two items share a semantic id; add a disambiguation level first")
+    level_starts = [0]
+    for first in starts:
+        level_starts.append(level_starts[-1] + first.shape[0])
+    # The first child of a node is the node of the next level that starts at the same leaf.
+    firsts = [
+        torch.searchsorted(starts[level + 1], starts[level]) + level_starts[level + 1]
+        for level in range(levels)
+    ]
+    above = [torch.zeros(1, dtype=torch.int64)]
+    for level in range(levels):
+        opened = torch.searchsorted(starts[level], starts[level + 1], right=True) - 1
+        above.append(opened + level_starts[level])
+    leaves = torch.full((items + 1,), level_starts[-1], dtype=torch.int64)
+    lasts = [torch.cat([first[1:], first.new_tensor([items])]) for first in starts]
+    leaf_items = order if rows is None else rows.to(torch.int64)[order]
+    item_leaves = torch.full((num_rows or items,), -1, dtype=torch.int64)
+    item_leaves[leaf_items] = torch.arange(items)
+    return Trie(
+        torch.cat([*firsts, leaves]).to(torch.int32),
+        torch.cat(above).to(torch.int32),
+        torch.cat(node_codes).to(torch.int32),
+        torch.cat(starts).to(torch.int32),
+        torch.cat(lasts).to(torch.int32),
+        leaf_items.to(torch.int32),
+        item_leaves.to(torch.int32),
+        tuple(level_starts),
+        codebook_sizes,
+    )
+
+
+def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
+    """Rows in lexicographic order: one sort when the codes pack in 63 bits, else one per level."""
+    bits = 1
+    for size in codebook_sizes:
+        bits *= max(size, 1)
+    if bits < 2**63:
+        key = torch.zeros_like(codes[:, 0])
+        for level, size in enumerate(codebook_sizes):
+            key = key * size + codes[:, level]
+        return torch.sort(key, stable=True).indices
+    order = torch.arange(codes.shape[0], device=codes.device)
+    for level in range(codes.shape[1] - 1, -1, -1):
+        order = order[torch.sort(codes[order, level], stable=True).indices]
+    return order

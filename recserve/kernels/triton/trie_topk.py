@@ -1,0 +1,208 @@
+"""One level of beam search in Triton: gather of the children, mask, log-softmax, sum, top-k.
+
+    total[w, c] = log_prob[w] + logit[w, code_c] - log sum_c' exp(logit[w, code_c'])   over children
+
+Bytes moved per beam with m children: 8 of its range, 4 m of codes, m logits, 8 M written and read
+by the top-k (M the level's widest node); with a filter 8 m of leaf ranks and two reads of it per
+child, two binary searches more where it lists leaves; with an overlay a binary search in it per
+beam, and with a filter two more per child. Nothing depends on the vocabulary or the number of
+items. Twin: trie_children.best_children.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.trie_children import Allowed, BestChildren, unpacked
+from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
+
+NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What differs from level to level and from version to version: one code serves.
+COUNTS = ["beams", "num_codes", "width"]
+COUNTS += ["num_ranks", "num_words", "base_nodes", "num_grown", "num_inserted"]
+COUNTS += ["rank_steps", "overlay_steps"]
+ARRAYS = [
+    *("grown_nodes", "grown_first", "grown_last", "later_first", "later_count", "later_codes"),
+    *("inserted", "nodes", "log_probs", "normalizers", "ranks", "words", "counts"),
+]
+MOST_CHILDREN = 512  # at once, four a thread: the dozen numbers of each stay in registers
+FILLER = tl.constexpr(2**62)  # fixed_trie.NOWHERE
+
+
+@triton.jit
+def _below(sorted_ranks, size, rank, mask, steps):
+    """How many of the sorted ranks are lower: a binary search per lane, in so many steps. Unrolled,
+    five of them in a kernel compiled for nine seconds instead of one.
+    """
+    count = rank * 0
+    for step in range(steps):
+        probe = count + (1 << (steps - 1 - step))
+        inside = mask & (probe <= size)
+        lower = tl.load(sorted_ranks + probe - 1, mask=inside, other=2147483647) < rank
+        count = tl.where(lower, probe, count)
+    return count
+
+
+@triton.jit
+def _allowed_before(words, counts, rank, mask):
+    """Set bits before a rank."""
+    place = rank >> 5
+    word = tl.load(words + place, mask=mask, other=0)
+    word = (word & ((1 << (rank & 31)) - 1)).to(tl.uint32)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    return tl.load(counts + place, mask=mask, other=0) + word.to(tl.int32)
+
+
+@triton.jit
+def _grown_place(grown_nodes, num_grown, node, mask, steps):
+    """Where nodes stand in a sorted list, and whether they do."""
+    place = _below(grown_nodes, num_grown, node, mask, steps)
+    there = mask & (place < num_grown)
+    return place, there & (tl.load(grown_nodes + place, mask=there, other=-1) == node)
+
+
+@triton.jit
+def _block(
+    node_codes, later_codes, logits, first, count, later, total, start, row, num_codes, base_nodes,
+    BLOCK: tl.constexpr, OVERLAY: tl.constexpr,
+):  # fmt: skip
+    """Children number `start` and on of one beam: nodes, whether they are there, and logits."""
+    step = start + tl.arange(0, BLOCK)
+    child = first + step
+    if OVERLAY:
+        child = tl.where(step < count, child, later + step - count)
+    valid = step < total
+    child = tl.where(valid, child, 0)
+    code = tl.load(node_codes + child, mask=valid & (child < base_nodes), other=0)
+    if OVERLAY:
+        own = valid & (child >= base_nodes)
+        code += tl.load(later_codes + child - base_nodes, mask=own, other=0).to(code.dtype)
+    logit = tl.load(logits + row * num_codes + code, mask=valid, other=float("-inf"))
+    return child, valid, logit.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=ARRAYS)
+def children_kernel(
+    first_child, node_codes, first_leaf, last_leaf, grown_nodes, grown_first, grown_last,
+    later_first, later_count, later_codes, inserted, nodes, log_probs, logits, normalizers,
+    ranks, words, counts, keys, beams, num_codes, width, num_ranks, num_words, base_nodes,
+    num_grown, num_inserted, rank_steps, overlay_steps,
+    BLOCK: tl.constexpr, FILTER: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAY: tl.constexpr,
+):  # fmt: skip
+    """All children of one beam, a block at a time. OVERLAY: with what came after the trie was
+    built.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    request = row // beams
+    node, before = tl.load(nodes + row), tl.load(log_probs + row)
+    built = node < base_nodes
+    first = tl.load(first_child + node, mask=built, other=0).to(tl.int64)
+    count = tl.load(first_child + node + 1, mask=built, other=0) - first
+    total, later = count, first
+    if OVERLAY:
+        # The first is filler where nothing came: then nothing is looked for.
+        some = tl.load(grown_nodes, mask=num_grown > 0, other=FILLER) < FILLER
+        place, found = _grown_place(grown_nodes, num_grown, node, some, overlay_steps)
+        later = tl.load(later_first + place, mask=found, other=0)
+        total = count + tl.load(later_count + place, mask=found, other=0)
+    total = tl.where(before > float("-inf"), total, 0)
+    if NORMALIZED:
+        peak = tl.load(normalizers + row).to(tl.float32)
+        spread = peak * 0
+    else:
+        peak = before * 0 + float("-inf")
+        weight = before * 0
+        for start in range(0, width, BLOCK):
+            _, _, logit = _block(
+                node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
+                base_nodes, BLOCK, OVERLAY,
+            )  # fmt: skip
+            higher = tl.maximum(peak, tl.max(logit, 0))
+            # A beam without children keeps a finite peak, so that no inf - inf appears.
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(logit - safe), 0)
+            peak = higher
+        spread = tl.log(weight)
+    for start in range(0, width, BLOCK):
+        child, valid, logit = _block(
+            node_codes, later_codes, logits, first, count, later, total, start, row, num_codes,
+            base_nodes, BLOCK, OVERLAY,
+        )  # fmt: skip
+        score = before + ((logit - peak) - spread)
+        if FILTER != NO_FILTER:
+            low = tl.load(first_leaf + child, mask=valid & (child < base_nodes), other=0)
+            high = tl.load(last_leaf + child, mask=valid & (child < base_nodes), other=0)
+            if FILTER == ALLOWED:  # the base's bits; nothing of later nodes, whose range is 0 : 0
+                own_words, own_counts = words + request * num_words, counts + request * num_words
+                left = _allowed_before(own_words, own_counts, high, valid)
+                left -= _allowed_before(own_words, own_counts, low, valid)
+            if OVERLAY:
+                low, high = low.to(tl.int64), high.to(tl.int64)
+                moved = _below(inserted, num_inserted, low + 1, valid & some, overlay_steps)
+                spot, held = _grown_place(
+                    grown_nodes, num_grown, child, valid & some, overlay_steps
+                )
+                low = tl.where(held, tl.load(grown_first + spot, mask=held, other=0), low + moved)
+                high = tl.where(held, tl.load(grown_last + spot, mask=held, other=0), high + moved)
+            own_ranks = ranks + request * num_ranks
+            listed = _below(own_ranks, num_ranks, high, valid, rank_steps)
+            listed -= _below(own_ranks, num_ranks, low, valid, rank_steps)
+            if FILTER == EXCLUDED:
+                left = (high - low) - listed
+            else:
+                left += listed.to(tl.int32)
+            valid = valid & (left > 0)
+        bits = tl.where(valid, score + 0.0, float("-inf")).to(tl.int32, bitcast=True)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = (ordered.to(tl.int64) << 32) | (4294967295 - child)
+        step = start + tl.arange(0, BLOCK)
+        tl.store(keys + row * width + step, key, mask=step < width)
+
+
+def best_children(
+    trie: AnyTrie,
+    nodes: Tensor,
+    log_probs: Tensor,
+    logits: Tensor,
+    width: int,
+    keep: int,
+    normalizers: Tensor | None = None,
+    excluded: Tensor | None = None,
+    allowed: Allowed | None = None,
+) -> BestChildren:
+    """As `trie_children.best_children`: one launch and one top-k."""
+    if excluded is not None and allowed is not None:
+        raise ValueError("excluded and allowed were both given; clear the excluded leaves' bits")
+    batch, beams = nodes.shape
+    keys = torch.empty(batch, beams * width, dtype=torch.int64, device=nodes.device)
+    kind, ranks, unused, words = NO_FILTER, None, nodes, (nodes, nodes)
+    num_words = 0
+    if excluded is not None:
+        kind, ranks = EXCLUDED, excluded
+    elif allowed is not None:
+        kind, ranks, bits = ALLOWED, allowed.added, allowed.bits
+        words, num_words = (bits.words.contiguous(), bits.counts.contiguous()), bits.words.shape[1]
+    num_ranks = 0 if ranks is None else ranks.shape[1]
+    base, overlay, sizes = trie, (unused,) * 7, (0, 0)
+    if isinstance(trie, TrieOverlay):
+        base, grown = trie.base, trie.grown
+        overlay = (*vars(grown).values(), trie.codes, trie.inserted)
+        sizes = grown.nodes.shape[0], trie.inserted.shape[0]
+    assert isinstance(base, Trie)
+    children_kernel[(batch * beams,)](
+        base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
+        nodes.contiguous(), log_probs.contiguous(), logits.contiguous(),
+        log_probs if normalizers is None else normalizers,
+        unused if ranks is None else ranks.contiguous(), *words, keys, beams, logits.shape[1],
+        width, num_ranks, num_words, base.num_nodes, *sizes, num_ranks.bit_length(),
+        max(sizes).bit_length(),
+        BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
+        NORMALIZED=normalizers is not None, OVERLAY=base is not trie,
+    )  # fmt: skip
+    return unpacked(keys, width, keep)

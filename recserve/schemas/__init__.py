@@ -1,0 +1,1 @@
+"""HTTP request and response types, and validation errors."""

@@ -1,0 +1,159 @@
+"""What does not fit a message, in words that name the field, its bound and what came.
+
+msgspec says where in a value it stopped and what it expected there. What stood there, which fields
+there are and what a pattern means is looked up in the value and in the message's schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from recserve.schemas.items import InvalidRequest
+
+T = TypeVar("T")
+Step = str | int
+_PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_UNKNOWN = re.compile(r"Object contains unknown field (.*)", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field (.*)")
+_ENTRY = "[...]"  # in a place: an entry of a mapping; msgspec does not say which
+
+
+def converted(given: Any, kind: type[T]) -> T:
+    """A value of plain types as a message. Raises InvalidRequest: field, bound, what came."""
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise misfit(str(error), given, kind) from None
+
+
+def misfit(text: str, given: Any, kind: Any) -> InvalidRequest:
+    """The error for a client.
+
+    text: msgspec's. given: what came, UNSET if no number can hold it. kind: what it should be.
+    """
+    place = _PLACE.search(text)
+    param = place[2] if place else ""
+    reason = (text[: place.start()] if place else text).replace("`", "")
+    if unknown := _UNKNOWN.fullmatch(reason):
+        name = unknown[1][:64]
+        return _refused(f"{param}.{name}", _unknown(name, _schemas(kind, param)))
+    if missing := _MISSING.fullmatch(reason):
+        return _refused(f"{param}.{missing[1]}", "is required")
+    reason = _expected(reason, _schemas(kind, param))
+    of_key = place is not None and place[1] is not None
+    param, entry, inside = param.partition(_ENTRY)
+    came = _value(given, _steps(param))
+    if (of_key or entry) and isinstance(came, dict):
+        key = _key_at_fault(text, given, kind, _steps(param))
+        if of_key:
+            reason, came = f"of its keys, {reason.partition(', got ')[0]}", key
+        elif key is not None:
+            param, came = f"{param}.{key[:64]}{inside}", _value(came[key], _steps(inside))
+    if ", got " not in reason:
+        reason += f", got {_summary(came)}"
+    return _refused(param, reason)
+
+
+def _refused(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(param.strip(".")[:200] or None, reason)
+
+
+def _unknown(name: str, there: Sequence[dict[str, Any]]) -> str:
+    known = sorted({field for schema in there for field in schema.get("properties", {})})
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(known)}"
+    return f"unknown field; {hint}"
+
+
+def _expected(reason: str, there: Sequence[dict[str, Any]]) -> str:
+    """The bound: names of an enumeration, a pattern in words, else as msgspec has it."""
+    if reason.startswith("Invalid enum value"):
+        names = sorted({name for schema in there for name in schema.get("enum", ())})
+        return f"expected {' or '.join(names)}"
+    said = [schema["description"] for schema in there if "description" in schema]
+    if said and " matching regex " in reason:
+        return f"expected {said[0]}"
+    return reason[:1].lower() + reason[1:]
+
+
+def _key_at_fault(text: str, given: Any, kind: Any, steps: Sequence[Step]) -> str | None:
+    """Key of the entry that `text` is about, found by halving; None where it cannot be told."""
+    entries = _value(given, steps)
+
+    def same(keys: Sequence[str]) -> bool:
+        part = _replaced(given, steps, {key: entries[key] for key in keys})
+        try:
+            msgspec.convert(part, kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            return str(error) == text
+        return False
+
+    keys: list[str] = list(entries)
+    if not same(keys):
+        return None
+    while len(keys) > 1:
+        half = keys[: len(keys) // 2]
+        keys = half if same(half) else keys[len(half) :]
+    return keys[0]
+
+
+def _schemas(kind: Any, param: str) -> list[dict[str, Any]]:
+    """JSON schemas of what may stand at `param`, references and alternatives resolved."""
+    schemas, components = msgspec.json.schema_components([kind])
+
+    def opened(schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = []
+        for schema in schemas:
+            if "$ref" in schema:
+                schema = components[schema["$ref"].rsplit("/", 1)[1]]
+            found += opened(schema["anyOf"]) if "anyOf" in schema else [schema]
+        return found
+
+    there = opened(schemas)
+    for step in _steps(param):
+        inner = [
+            schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
+            for schema in there
+        ]
+        there = opened([schema for schema in inner if schema])
+    return there
+
+
+def _steps(param: str) -> list[Step]:
+    return [int(index) if index else name for name, index in _STEP.findall(param)]
+
+
+def _value(given: Any, steps: Sequence[Step]) -> Any:
+    """What stands there, or as near to it as can be walked."""
+    for step in steps:
+        try:
+            given = given[step]
+        except (KeyError, IndexError, TypeError):
+            break
+    return given
+
+
+def _replaced(given: Any, steps: Sequence[Step], value: Any) -> Any:
+    """The same with another value there; what is on the way is copied, the rest shared."""
+    if not steps:
+        return value
+    copy = given.copy()
+    copy[steps[0]] = _replaced(given[steps[0]], steps[1:], value)
+    return copy
+
+
+def _summary(value: Any) -> str:
+    if value is UNSET:
+        return "something that no number can hold"
+    if isinstance(value, str) and len(value) > 60:
+        return f"a string of length {len(value)}"
+    if isinstance(value, list | dict):
+        return f"{'an array' if isinstance(value, list) else 'an object'} of length {len(value)}"
+    return msgspec.json.encode(value).decode()[:80]

@@ -1,0 +1,1 @@
+"""How items are found: beam search down the trie, drafts of it, filters and bounds."""

@@ -1,0 +1,163 @@
+"""Final order with a dense head: finished beams and the head's own best items, scored alike.
+
+score = log-probability of the semantic id + dense_weight * log-probability under the dense head.
+The beams alone would cap what reranking can do at what the beams hold; the head's best W items, its
+rivals, have their semantic ids scored in the same trees and compete with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.core.finite import NotFinite
+from recserve.core.request import Again, Slate
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.leaf_filter import LeafFilter
+from recserve.kernels.trie.native_search import NativeSearch
+from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.models.recommender import Recommender
+from recserve.search.beams import Beams, Rivals
+from recserve.search.candidates import needed_prefixes
+from recserve.search.capped import answer
+from recserve.search.descent import descend, searches
+from recserve.search.request_filters import RequestFilters
+from recserve.search.scores import path_scores, root_scores
+
+
+def with_rivals(beams: Beams, model: Recommender) -> Beams:
+    """Beams that carry the dense head's best allowed items, where a request weighs the head."""
+    requests = beams.requests
+    if not any(r.dense_weight for r in requests):
+        return beams
+    dense = model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
+    open_scores = dense.clone()
+    if beams.trie.gone is not None:
+        open_scores[:, beams.trie.gone] = DEAD
+    for b, request in enumerate(requests):
+        if request.excluded is not None and request.excluded.size:
+            open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
+        if request.allowed is not None:
+            mask = on_device(request.allowed.mask(), dense.device)
+            open_scores[b].masked_fill_(~mask, DEAD)
+        if not request.dense_weight:
+            open_scores[b] = DEAD
+    width = min(max(r.width for r in requests), dense.shape[1])
+    best = open_scores.topk(width, dim=1)
+    rank = torch.arange(width, device=dense.device)
+    widths = torch.tensor([r.width for r in requests], device=dense.device)
+    valid = (best.values > DEAD) & (rank < widths[:, None])
+    weights = torch.tensor([r.dense_weight for r in requests], device=dense.device)
+    return replace(beams, rivals=Rivals(best.indices, valid, dense, weights[:, None]))
+
+
+def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
+    """Beams whose rivals know which prefixes the target must score for them."""
+    if beams.rivals is None:
+        return beams
+    owners, rows = beams.rivals.flat()
+    nodes = beams.trie.nodes_of_items(rows)
+    keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
+    return replace(beams, rivals=replace(beams.rivals, keys=keys))
+
+
+def rival_keys(beams: Beams) -> Tensor | None:
+    """Keys of the rivals' prefixes; None where there are none, or all are scored."""
+    rivals = beams.rivals
+    return None if rivals is None or rivals.log_probs is not None else rivals.keys
+
+
+def with_rival_scores(beams: Beams, model: Recommender) -> Beams:
+    """Beams whose rivals know their log-probabilities, as soon as their prefixes are scored."""
+    keys = rival_keys(beams)
+    if keys is None or bool((beams.scored.find(keys) < 0).any()):
+        return beams
+    assert beams.rivals is not None
+    if (search := searches(beams, model.search)) is not None:
+        return with_log_probs(beams, searched_scores(beams, search))
+    owners, rows = beams.rivals.flat()
+    nodes = beams.trie.nodes_of_items(rows)
+    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
+    return with_log_probs(beams, scores)
+
+
+def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
+    """[n] log-probability of each valid rival, in the order of `Rivals.flat`: a search in C that
+    nothing but the rivals may pass finds all of them. contexts: as for `descend`.
+    """
+    rivals, trie = beams.rivals, beams.trie
+    assert rivals is not None
+    own = [rows[valid] for rows, valid in zip(rivals.rows, rivals.valid, strict=True)]
+    top = torch.zeros(len(own), 1, dtype=torch.int64)
+    alone = replace(
+        beams,
+        filters=RequestFilters(trie, tuple(_only(trie, rows) for rows in own)),
+        level=0,
+        nodes=top,
+        log_probs=torch.zeros(top.shape),
+        paths=top[..., None][..., :0],
+        parents=None,
+        rivals=None,
+        places=None,
+    )
+    widths = [max(rows.shape[0], 1) for rows in own]
+    found = descend(alone, search, trie.num_levels, widths, contexts=contexts).at(trie.num_levels)
+    items, scores = trie.items_of_leaves(found.nodes), []
+    for rows, there, log_probs in zip(own, items, found.log_probs, strict=True):
+        order = there[: rows.shape[0]].long().argsort()
+        scores.append(log_probs[order][torch.searchsorted(there[order].long(), rows)])
+    return torch.cat(scores)
+
+
+def _only(trie: AnyTrie, rows: Tensor) -> LeafFilter:
+    """Only these items."""
+    return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
+
+
+def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
+    """Beams whose rivals have log-probabilities. scores [n]: of each valid one."""
+    assert beams.rivals is not None
+    log_probs = torch.full(beams.rivals.rows.shape, DEAD, device=scores.device)
+    log_probs[beams.rivals.valid] = scores.float()
+    return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
+
+
+def slates(beams: Beams, exact: bool) -> list[Slate | Again | NotFinite]:
+    """The k best items of each request under its caps, best first; equal scores in the order of
+    item rows. Fewer beams than a request keeps are all items that it may have.
+
+    Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
+    target's own. A request whose states or scores are not finite has NotFinite instead.
+    """
+    rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
+    if (rivals := beams.rivals) is not None:
+        rows, alive = rows.long(), beams.alive()
+        scores = scores + rivals.weights * rivals.dense.gather(1, rows)
+        again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
+        alive = torch.cat([alive, rivals.valid & ~again], dim=1)
+        rows = torch.cat([rows, rivals.rows], dim=1)
+        scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
+    if beams.flaws is not None:  # as one more beam, dead or NaN, so that nothing else is read
+        scores = torch.cat([scores, (beams.flaws + DEAD)[:, None]], dim=1)
+        rows = F.pad(rows, (0, 1))
+    rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
+    flawed = np.isnan(scores_read).any(axis=1)
+    # Few numbers: the host has sorted them before a device would begin.
+    order = np.lexsort((rows_read, -scores_read))
+    answers: list[Slate | Again | NotFinite] = []
+    alive_read = scores_read > DEAD
+    kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
+    for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):
+        if flawed[b]:
+            answers.append(NotFinite())
+            continue
+        places = order[b, : np.count_nonzero(alive_read[b])]
+        found = rows_read[b, places], scores_read[b, places]
+        answers.append(answer(sequence, *found, complete=bool(kept[b] < width), exact=exact))
+    return answers

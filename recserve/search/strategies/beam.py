@@ -1,0 +1,89 @@
+"""Full beam search: the tree grows by one level a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from recserve.core.drafting import Draft
+from recserve.core.finite import NotFinite
+from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.models.recommender import Recommender
+from recserve.search import propose as beam_draft
+from recserve.search import rerank
+from recserve.search import verify as beam_verify
+from recserve.search.beams import Beams
+from recserve.search.prefixes import PrefixDraft
+
+Searching = Callable[[Seq[Sequence]], Beams | None]
+
+
+class BeamStrategy:
+    """Full beam search, one level a round.
+
+    recorded: searches that are replayed where one holds the requests; None: there are none.
+    """
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.recorded: Searching | None = None
+        self.level_offsets = level_offsets_of(model)
+        self.skip_single = model.config.normalization == "children"
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """W nodes at each level but the last; as many below them in the rounds that go deeper at
+        once; and once more as many as levels where the dense head has its say.
+        """
+        width, trie = request.width, request.trie
+        nodes = sum(min(width, size) for size in trie.level_sizes[1 : trie.num_levels])
+        if self.skip_single:
+            nodes += width * max(trie.num_levels - 1 - trie.closing_level, 0)
+        return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
+
+    def start(self, sequences: Seq[Sequence]) -> Beams:
+        """Level 1 comes with the root's last hidden state; all levels where that is recorded."""
+        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
+            return found
+        return self.begin(sequences)
+
+    def begin(self, sequences: Seq[Sequence]) -> Beams:
+        """Level 1."""
+        beams = beam_verify.begin(tuple(sequences), self.skip_single)
+        beams = beam_verify.start(rerank.with_rivals(beams, self.model), self.model)
+        beams = rerank.with_rival_keys(beams, self.skip_single)
+        return rerank.with_rival_scores(beams, self.model)
+
+    def finished(self, state: Beams) -> bool:
+        """True when the beams are leaves and every item that competes is scored."""
+        return state.finished and rerank.rival_keys(state) is None
+
+    def propose(self, state: Beams) -> Draft:
+        """The prefixes that fork, and in the first round those of the dense head's best items."""
+        return self._draft(state, rerank.rival_keys(state))
+
+    def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
+        """As many levels deeper as the scored prefixes prove."""
+        scored = beam_verify.record(state, draft, slots, hidden)
+        return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
+
+    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
+        """Slates."""
+        return rerank.slates(state, exact=True)
+
+    def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
+        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
+
+
+def level_offsets_of(model: Recommender) -> Tensor:
+    """[L] first token of each level, on the model's device."""
+    return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
+
+
+def request_of(sequence: Sequence) -> RecommendRequest:
+    """What a sequence of a recommend strategy was asked."""
+    assert isinstance(sequence.request, RecommendRequest)
+    return sequence.request

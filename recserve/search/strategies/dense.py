@@ -1,0 +1,52 @@
+"""Nearest neighbours of vectors made from the root's last state; nothing is scored in a tree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from recserve.core.request import Result, Slate
+from recserve.core.sequence import Sequence
+from recserve.models.dense_retriever import DenseRetriever
+from recserve.search.dense import Retrieved, nearest
+from recserve.search.strategies.at_once import AtOnce
+from recserve.search.strategies.beam import request_of
+
+
+@dataclass(frozen=True)
+class Retrievals:
+    """Requests and the items that were found for them."""
+
+    sequences: tuple[Sequence, ...]
+    found: list[Retrieved]
+
+
+class DenseStrategy(AtOnce):
+    """One vector per outcome and time offset, the nearest items of all of them; no round at all.
+
+    Scores are cosines times the retriever's scale: the logits of its training softmax.
+    """
+
+    def __init__(self, retriever: DenseRetriever) -> None:
+        self.retriever = retriever
+        self.scale = np.float32(retriever.scale.item())
+
+    def start(self, sequences: Seq[Sequence]) -> Retrievals:
+        """All of the work: one pass through the head, one search for all requests."""
+        began = time.perf_counter()
+        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        found = nearest(self.retriever, tails, [request_of(s) for s in sequences])
+        for sequence in sequences:
+            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
+        return Retrievals(tuple(sequences), found)
+
+    def finish(self, state: Retrievals) -> list[Result]:
+        """Slates, not those of beam search."""
+        return [
+            Slate(found.rows, found.cosines * self.scale, False, 0, sequence.timing)
+            for found, sequence in zip(state.found, state.sequences, strict=True)
+        ]

@@ -1,0 +1,53 @@
+"""Log-probability of given items under the level heads, for a model that has nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.request import Result
+from recserve.core.sequence import Sequence
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.item_scores import score_rows
+from recserve.models.recommender import Recommender
+from recserve.search.strategies.at_once import AtOnce
+from recserve.search.strategies.likelihood import likelihood_request, likelihood_results
+
+
+@dataclass(frozen=True)
+class LevelLikelihoods:
+    """Requests whose candidates are scored. scores [M], requests one after another."""
+
+    sequences: tuple[Sequence, ...]
+    scores: Tensor
+
+
+class LevelLikelihoodStrategy(AtOnce):
+    """Log-probability of given items, the mean over their levels as in `parallel`; no tree."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.tables = model.level_tables()
+
+    def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
+        """The whole answer."""
+        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        requests = [likelihood_request(s) for s in sequences]
+        rows = np.concatenate([r.rows for r in requests])
+        owners = np.repeat(np.arange(len(requests)), [len(r.rows) for r in requests])
+        log_probs, item_tokens = self.tables.log_probs(tails), self.model.item_tokens
+        scores = score_rows(
+            log_probs,
+            item_tokens,
+            on_device(owners, tails.device),
+            on_device(rows, tails.device, torch.int64),
+        )
+        return LevelLikelihoods(tuple(sequences), scores)
+
+    def finish(self, state: LevelLikelihoods) -> list[Result]:
+        """Scores with the one task `likelihood`."""
+        return likelihood_results(state.sequences, state.scores)

@@ -1,0 +1,75 @@
+"""The self-draft head alone: one forward of the target, then a beam search in the head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from recserve.core.finite import NotFinite
+from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender
+from recserve.search import rerank
+from recserve.search import verify as beam_verify
+from recserve.search.beams import Beams, Rivals
+from recserve.search.descent import searches
+from recserve.search.head_search import item_log_probs, search
+from recserve.search.strategies.at_once import AtOnce
+from recserve.search.strategies.beam import Searching
+
+
+class NezhaStrategy(AtOnce):
+    """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
+
+    Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
+    a dense head its weighted log-probability is added and its best items compete, as for `beam`.
+    recorded: as for BeamStrategy.
+    """
+
+    def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
+        self.model, self.head = model, head
+        self.recorded: Searching | None = None
+        self.placeholders: NodeInputs | None = None
+        if head.config.placeholders:
+            count, device = len(head.config.codebook_sizes), model.tokens.weight.device
+            self.placeholders = NodeInputs(-1 - torch.arange(count, device=device))
+            model.bind_placeholders(head.placeholders)
+
+    def tree_room(self, request: RecommendRequest) -> int:
+        """The placeholders."""
+        return 0 if self.placeholders is None else len(self.placeholders)
+
+    def start(self, sequences: Seq[Sequence]) -> Beams:
+        """The whole search: all that it reads of the target came with the root."""
+        if self.recorded is not None and (found := self.recorded(sequences)) is not None:
+            return found
+        beams = beam_verify.begin(tuple(sequences), by_children=True)
+        beams = rerank.with_rivals(beams, self.model)
+        found = search(beams, self.head, self._contexts(beams), beams.widths)
+        for sequence in sequences:
+            sequence.rounds += 1
+        return found
+
+    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
+        """Slates, scored by the head."""
+        if state.rivals is not None and state.rivals.log_probs is None:
+            state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
+        return rerank.slates(state, exact=False)
+
+    def _rival_scores(self, state: Beams, rivals: Rivals) -> Tensor:
+        """[n] of each valid rival."""
+        contexts = self._contexts(state)
+        if (native := searches(state, self.head.search)) is not None:
+            return rerank.searched_scores(state, native, contexts)
+        owners, rows = rivals.flat()
+        return item_log_probs(self.head, state.trie, owners, rows, state.tails, contexts)
+
+    def _contexts(self, beams: Beams) -> Tensor:
+        """[B, L, E] what the head reads at each level beside its state."""
+        if self.placeholders is None:
+            return beams.tails[:, None].expand(-1, beams.trie.num_levels, -1)
+        return torch.stack([s.ahead for s in beams.sequences if s.ahead is not None])

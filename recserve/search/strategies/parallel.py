@@ -1,0 +1,75 @@
+"""All levels at once: items scored by the level heads from the root's last hidden state.
+
+No tree and no forward after the root. An item's score is the mean over levels of its codes'
+log-probabilities, which are independent of each other given the state (RPG, KDD 2025, section 3);
+it is no beam search, so an answer is never `exact`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.sequence import Sequence
+from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
+from recserve.models.recommender import Recommender
+from recserve.search.capped import answer
+from recserve.search.item_graph import best_items
+from recserve.search.strategies.at_once import AtOnce
+from recserve.search.strategies.beam import request_of
+
+
+@dataclass(frozen=True)
+class Found:
+    """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
+    each request as many as `_wanted` says.
+    """
+
+    sequences: tuple[Sequence, ...]
+    best: Tensor
+
+
+class ParallelStrategy(AtOnce):
+    """Level heads over the whole catalogue or along the item graph."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.tables = model.level_tables()
+        items = model.config.input == "items"
+        self.first_item = model.config.num_code_tokens if items else None
+
+    def start(self, sequences: Seq[Sequence]) -> Found:
+        """The whole answer."""
+        began = time.perf_counter()
+        requests = [request_of(s) for s in sequences]
+        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        log_probs = self.tables.log_probs(tails)
+        item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
+        asked = [replace(request, k=_wanted(request)) for request in requests]
+        best = best_items(asked, log_probs, item_tokens, self.first_item)
+        for sequence in sequences:
+            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
+        return Found(tuple(sequences), best)
+
+    def finish(self, state: Found) -> Seq[Result | Again]:
+        """Slates."""
+        best = state.best.cpu()
+        counts = (best != NOTHING).sum(1).tolist()
+        rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
+        answers = []
+        for b, sequence in enumerate(state.sequences):
+            wanted = _wanted(request_of(sequence))
+            n = min(wanted, counts[b])
+            found = rows[b, :n], scores[b, :n]
+            answers.append(answer(sequence, *found, complete=n < wanted, exact=False))
+        return answers
+
+
+def _wanted(request: RecommendRequest) -> int:
+    """Items to find: k, and where caps may leave some out as many as a beam search would keep."""
+    return request.width if request.caps else request.k

@@ -1,0 +1,67 @@
+"""The ranker: candidates as branches under the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.drafting import Draft
+from recserve.core.request import RankRequest, Result, Scores
+from recserve.core.sequence import Sequence
+from recserve.models.ranker import Ranker
+from recserve.search.candidates import propose_branches
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """Requests whose candidates are being ranked; logits [M, tasks] once they are."""
+
+    sequences: tuple[Sequence, ...]
+    logits: Tensor | None = None
+
+
+class RankStrategy:
+    """The ranker: candidates as branches under the user, one round."""
+
+    def __init__(self, model: Ranker) -> None:
+        self.model = model
+
+    def tree_room(self, request: RankRequest) -> int:
+        """One node per candidate."""
+        return len(request.candidates)
+
+    def start(self, sequences: Seq[Sequence]) -> Rankings:
+        """Nothing is known before the forward."""
+        return Rankings(tuple(sequences))
+
+    def finished(self, state: Rankings) -> bool:
+        """True after the one forward."""
+        return state.logits is not None
+
+    def propose(self, state: Rankings) -> Draft:
+        """One isolated node per candidate."""
+        return propose_branches([_request(s) for s in state.sequences])
+
+    def verify(self, state: Rankings, draft: Draft, slots: Tensor, hidden: Tensor) -> Rankings:
+        """Task heads on every candidate."""
+        return replace(state, logits=self.model.heads(hidden).float())
+
+    def finish(self, state: Rankings) -> list[Result]:
+        """Logits per task."""
+        assert state.logits is not None
+        parts = torch.split(
+            state.logits.cpu(), [len(_request(s).candidates) for s in state.sequences]
+        )
+        tasks = self.model.config.tasks
+        return [
+            Scores(part.numpy(), tasks, s.timing)
+            for part, s in zip(parts, state.sequences, strict=True)
+        ]
+
+
+def _request(sequence: Sequence) -> RankRequest:
+    assert isinstance(sequence.request, RankRequest)
+    return sequence.request

@@ -1,0 +1,73 @@
+"""Label tokens after given texts: each text a branch under what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from recserve.core.drafting import Draft
+from recserve.core.request import Result, Scores, TextScoreRequest
+from recserve.core.sequence import Sequence
+from recserve.kernels.host import on_device
+from recserve.models.language_model import LanguageModel
+from recserve.search.candidates import propose_texts
+from recserve.search.scores import label_scores
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """values: one [M, K] per request, None until they are scored."""
+
+    sequences: tuple[Sequence, ...]
+    values: tuple[Tensor, ...] | None = None
+
+
+class TextScoreStrategy:
+    """One tree of isolated branches, one round."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def tree_room(self, request: TextScoreRequest) -> int:
+        """A node per token."""
+        return len(request.tokens)
+
+    def start(self, sequences: Seq[Sequence]) -> TextScores:
+        """Nothing is known from the root alone."""
+        return TextScores(tuple(sequences))
+
+    def finished(self, state: TextScores) -> bool:
+        """True after the one round."""
+        return state.values is not None
+
+    def propose(self, state: TextScores) -> Draft:
+        """All texts at once."""
+        return propose_texts(
+            [_request(s) for s in state.sequences], self.model.tokens.weight.device
+        )
+
+    def verify(self, state: TextScores, draft: Draft, slots: Tensor, hidden: Tensor) -> TextScores:
+        """The last token of each text predicts the label."""
+        values = []
+        start = 0
+        for request in [_request(s) for s in state.sequences]:
+            last = on_device(request.offsets[1:] - 1 + start, hidden.device)
+            labels = on_device(request.labels, hidden.device)
+            values.append(label_scores(self.model, hidden[last], labels))
+            start += len(request.tokens)
+        return replace(state, values=tuple(values))
+
+    def finish(self, state: TextScores) -> list[Result]:
+        """Log-probabilities, one column per label."""
+        assert state.values is not None
+        return [
+            Scores(values.cpu().numpy(), tuple(map(str, _request(s).labels)), s.timing)
+            for values, s in zip(state.values, state.sequences, strict=True)
+        ]
+
+
+def _request(sequence: Sequence) -> TextScoreRequest:
+    assert isinstance(sequence.request, TextScoreRequest)
+    return sequence.request

@@ -1,0 +1,21 @@
+"""Roots computed before anybody asks: the next request finds them in the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from recserve.core.request import Result, Warmed
+from recserve.core.sequence import Sequence
+from recserve.search.strategies.at_once import AtOnce
+
+
+class WarmStrategy(AtOnce):
+    """Nothing hangs under the root: no tree, no round."""
+
+    def start(self, sequences: Seq[Sequence]) -> tuple[Sequence, ...]:
+        """The roots are computed, which is all."""
+        return tuple(sequences)
+
+    def finish(self, state: tuple[Sequence, ...]) -> list[Result]:
+        """What it took."""
+        return [Warmed(sequence.timing) for sequence in state]

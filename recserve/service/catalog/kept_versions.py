@@ -1,0 +1,78 @@
+"""The versions of a live catalogue that can be restored: dense near now, sparse further back."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.kernels.trie.trie import Trie
+from recserve.service.errors import UnknownVersion
+
+NEWEST = 32
+FURTHER = 120
+APART_S = 60.0
+
+
+@dataclass(frozen=True)
+class KeptVersion:
+    """base_trie: of the version or an earlier one. since_s: when it was published."""
+
+    items: CatalogVersion
+    base_trie: Trie
+    since_s: float
+
+
+class KeptVersions:
+    """The newest NEWEST, and of those before them FURTHER that were published at least APART_S
+    apart: two hours back where change sets never stop. The bundle's own is always there.
+
+    A version is what changed since the bundle; of further ones the trie goes and the bundle's takes
+    its place, because a base of their own would hold the whole catalogue again.
+    """
+
+    def __init__(
+        self, items: CatalogVersion, base_trie: Trie, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """items, base_trie: of the bundle."""
+        self._now = now
+        self._first = KeptVersion(items, base_trie, now())
+        self._newest: OrderedDict[str, KeptVersion] = OrderedDict()
+        self._further: OrderedDict[str, KeptVersion] = OrderedDict()
+
+    def add(self, items: CatalogVersion, base_trie: Trie) -> None:
+        """The newest version, or the same again over another base."""
+        self._newest[items.name] = KeptVersion(items, base_trie, self._now())
+        while len(self._newest) > NEWEST:
+            name, version = self._newest.popitem(last=False)
+            last = next(reversed(self._further.values()), self._first)
+            if version.since_s - last.since_s >= APART_S:
+                self._further[name] = replace(version, base_trie=self._first.base_trie)
+        while len(self._further) > FURTHER:
+            self._further.popitem(last=False)
+
+    def get(self, name: str) -> KeptVersion:
+        """Raises UnknownVersion, with the names of the nearest ones that are kept."""
+        for versions in (self._newest, self._further):
+            if name in versions:
+                return versions[name]
+        if name == self._first.items.name:
+            return self._first
+        raise UnknownVersion(f"no catalog_version {name[:80]!r} is kept; {self._nearest(name)}")
+
+    def __len__(self) -> int:
+        return len({self._first.items.name, *self._newest, *self._further})
+
+    def _nearest(self, name: str) -> str:
+        kept = [self._first, *self._further.values(), *self._newest.values()]
+        kept.sort(key=lambda version: version.items.number)
+        bundle, _, last = name.rpartition(".")
+        if bundle != self._first.items.name or not (last.isascii() and last.isdigit()):
+            oldest, newest = kept[0].items.name, kept[-1].items.name
+            return f"there are {len(self)}, from {oldest} to {newest}"
+        number = int(last[:18])
+        before = [version for version in kept if version.items.number < number][-1:]
+        after = [version for version in kept if version.items.number > number][:1]
+        return "the nearest are " + " and ".join(v.items.name for v in before + after)

@@ -1,0 +1,261 @@
+"""Items that change while answers go out: one writer, versions that readers keep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from recserve.bundle.bundle import Bundle
+from recserve.features.catalog.catalog_version import CatalogVersion
+from recserve.features.catalog.id_assignment import IdAssigner
+from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.features.catalog.live_catalog import changed, difference, restored, with_short_log
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.vectors.grown_index import GrownIndex
+from recserve.features.vectors.new_vectors import NewVectors
+from recserve.kernels.trie.trie import Trie
+from recserve.models.dense_retriever import item_vectors
+from recserve.schemas.items import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
+from recserve.service.catalog.item_changes import ItemChanges
+from recserve.service.catalog.kept_versions import KeptVersions
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.errors import UnknownItem
+from recserve.service.history.histories import History
+from recserve.service.loading import Models
+from recserve.service.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+# From here on the overlay is folded into a new base: changes cost what the overlay holds.
+MAX_OVERLAY = 8_192
+
+
+class LiveItems:
+    """Makes versions and publishes them: `runtime.snapshot` is replaced, nothing is written to.
+
+    journal: None: nothing is kept on disk.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        models: Models,
+        bundle: Bundle,
+        journal: ItemJournal | None,
+        ranking: LiveRanking | None,
+    ) -> None:
+        self.runtime = runtime
+        self.models = models
+        self.journal = journal
+        self.ranking = ranking
+        self._bundle = bundle
+        self._tools: tuple[NewVectors, IdAssigner] | None = None
+        self._lock = threading.Lock()
+        self._kept = KeptVersions(runtime.snapshot.items, runtime.snapshot.base_trie)
+        self._folding: threading.Thread | None = None
+        self._lineage = 0
+
+    def replay(self) -> None:
+        """Take over what the journal says. Raises JournalError."""
+        if self.journal is None:
+            return
+        entries = self.journal.read()
+        first = self.runtime.snapshot
+        for entry in entries:
+            current = self.runtime.snapshot.items
+            try:
+                items = changed(current, entry.number, entry.changes, entry.hidden)
+            except ValueError as error:
+                raise JournalError(f"{self.journal.path}: {error}") from error
+            self.runtime.snapshot = replace(first, items=items)
+            self._kept.add(items, first.base_trie)
+        if entries:
+            items, self.runtime.snapshot = self.runtime.snapshot.items, first
+            self._publish(items, first.base_trie, first.index)
+            log.info("replayed %d change sets of items", len(entries))
+            self._fold_if_large()
+
+    def get(self, item_id: str) -> ItemAnswer:
+        """One item. Raises UnknownItem."""
+        items = self.runtime.snapshot.items
+        row = items.visible.get(item_id)
+        if row < 0:
+            raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+        record = items.record(row)
+        return ItemAnswer(
+            item_id=item_id,
+            title=record.title or None,
+            categories=record.categories,
+            attributes=items.attributes(row),
+            semantic_id=items.codes[row].tolist(),
+            popularity=items.popularity(row),
+            catalog_version=items.name,
+        )
+
+    def put(self, body: ItemsBody) -> ItemsAnswer:
+        """Insert and update items, each judged by itself. Raises JournalError."""
+        with self._lock:
+            before = self.runtime.snapshot
+            incoming = ItemChanges(before, *self._made_tools())
+            incoming.take(body.items)
+            changes = incoming.finish()
+            if changes:
+                self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
+            rows = before.rows_of([change.record.item_id for change in changes])
+            updated = sum(row >= 0 for row in rows)
+            return ItemsAnswer(
+                catalog_version=self.runtime.snapshot.items.name,
+                inserted=len(changes) - updated,
+                updated=updated,
+                rejected=sorted(incoming.rejected, key=lambda one: one.index),
+                degraded=sorted(incoming.degraded, key=lambda one: one.index),
+            )
+
+    def hide(self, item_id: str) -> str:
+        """Take an item out of all answers; the version without it.
+
+        Raises UnknownItem or JournalError.
+        """
+        with self._lock:
+            items = self.runtime.snapshot.items
+            if items.visible.get(item_id) < 0:
+                raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+            self._commit(JournalEntry(items.number + 1, hidden=(item_id,)))
+            return self.runtime.snapshot.items.name
+
+    def rollback(self, name: str) -> RollbackAnswer:
+        """Go back to what an earlier version held, as a version of its own.
+
+        Raises UnknownVersion for one that is not kept, or JournalError.
+        """
+        with self._lock:
+            there = self._kept.get(name)
+            snapshot = self.runtime.snapshot
+            current = snapshot.items
+            items = restored(there.items, current, current.number + 1)
+            self._condense_journal(items)
+            self._lineage += 1
+            self._publish(items, there.base_trie, snapshot.index)
+            self._record_on_a_thread()
+            return RollbackAnswer(catalog_version=items.name, restored=name)
+
+    def was_read_otherwise(self, history: History) -> bool:
+        """Whether an earlier version may have read this history as other rows.
+
+        So it is where an item of it has had several rows, or is of no version now.
+        """
+        items = self.runtime.snapshot.items
+        if not items.tail.ids:
+            return False
+        names = {items.item_id(row) for row in set(history.rows.tolist())}
+        rows = Counter(name for name in items.tail.ids if name in names)
+        rows.update(names & items.visible.base.keys())
+        return history.num_events > history.rows.size or max(rows.values(), default=0) > 1
+
+    def close(self) -> None:
+        """Wait for what is being folded, and let others write the journal."""
+        if self._folding is not None:
+            self._folding.join()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _commit(self, entry: JournalEntry) -> None:
+        """Write a change set down, then serve it."""
+        if self.journal is not None:
+            self.journal.append(entry)
+        current = self.runtime.snapshot
+        items = changed(current.items, entry.number, entry.changes, entry.hidden)
+        self._publish(items, current.base_trie, current.index)
+        self._fold_if_large()
+
+    def _condense_journal(self, items: CatalogVersion) -> None:
+        """Write down what makes this version of the bundle, and nothing of the way there."""
+        if self.journal is not None:
+            said = difference(items)
+            put = JournalEntry(items.number, said.changes)
+            self.journal.replace([put, JournalEntry(items.number, hidden=said.hidden)])
+
+    def _publish(self, items: CatalogVersion, base_trie: Trie, index: GrownIndex | None) -> None:
+        """Models first, then the version that needs them. index: of this version or before it."""
+        self._follow(items)
+        ranking = None if self.ranking is None else self.ranking.at(items)
+        snapshot = self.runtime.snapshot.at(items, ranking, base_trie)
+        if index is not None:
+            index = index.at(items.num_rows, items.gone, self._item_vectors)
+            snapshot = replace(snapshot, index=index)
+        self._kept.add(items, base_trie)
+        self.runtime.snapshot = snapshot
+
+    def _follow(self, items: CatalogVersion) -> None:
+        """Rows that the models do not have yet."""
+        first_tail = len(items.base)
+        for model in (self.models.recommender, self.models.ranker):
+            if model is None or model.num_bound_items >= items.num_rows:
+                continue
+            first = model.num_bound_items - first_tail
+            vectors = torch.from_numpy(items.vectors.tail[first:])
+            learned = torch.from_numpy(items.learned[first:])
+            if model is self.models.recommender:
+                codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
+                self.models.recommender.append_items(codes, vectors, learned)
+            elif self.models.ranker is not None:
+                self.models.ranker.append_items(vectors, learned)
+
+    def _item_vectors(self, rows: np.ndarray) -> np.ndarray:
+        """[n, E] what the retriever's index holds of item rows [n]."""
+        retriever, recommender = self.models.heads.retriever, self.models.recommender
+        assert retriever is not None and recommender is not None
+        return item_vectors(retriever, recommender, torch.from_numpy(rows)).numpy()
+
+    def _record_on_a_thread(self) -> None:
+        """Searches over the base that is served now, where they are recorded."""
+        engine, base = self.runtime.engine, self.runtime.snapshot.base_trie
+        if engine.searches is not None:
+            threading.Thread(target=engine.record, args=(base,), daemon=True).start()
+
+    def _made_tools(self) -> tuple[NewVectors, IdAssigner]:
+        """What new items need, read when the first one comes."""
+        if self._tools is None:
+            bundle, catalog = self._bundle, self.runtime.snapshot.catalog
+            build = bundle.manifest.build
+            content = catalog.vectors.shape[1] - int(build.get("collaborative_dim", 0))
+            raw = bool(build.get("own_vectors")) and content == catalog.vectors.shape[1]
+            vectors = NewVectors(catalog, bundle.text_encoder(), content, raw)
+            self._tools = vectors, IdAssigner(catalog.index, bundle.quantizer())
+        return self._tools
+
+    def _fold_if_large(self) -> None:
+        """Build new bases of a large overlay on a thread; changes go on meanwhile."""
+        snapshot = self.runtime.snapshot
+        size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
+        busy = self._folding is not None and self._folding.is_alive()
+        stale = snapshot.items.num_records - len(snapshot.items.record_rows)
+        if max(size, stale) < MAX_OVERLAY or busy:
+            return
+        self._folding = threading.Thread(
+            target=self._fold, args=(snapshot, self._lineage), name="fold-items", daemon=True
+        )
+        self._folding.start()
+
+    def _fold(self, snapshot: Snapshot, lineage: int) -> None:
+        """Bases of the given version for trie and index, if versions still descend from it."""
+        trie, index = snapshot.compacted_trie(), snapshot.index
+        if index is not None:
+            index = index.folded(snapshot.items.gone, self._item_vectors)
+        self.runtime.engine.record(trie)
+        with self._lock:
+            if self._lineage != lineage:
+                self._record_on_a_thread()
+                return
+            items = self.runtime.snapshot.items
+            if items.num_records > len(items.record_rows):
+                items = with_short_log(items)
+            self._publish(items, trie, index)
+            held = len(items.record_rows) + items.gone.size
+            if self.journal is not None and self.journal.num_changes > 2 * held:
+                self._condense_journal(items)

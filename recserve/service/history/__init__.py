@@ -1,0 +1,1 @@
+"""Stored histories, and events on their way in."""

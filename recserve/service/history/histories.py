@@ -1,0 +1,234 @@
+"""Histories as a request reads them: from the store or from the body, in rows of the catalogue."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recserve.features.history.history import (
+    EVENT_TYPES,
+    Applied,
+    Change,
+    CorruptHistory,
+    HistoryStore,
+    StoredEvent,
+    StoreUnavailable,
+    user_key,
+)
+from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
+from recserve.schemas.items import InvalidRequest, Rejection, UserRef
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.incoming import POSITIONS_BELOW_US, Incoming
+
+log = logging.getLogger(__name__)
+EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True)
+class History:
+    """A user's events, oldest first, those of unknown items left out.
+
+    rows [n] int64 item rows. times [n] int64 microseconds, or position. types [n] int64: index into
+    EVENT_TYPES. values [n] float32. num_events: with those of unknown items. degraded: what could
+    not be read.
+    """
+
+    rows: np.ndarray
+    times: np.ndarray
+    types: np.ndarray
+    values: np.ndarray
+    num_events: int
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def dated(self) -> np.ndarray:
+        """[n] bool: events with a moment, not only a position."""
+        return self.times >= POSITIONS_BELOW_US
+
+    def rows_within(self, seconds: float) -> np.ndarray:
+        """Item rows of the events of so many last seconds, and of those without a moment."""
+        since = time.time_ns() // 1000 - int(seconds * 1e6)
+        return self.rows[~self.dated | (self.times >= since)]
+
+
+NOTHING = History(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
+)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A history that is not what it was with events at its end: as it was, and as it is; None where
+    the user is gone.
+    """
+
+    before: History
+    after: History | None
+
+
+@dataclass(frozen=True)
+class Added:
+    """What became of the events of a call, and histories that were not only added to, by user."""
+
+    answer: EventsAnswer
+    rewritten: dict[str, Rewritten]
+
+
+class Histories:
+    """Reads and writes the store.
+
+    default_value: of an event that comes without one. blocks: whether a network is in between.
+    """
+
+    def __init__(self, store: HistoryStore, blocks: bool, default_value: float = 1.0) -> None:
+        self.store = store
+        self.blocks = blocks
+        self.default_value = default_value
+
+    def read(
+        self, user: UserRef | None, inline: Sequence[str] | None, snapshot: Snapshot
+    ) -> History:
+        """The history of a request; a store that fails is a history that is empty and says so.
+
+        inline: item ids, oldest first; used instead of the store where given.
+        Raises InvalidRequest without both, or for a user id that no store could hold.
+        """
+        if inline is not None:
+            return self._inline(inline, snapshot)
+        if user is None:
+            raise InvalidRequest("user", "is required where there is no history")
+        _check_user("user.id", user.id)
+        try:
+            stored = self.store.get(user.id)
+        except StoreUnavailable as error:
+            log.warning("the history store failed: %s", error)
+            return replace(NOTHING, degraded=("history_unavailable",))
+        except CorruptHistory as error:
+            log.error("a stored history is damaged: %s", error)
+            return replace(NOTHING, degraded=("history_damaged",))
+        return _known(stored, snapshot)
+
+    def add(self, body: EventsBody, snapshot: Snapshot) -> Added:
+        """Store events and corrections; each is judged by itself. Raises StoreUnavailable."""
+        incoming = Incoming(snapshot, self.default_value)
+        for index, event in enumerate(body.events):
+            incoming.take(index, event)
+        taken = _Taken(rejected=list(incoming.rejected))
+        rewritten: dict[str, Rewritten] = {}
+        stored = self.store.append_many({u: [c for _, c in cs] for u, cs in incoming.users.items()})
+        for user_id, applied in stored.items():
+            taken.note(incoming.users[user_id], applied)
+            if isinstance(applied, Applied) and (revised := applied.revised) is not None:
+                before, after = (_known(h, snapshot) for h in (revised.before, revised.after))
+                rewritten[user_id] = Rewritten(before, after)
+        return Added(taken.answer(), rewritten)
+
+    def listed(self, user_id: str, snapshot: Snapshot) -> HistoryAnswer:
+        """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
+        _check_user("user_id", user_id)
+        history = _known(self.store.get(user_id), snapshot)
+        item_id = snapshot.items.item_id
+        columns = (history.rows.tolist(), history.times.tolist(), history.types.tolist())
+        events = [
+            HistoryEvent(item_id=item_id(row), type=EVENT_TYPES[kind], timestamp=_moment(time_us))
+            for row, time_us, kind in zip(*columns, strict=True)
+        ]
+        unknown = history.num_events - len(events)
+        return HistoryAnswer(user_id=user_id, events=events, unknown_items=unknown)
+
+    def delete(self, user_id: str, snapshot: Snapshot) -> History:
+        """Forget a user; what was readable of it. Raises StoreUnavailable."""
+        _check_user("user_id", user_id)
+        try:
+            history = _known(self.store.get(user_id), snapshot)
+        except CorruptHistory:
+            history = NOTHING
+        self.store.delete(user_id)
+        return history
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
+        found = snapshot.history_rows(item_ids)
+        rows = found[found >= 0]
+        zeros = np.zeros(rows.size, dtype=np.int64)
+        values = np.full(rows.size, self.default_value, dtype=np.float32)
+        degraded = ("unknown_history_items",) if rows.size < len(found) else ()
+        return History(rows, zeros, zeros, values, len(found), degraded)
+
+
+@dataclass
+class _Taken:
+    """What became of the events of a call, so far."""
+
+    rejected: list[Rejection]
+    accepted: int = 0
+    duplicates: int = 0
+    corrected: int = 0
+
+    def note(
+        self, changes: Sequence[tuple[int, Change]], applied: Applied | CorruptHistory
+    ) -> None:
+        """Count the changes of a user. changes: index and change."""
+        if isinstance(applied, CorruptHistory):
+            reason = "the stored history of this user is damaged; delete the user first"
+            self.rejected += [Rejection(index=index, reason=reason) for index, _ in changes]
+            return
+        for (index, change), done in zip(changes, applied.taken, strict=True):
+            if isinstance(change, StoredEvent):
+                self.accepted += done
+                self.duplicates += not done
+            elif done:
+                self.corrected += 1
+            else:
+                reason = "event_id: no stored event of this user has it, or has it any more"
+                self.rejected.append(Rejection(index=index, reason=reason))
+
+    def answer(self) -> EventsAnswer:
+        """Rejections by index."""
+        return EventsAnswer(
+            accepted=self.accepted,
+            duplicates=self.duplicates,
+            corrected=self.corrected,
+            rejected=sorted(self.rejected, key=lambda rejection: rejection.index),
+        )
+
+
+def _known(stored: np.ndarray, snapshot: Snapshot) -> History:
+    """Stored events (EVENT_DTYPE) of items that the catalogue has."""
+    rows = snapshot.items.rows_of_keys(np.ascontiguousarray(stored["item_key"]))
+    degraded: tuple[str, ...] = ()
+    total = rows.size
+    if total and rows.min() < 0:
+        stored, rows = stored[rows >= 0], rows[rows >= 0]
+        degraded = ("unknown_history_items",)
+    return History(
+        rows,
+        stored["time_us"].astype(np.int64),
+        stored["type"].astype(np.int64),
+        stored["value"].astype(np.float32),
+        total,
+        degraded,
+    )
+
+
+def _check_user(param: str, user_id: str) -> None:
+    try:
+        user_key(user_id)
+    except ValueError as error:
+        raise InvalidRequest(param, str(error)) from None
+
+
+def _moment(time_us: int) -> str | None:
+    """RFC 3339; None for a position in a history, which is no moment."""
+    if time_us < POSITIONS_BELOW_US:
+        return None
+    moment = EPOCH + datetime.timedelta(microseconds=time_us)
+    return moment.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,154 @@
+"""Events on their way into the store: judged one by one, gathered by user."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import secrets
+import time
+
+import numpy as np
+
+from recserve.bundle.bundle import EVENTS, Bundle
+from recserve.features.catalog.catalog import item_key
+from recserve.features.history.history import (
+    EVENT_TYPES,
+    Change,
+    HistoryStore,
+    Removal,
+    Replacement,
+    StoredEvent,
+    event_key,
+    event_type,
+    user_key,
+)
+from recserve.schemas.events import REMOVE, REPLACE, EventBody
+from recserve.schemas.items import MAX_ID_LENGTH, Rejection
+from recserve.service.catalog.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+DAY_US = 86_400_000_000
+# Logs without timestamps are stored with positions as times. No history has so many events, and no
+# event is so old, that the two could be mixed up: this is eleven days after 1970.
+POSITIONS_BELOW_US = 10**12
+# Longer than any user id that a route takes, so no client can name it.
+IMPORTED = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
+USERS_AT_ONCE = 2000
+
+
+class Incoming:
+    """Events of one call. users: index and change of those that can be stored, by user."""
+
+    def __init__(self, snapshot: Snapshot, default_value: float) -> None:
+        self.rows = snapshot.rows
+        self.default_value = default_value
+        self.now_us = time.time_ns() // 1000
+        self.users: dict[str, list[tuple[int, Change]]] = {}
+        self.rejected: list[Rejection] = []
+
+    def take(self, index: int, event: EventBody) -> None:
+        """Keep an event, or note why not."""
+        try:
+            change = self._change(event)
+        except ValueError as error:
+            self.rejected.append(Rejection(index=index, reason=str(error)))
+        else:
+            self.users.setdefault(event.user_id, []).append((index, change))
+
+    def _change(self, event: EventBody) -> Change:
+        """Raises ValueError in words for the client."""
+        if len(event.user_id) > MAX_ID_LENGTH:
+            raise ValueError(f"user_id: at most {MAX_ID_LENGTH} characters, got more")
+        user_key(event.user_id)
+        if event.event_id is not None and not 1 <= len(event.event_id) <= MAX_ID_LENGTH:
+            raise ValueError(
+                f"event_id: expected 1 to {MAX_ID_LENGTH} characters, got {len(event.event_id)}"
+            )
+        if event.correction is None:
+            return self._stored(event)
+        if event.correction not in (REPLACE, REMOVE):
+            came = f"{event.correction[:40]!r}"
+            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {came}")
+        if event.event_id is None:
+            raise ValueError("event_id: is required with a correction")
+        if event.correction == REMOVE:
+            return Removal(event_key(event.event_id))
+        return Replacement(self._stored(event), keeps_time=event.timestamp is None)
+
+    def _stored(self, event: EventBody) -> StoredEvent:
+        if event.item_id is None:
+            raise ValueError(f"item_id: is required with correction {REPLACE}")
+        if self.rows.get(event.item_id) < 0:
+            raise ValueError(f"unknown item {event.item_id[:80]!r}")
+        kind = event_type(event.type) if event.type is not None else 0
+        time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
+        value = self.default_value if event.value is None else event.value
+        return StoredEvent(item_key(event.item_id), time_us, _key(event), kind, value)
+
+    def _time_us(self, text: str) -> int:
+        try:
+            moment = datetime.datetime.fromisoformat(text)
+        except ValueError:
+            raise ValueError(f"timestamp: not RFC 3339: {text[:60]!r}") from None
+        if moment.tzinfo is None:
+            raise ValueError(f"timestamp: has no time zone: {text[:60]!r}")
+        time_us = round(moment.timestamp() * 1e6)
+        if time_us < POSITIONS_BELOW_US:
+            raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
+        if time_us > self.now_us + DAY_US:
+            raise ValueError(f"timestamp: more than a day ahead: {text[:60]!r}")
+        return time_us
+
+
+def _key(event: EventBody) -> int:
+    """Equal for events that are the same: by id, else by content, else (without a time) never."""
+    if event.event_id is not None:
+        return event_key(event.event_id)
+    if event.timestamp is None:
+        return secrets.randbits(64)
+    return event_key(f"{event.item_id}\0{event.timestamp}\0{event.type}")
+
+
+def import_events(store: HistoryStore, bundle: Bundle) -> None:
+    """Fill a store with the events a bundle was built from, once per store and events file.
+
+    What was imported is remembered in the store, so that a deleted user stays deleted.
+    """
+    entry = bundle.manifest.files.get(EVENTS)
+    if entry is None:
+        return
+    mark = int(entry.sha256[:16], 16)
+    if mark in store.get(IMPORTED)["event_key"]:
+        return
+    events, catalog = bundle.events(), bundle.catalog()
+    kinds = [EVENT_TYPES.index(n) if n in EVENT_TYPES else 0 for n in events.type_names]
+    if unnamed := sorted(set(events.type_names) - set(EVENT_TYPES)):
+        log.warning("event types %s are stored as %s", ", ".join(unnamed), EVENT_TYPES[0])
+    keys = catalog.keys[events.item_rows].tolist()
+    types = np.array(kinds)[events.types].tolist()
+    times, values = events.times.tolist(), events.values.tolist()
+    started = time.monotonic()
+    for first in range(0, events.num_users, USERS_AT_ONCE):
+        part = range(first, min(first + USERS_AT_ONCE, events.num_users))
+        gathered = {}
+        for user in part:
+            start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
+            base = _user_base(events.user_ids[user])
+            gathered[events.user_ids[user]] = [
+                StoredEvent(keys[i], times[i], (base + i - start) % 2**64, types[i], values[i])
+                for i in range(start, stop)
+            ]
+        store.append_many(gathered)
+    store.append(IMPORTED, [StoredEvent(mark, 0, mark)])
+    log.info(
+        "imported %d events of %d users from the bundle in %.1f s",
+        events.num_events,
+        events.num_users,
+        time.monotonic() - started,
+    )
+
+
+def _user_base(user_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(user_id.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,1 @@
+"""Recommending and ranking."""

@@ -1,0 +1,66 @@
+"""Which strategy `auto` is: exact where the deadline allows it, the fastest good one where not.
+
+Times are what this server's own answers took, waiting in the queue included, so that a rising load
+is seen as it comes. `speculative` is preferred to `beam`: it knows which requests step together and
+what drafts for so many cost and bring (search/plan_choice.py), and is beam search where they do not
+pay; the answer then says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AUTO = "auto"
+SPECULATIVE, BEAM = "speculative", "beam"
+EXACT = (SPECULATIVE, BEAM)
+QUICK = ("nezha", "dense")
+OTHERWISE = "parallel"
+NEWEST = 0.1  # weight of the newest answer in the running mean
+MARGIN = 1.5  # an answer is expected in time where its mean time is so many times inside it
+RETRY = 0.98  # per request that was turned away, so that a strategy is tried again in time
+
+
+@dataclass(frozen=True)
+class Choice:
+    """strategy: its name. hurried: an exact one would have come too late."""
+
+    strategy: str
+    hurried: bool = False
+
+
+class Chooser:
+    """Running means of what answers took, by strategy and beam width (powers of two)."""
+
+    def __init__(self, there: Sequence[str]) -> None:
+        """there: the engine's strategies."""
+        self.exact = next((name for name in EXACT if name in there), OTHERWISE)
+        self.quick = tuple(name for name in QUICK if name in there)
+        self._seconds: dict[tuple[str, int], float] = {}
+        self._lock = threading.Lock()
+
+    def choose(self, width: int, deadline_s: float | None) -> Choice:
+        """deadline_s: of time.monotonic(), None: there is no hurry."""
+        if deadline_s is None or not self.quick:
+            return Choice(self.exact)
+        left = deadline_s - time.monotonic()
+        with self._lock:
+            expected = self._expected(self.exact, width)
+            if not expected or expected * MARGIN <= left:
+                return Choice(self.exact)
+            self._seconds[self.exact, width.bit_length()] = expected * RETRY
+            in_time = [n for n in self.quick if self._expected(n, width) * MARGIN <= left]
+        return Choice((in_time or self.quick)[0], hurried=True)
+
+    def took(self, strategy: str, width: int, seconds: float) -> None:
+        """Note an answer's time."""
+        key = (strategy, width.bit_length())
+        with self._lock:
+            before = self._seconds.get(key, seconds)
+            self._seconds[key] = before + NEWEST * (seconds - before)
+
+    def _expected(self, strategy: str, width: int) -> float:
+        """Seconds; 0 where nothing is known, so that everything is tried once."""
+        return self._seconds.get((strategy, width.bit_length()), 0.0)

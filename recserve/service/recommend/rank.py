@@ -1,0 +1,145 @@
+"""From a rank body to a ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recserve.core.request import Result, Scores
+from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.recommend.scorers import Question, Scorer
+from recserve.service.runtime import Runtime
+from recserve.service.work import Stopwatch, Work
+
+
+@dataclass(frozen=True)
+class Known:
+    """The candidates that can be ranked, each item once. rows: [M] int64 item row of each.
+
+    missing: distinct ids that the catalogue does not have. repeated: whether an item came again.
+    """
+
+    candidates: Sequence[Candidate]
+    rows: np.ndarray
+    missing: list[str]
+    repeated: bool
+
+
+class Rankings:
+    """Rankings by name of scorer; `auto` is the first of them."""
+
+    def __init__(self, runtime: Runtime, scorers: dict[str, Scorer]) -> None:
+        self.runtime = runtime
+        self.scorers = scorers
+
+    def begin(
+        self, body: RankBody, request_id: str | None, deadline_s: float | None
+    ) -> Work[RankAnswer]:
+        """Look the candidates up and hand them to the engine.
+
+        Raises InvalidRequest, and what Engine.submit raises.
+        """
+        watch = Stopwatch()
+        name = self._name(body)
+        scorer = self.scorers[name]
+        sort_by = _sorting_task(scorer, name, body)
+        snapshot = self.runtime.snapshot
+        history = self.runtime.histories.read(body.user, body.history, snapshot)
+        degraded = list(history.degraded)
+        if not history.rows.size:
+            degraded.append("cold_start")
+        known = _known(snapshot, body.candidates)
+        if known.repeated:
+            degraded.append("duplicate_candidates")
+        ids = [c.item_id for c in known.candidates]
+
+        def finish(result: Result | None) -> RankAnswer:
+            values = np.zeros((0, len(scorer.tasks)))
+            if result is not None:
+                assert isinstance(result, Scores)
+                values = result.values
+            return RankAnswer(
+                items=_ranked(ids, scorer.scores(values), scorer.tasks, sort_by),
+                missing_item_ids=known.missing,
+                scorer=name,
+                strategy=name,
+                exact=True,
+                rounds=0 if result is None else 1,
+                **self.runtime.envelope(
+                    request_id,
+                    body.user,
+                    snapshot,
+                    degraded,
+                    watch,
+                    None if result is None else result.timing,
+                ),
+            )
+
+        if not ids:
+            watch.features_done()
+            return Work(None, finish)
+        asked = scorer.ask(Question(snapshot, history, known.candidates, known.rows, deadline_s))
+        degraded += asked.degraded
+        watch.features_done()
+        return Work(self.runtime.engine.submit(asked.request), finish)
+
+    def _name(self, body: RankBody) -> str:
+        name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
+        if name not in self.scorers:
+            there = ", ".join(("auto", *self.scorers))
+            raise InvalidRequest("scorer", f"this bundle has {there}, got {body.scorer!r}")
+        return name
+
+
+def _sorting_task(scorer: Scorer, name: str, body: RankBody) -> str:
+    task = scorer.tasks[0] if body.sort_by is None else body.sort_by
+    if task not in scorer.tasks:
+        there = ", ".join(scorer.tasks)
+        raise InvalidRequest("sort_by", f"{name} scores {there}, got {task!r}")
+    return task
+
+
+def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
+    """Of a repeated item the first counts."""
+    rows = snapshot.rows_of([c.item_id for c in candidates])
+    if min(rows) >= 0 and len(set(rows)) == len(rows):
+        return Known(candidates, np.array(rows, dtype=np.int64), [], False)
+    missing: dict[str, None] = {}
+    first: dict[int, Candidate] = {}
+    for candidate, row in zip(candidates, rows, strict=True):
+        if row < 0:
+            missing[candidate.item_id] = None
+        else:
+            first.setdefault(row, candidate)
+    return Known(
+        list(first.values()),
+        np.array(list(first), dtype=np.int64),
+        list(missing),
+        len(missing) + len(first) < len(rows),
+    )
+
+
+def _ranked(
+    ids: Sequence[str], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
+) -> list[RankedItem]:
+    """Best first; equal scores in the order they came. scores [M, tasks]."""
+    column = tasks.index(sort_by)
+    order = np.argsort(-scores[:, column], kind="stable")
+    ranked = scores[order]
+    columns = ranked.T.tolist()
+    by_task = [{tasks[0]: value} for value in columns[0]]
+    for task, values in zip(tasks[1:], columns[1:], strict=True):
+        for scored, value in zip(by_task, values, strict=True):
+            scored[task] = value
+    return list(
+        map(
+            RankedItem,
+            [ids[place] for place in order.tolist()],
+            columns[column],
+            range(1, len(ids) + 1),
+            by_task,
+        )
+    )

@@ -1,0 +1,293 @@
+"""From a recommend body to a slate."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from recserve.core.allowed import AllowedItems
+from recserve.core.diversity import Cap, first_k, still_open
+from recserve.core.request import RecommendRequest, Result, Slate
+from recserve.features.catalog.filters import FilterError
+from recserve.schemas.items import (
+    Exclude,
+    Explanation,
+    InvalidRequest,
+    RecommendAnswer,
+    RecommendBody,
+    RecommendedItem,
+)
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import History
+from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
+from recserve.service.recommend.diversity import caps_of
+from recserve.service.recommend.roots import RecommenderRoots
+from recserve.service.recommend.usual import Shape, Usual, seen_rows
+from recserve.service.runtime import Runtime
+from recserve.service.work import Stopwatch, Work
+
+CONDITIONED = "dense"
+DEFAULT_BEAM_WIDTH = 50
+POPULAR = "popular"
+
+
+class Recommendations:
+    """Slates from the recommender; from popularity where there is no history to read."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        roots: RecommenderRoots,
+        dense_weight: float,
+        outcomes: tuple[str, ...],
+    ) -> None:
+        """dense_weight: where a request names none. outcomes: those that a retriever knows."""
+        self.runtime = runtime
+        self.roots = roots
+        self.dense_weight = dense_weight
+        self.outcomes = outcomes
+        self.chooser = Chooser(runtime.engine.strategies)
+        default = RecommendBody()
+        self.usual = Usual(Shape(default.k, DEFAULT_BEAM_WIDTH, dense_weight))
+
+    def begin(
+        self, body: RecommendBody, request_id: str | None, deadline_s: float | None
+    ) -> Work[RecommendAnswer]:
+        """Read the history and hand the request to the engine.
+
+        Raises InvalidRequest, and what Engine.submit raises.
+        """
+        watch = Stopwatch()
+        snapshot = self.runtime.snapshot
+        width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
+        if width < body.k:
+            raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
+        choice = self._choice(body, width, deadline_s)
+        strategy = choice.strategy
+        outcome = self._outcome(body.outcome, strategy)
+        dense_weight = self._dense_weight(body.dense_weight, strategy)
+        allowed = _allowed(snapshot, body)
+        history = self.runtime.histories.read(body.user, body.history, snapshot)
+        degraded = list(history.degraded)
+        if choice.hurried:
+            degraded.append("hurried")
+        given = np.array(snapshot.rows_of(body.exclude.item_ids), dtype=np.int64)
+        if (given < 0).any():
+            degraded.append("unknown_excluded_items")
+            given = given[given >= 0]
+        seen = _seen(body.exclude, history)
+        if body.exclude.seen_within_s is not None and not history.dated.all():
+            degraded.append("seen_within_s_ignored")
+        caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
+        excluded = np.concatenate([given, seen])
+        draft = _Slate(body, request_id, snapshot, history, excluded, allowed, caps)
+        if not history.rows.size:
+            degraded.append("cold_start")
+            watch.features_done()
+            return Work(None, lambda _: self._finish(draft, degraded, watch, None))
+        request = RecommendRequest(
+            self.roots.root(snapshot, history.rows),
+            snapshot.trie,
+            body.k,
+            width,
+            strategy,  # type: ignore[arg-type]
+            excluded,
+            allowed,
+            dense_weight,
+            deadline_s,
+            snapshot.graph,
+            snapshot.index,
+            outcome,
+            caps,
+        )
+        exact = self.chooser.exact if choice.hurried else strategy
+        self.usual.asked(_shape(body, width, dense_weight, exact))
+        watch.features_done()
+        future = self.runtime.engine.submit(request)
+
+        def finish(result: Result | None) -> RecommendAnswer:
+            assert isinstance(result, Slate)
+            self.chooser.took(strategy, width, result.timing.total_ms / 1e3)
+            if self.runtime.shadow is not None:
+                self.runtime.shadow.follow(request, result)
+            made = strategy
+            if body.strategy == AUTO and strategy == SPECULATIVE and not result.timing.drafted:
+                made = BEAM
+            return self._finish(draft, degraded, watch, result, made)
+
+        return Work(future, finish)
+
+    def _choice(self, body: RecommendBody, width: int, deadline_s: float | None) -> Choice:
+        """The strategy that was asked for. Raises InvalidRequest, listing what there is."""
+        there = self.runtime.engine.strategies
+        if body.strategy == AUTO:
+            if body.outcome is not None and self.outcomes:
+                return Choice(CONDITIONED)
+            return self.chooser.choose(width, deadline_s)
+        if body.strategy not in there:
+            listed = ", ".join((AUTO, *there))
+            raise InvalidRequest("strategy", f"there are {listed}, got {body.strategy!r}")
+        return Choice(body.strategy)
+
+    def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
+        """[O] weights in the retriever's order; None: its own mix."""
+        if asked is None:
+            return None
+        if strategy != CONDITIONED:
+            raise InvalidRequest("outcome", f"only {CONDITIONED!r} reads it, got {strategy!r}")
+        unknown = sorted(set(asked) - set(self.outcomes))
+        if unknown:
+            known = ", ".join(self.outcomes)
+            raise InvalidRequest("outcome", f"there are {known}, got {unknown[0]!r}")
+        return np.array([asked.get(name, 0.0) for name in self.outcomes])
+
+    def _dense_weight(self, asked: float | None, strategy: str) -> float:
+        if asked and strategy in ("parallel", "specgr"):
+            raise InvalidRequest(
+                "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
+            )
+        if asked and not self.roots.config.dense_head:
+            raise InvalidRequest(
+                "dense_weight", f"this recommender has no dense head; expected 0, got {asked}"
+            )
+        return self.dense_weight if asked is None else asked
+
+    def _finish(
+        self,
+        draft: _Slate,
+        degraded: list[str],
+        watch: Stopwatch,
+        slate: Slate | None,
+        strategy: str = POPULAR,
+    ) -> RecommendAnswer:
+        rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        if slate is not None:
+            legal = draft.legal(slate.rows)
+            if not legal.all():
+                self.runtime.illegal(int((~legal).sum()))
+                degraded = [*degraded, "illegal_items"]
+            rows, scores = slate.rows[legal], slate.scores[legal]
+        timing = None if slate is None else slate.timing
+        missing = draft.body.k - rows.size
+        filled = draft.fill(missing, rows) if missing > 0 else rows[:0]
+        if missing > filled.size:
+            degraded = [*degraded, "fewer_than_k"]
+        if slate is not None and filled.size and not rows.size:
+            degraded = [*degraded, "no_model_items"]
+        return RecommendAnswer(
+            items=draft.items(rows, scores, filled),
+            strategy=strategy,
+            # An exact search ends short of k only where no other item is allowed: then there is no
+            # popular one to fill up with either.
+            exact=slate is not None and slate.exact and not filled.size,
+            rounds=0 if slate is None else slate.rounds,
+            explanation=draft.explanation(slate, self.roots) if draft.body.explain else UNSET,
+            **self.runtime.envelope(
+                draft.request_id, draft.body.user, draft.snapshot, degraded, watch, timing
+            ),
+        )
+
+
+class _Slate:
+    """A slate in the making: what may stand on it, and how its items are written."""
+
+    def __init__(
+        self,
+        body: RecommendBody,
+        request_id: str | None,
+        snapshot: Snapshot,
+        history: History,
+        excluded: np.ndarray,
+        allowed: AllowedItems | None,
+        caps: tuple[Cap, ...],
+    ) -> None:
+        self.body = body
+        self.request_id = request_id
+        self.snapshot = snapshot
+        self.history = history
+        self.excluded = excluded
+        self.allowed = allowed
+        self.caps = caps
+
+    def legal(self, rows: np.ndarray) -> np.ndarray:
+        """[n] bool: exists, is not excluded, fulfils the filter."""
+        legal = self.snapshot.answerable(rows) & ~np.isin(rows, self.excluded)
+        if self.allowed is not None:
+            legal &= self.allowed.at(rows)
+        return np.asarray(legal)
+
+    def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
+        """Popular rows for the places that the model left empty, as far as the caps allow them."""
+        slate, wanted, allowed = rows, rows.size + count, self.allowed
+        while True:
+            asked, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
+            popular = self.snapshot.most_popular(asked, taken, allowed)
+            both = np.concatenate([slate, popular])
+            slate = both[first_k(both, self.caps, wanted)]
+            if slate.size == wanted or popular.size < asked:
+                return np.asarray(slate[rows.size :])
+            left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
+            allowed = AllowedItems.of(left)
+
+    def items(
+        self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
+    ) -> list[RecommendedItem]:
+        """rows and scores [n] from the model, then filled [m] by popularity."""
+        item_id = self.snapshot.items.item_id
+        answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
+        return [
+            RecommendedItem(
+                item_id=item_id(row),
+                score=score,
+                rank=rank,
+                source=POPULAR if score is None else "model",
+                semantic_id=self._codes(row),
+            )
+            for rank, (row, score) in enumerate(
+                zip([*rows.tolist(), *filled.tolist()], answers, strict=True), start=1
+            )
+        ]
+
+    def explanation(self, slate: Slate | None, roots: RecommenderRoots) -> Explanation:
+        """Where the work went."""
+        read = int(self.history.rows.size)
+        timing = None if slate is None else slate.timing
+        return Explanation(
+            history_events=self.history.num_events,
+            history_used=0 if slate is None else roots.used(read),
+            root_tokens_cached=0 if timing is None else timing.root_cached,
+            root_tokens_computed=0 if timing is None else timing.root_computed,
+            forwards=0 if timing is None else timing.forwards,
+            nodes=0 if timing is None else timing.nodes,
+        )
+
+    def _codes(self, row: int) -> list[int] | UnsetType:
+        if not self.body.explain:
+            return UNSET
+        codes: list[int] = self.snapshot.items.codes[row].tolist()
+        return codes
+
+
+def _shape(body: RecommendBody, width: int, dense_weight: float, strategy: str) -> Shape | None:
+    """None where no draft is kept for such a question."""
+    exclude = body.exclude
+    if strategy != SPECULATIVE or exclude.item_ids or body.filter or body.diversity:
+        return None
+    return Shape(body.k, width, dense_weight, exclude.seen, exclude.seen_within_s)
+
+
+def _seen(exclude: Exclude, history: History) -> np.ndarray:
+    """Rows of the history that must not be answered. Raises InvalidRequest."""
+    if exclude.seen_within_s is not None and not exclude.seen:
+        raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
+    return seen_rows(exclude.seen, exclude.seen_within_s, history)
+
+
+def _allowed(snapshot: Snapshot, body: RecommendBody) -> AllowedItems | None:
+    if body.filter is None:
+        return None
+    try:
+        return snapshot.allowed(body.filter)
+    except FilterError as error:
+        place = f"filter.{error.param}" if error.param else "filter"
+        raise InvalidRequest(place, str(error)) from None

@@ -1,0 +1,173 @@
+"""Histories as the models read them: the root of a request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from recserve.core.request import Root, RootKeys
+from recserve.features.history.history import EVENT_TYPES
+from recserve.features.ranking.cross_features import UserSide
+from recserve.features.ranking.event_features import UserEvents
+from recserve.features.ranking.ranking import (
+    RankingRoot,
+    candidate_columns,
+    root_columns,
+    split_history,
+    user_side,
+    window_columns,
+)
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import node_inputs
+from recserve.models.recommender import RecommenderConfig
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import History
+
+MAX_KEPT = 256
+Parts = tuple[bytes, ...]
+
+
+class RecommenderRoots:
+    """Roots of the recommender: the tokens of the last items, in a window that slides in blocks."""
+
+    def __init__(self, config: RecommenderConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.block = max(1, config.max_history_items // 4)
+
+    def used(self, num_events: int) -> int:
+        """How many of a history's events the root holds."""
+        return num_events - self._start(num_events)
+
+    def root(self, snapshot: Snapshot, rows: np.ndarray) -> Root:
+        """rows: [n] item rows, oldest first."""
+        tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
+        return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
+
+    def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[RootKeys]:
+        """Every root that this history has had while it grew, but for those of the beginning that
+        it shares with the history `left`: the longest of each window, the others are its
+        beginnings. rows, left: [n] item rows, oldest first.
+        """
+        same = _same_beginning([(rows, left)])
+        starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
+        for start, stop in starts.items():
+            tokens = self._tokens(snapshot, rows[start:stop])
+            kept = self._tokens(snapshot, rows[start : max(same, start)]).size
+            yield RootKeys(tokens, 0, kept)
+
+    def _start(self, num_events: int) -> int:
+        return window_start(num_events, self.config.max_history_items, self.block)
+
+    def _tokens(self, snapshot: Snapshot, rows: np.ndarray) -> np.ndarray:
+        codes = snapshot.items.codes
+        return root_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
+
+
+class RankerRoots:
+    """Roots and branches of the ranker."""
+
+    def __init__(self, tables: RankingTables, salt: int, device: torch.device) -> None:
+        self.settings = tables.settings
+        self.salt = salt
+        self.device = device
+        self._kept: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def root(
+        self,
+        snapshot: Snapshot,
+        history: History,
+        rows: np.ndarray,
+        shown_at: np.ndarray | None,
+        given: Mapping[str, np.ndarray],
+    ) -> tuple[Root, NodeInputs, np.ndarray | None]:
+        """The user's root, the candidates under it, and how much of it each may see (None: all)."""
+        tables = _tables(snapshot)
+        columns, user = self._kept_of(snapshot, history)
+        branches = candidate_columns(tables, columns, rows, shown_at, given, user)
+        limits = None if shown_at is None else branches.root_limits
+        return self._root(columns), self._inputs(branches.columns.arrays()), limits
+
+    def bare(self, snapshot: Snapshot, history: History) -> Root:
+        """The user's root alone."""
+        return self._root(self._kept_of(snapshot, history)[0])
+
+    def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[RootKeys]:
+        """As RecommenderRoots.grown. Nothing of a window is kept where an event before its recent
+        ones changed: all of its rows see the profile and the long history.
+        """
+        events, tables = self._events(history), _tables(snapshot)
+        same = _same_beginning(list(zip(events.columns, self._events(left).columns, strict=True)))
+        windows = {split_history(n, self.settings): n for n in range(same + 1, len(events) + 1)}
+        for (start, split), stop in windows.items():
+            columns = window_columns(tables, events.slice(0, stop), start, split, self.salt)
+            kept = 1 + same - start if same >= max(split, 1) else 0
+            yield RootKeys(columns.keys, columns.shared, kept)
+
+    def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
+        """What does not depend on the candidates, for users who come back before they act."""
+        events = self._events(history)
+        key = (_parts(events), snapshot.items.number)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        columns = root_columns(_tables(snapshot), events, self.salt)
+        kept = columns, user_side(_tables(snapshot), columns)
+        with self._lock:
+            self._kept[key] = kept
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return kept
+
+    def _root(self, columns: RankingRoot) -> Root:
+        return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
+
+    def forget(self, history: History | None) -> None:
+        """Drop the kept columns of a history and of its beginnings; None: all there are, for
+        nothing of a deleted user stays, also of events that are not stored any more.
+        """
+        whole = None if history is None else _parts(self._events(history))
+        with self._lock:
+            for parts, number in list(self._kept):
+                if whole is None or all(map(bytes.startswith, whole, parts)):
+                    del self._kept[parts, number]
+
+    def _events(self, history: History) -> UserEvents:
+        """The history in the ranker's own numbering of types; a type it does not know is none."""
+        numbers = {name: index for index, name in enumerate(self.settings.type_names)}
+        types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
+        return UserEvents(history.rows, history.times, types[history.types], history.values)
+
+    def _inputs(self, arrays: Mapping[str, np.ndarray]) -> NodeInputs:
+        inputs = node_inputs(arrays)
+        if self.device.type == "cpu":
+            return inputs
+        moved = {name: getattr(inputs, name).to(self.device) for name in arrays}
+        return NodeInputs(**moved)
+
+
+def _parts(events: UserEvents) -> Parts:
+    return tuple(column.tobytes() for column in events.columns)
+
+
+def _same_beginning(columns: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """How many entries two histories begin with alike. columns: of the one and of the other."""
+    size = min(len(columns[0][0]), len(columns[0][1]))
+    differ = np.zeros(size + 1, dtype=bool)
+    differ[size] = True
+    for one, other in columns:
+        differ[:size] |= one[:size] != other[:size]
+    return int(differ.argmax())
+
+
+def _tables(snapshot: Snapshot) -> RankingTables:
+    assert snapshot.ranking is not None, "a ranker answers from a snapshot without its tables"
+    return snapshot.ranking

@@ -1,0 +1,1 @@
+"""Completions, chats and text scores."""

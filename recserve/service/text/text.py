@@ -1,0 +1,295 @@
+"""From a text body to its texts: one engine request each, answered whole or piece by piece."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from importlib.metadata import version as installed
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from recserve.schemas.items import InvalidRequest, TimingMs
+from recserve.schemas.text import (
+    ChatBody,
+    CompletionBody,
+    PromptDetails,
+    SpeculationMetrics,
+    TextAnswer,
+    TextBody,
+    TextMetrics,
+    Usage,
+)
+from recserve.service.text.text_answers import ChatShape, CompletionShape, Shape
+from recserve.service.text.text_model import TextEngine, TextModel
+from recserve.service.text.text_prompts import (
+    COMPLETION_TOKENS,
+    Prompt,
+    chat_prompt,
+    completion_prompts,
+    derived_seed,
+    sampling,
+    speculation,
+    stop_strings,
+)
+from recserve.service.text.text_scores import TextScores
+from recserve.service.text.text_stream import Listener, Piece, TextStream
+from recserve.service.work import Stopwatch
+from recserve.speculation.text_request import (
+    Completion,
+    SamplingParams,
+    Speculation,
+    SpeculationCounts,
+    TextRequest,
+)
+from recserve.speculation.verifiers.rules import RULES
+
+
+@dataclass(frozen=True)
+class TextWork:
+    """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
+
+    prompt_tokens: length of each prompt. include_usage, continuous_usage: what a stream counts.
+    exact: whether the acceptance rule leaves the text's distribution as it is. watch: began with
+    the body.
+    """
+
+    head: dict[str, Any]
+    shape: Shape
+    streams: tuple[TextStream, ...]
+    futures: tuple[Future[Completion], ...]
+    copies: int
+    prompt_tokens: tuple[int, ...]
+    speculation: Speculation
+    exact: bool
+    include_usage: bool
+    continuous_usage: bool
+    watch: Stopwatch
+
+    def cancel(self) -> None:
+        """Nobody waits for these texts any more."""
+        for future in self.futures:
+            future.cancel()
+
+    def answer(self) -> TextAnswer:
+        """All texts, waited for. Raises what the engine raised."""
+        for future, stream in zip(self.futures, self.streams, strict=True):
+            future.result()
+            stream.wait()
+        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
+        return self.shape.answer(head, self.streams)
+
+    def chunk(self, piece: Piece, last: bool) -> TextAnswer:
+        """A piece on its way. last: no other follows, and no chunk that counts does either."""
+        usage: Usage | None | UnsetType = None if self.include_usage else UNSET
+        if self.continuous_usage:
+            usage = self.usage_so_far(piece)
+        head = {**self.head, "usage": usage}
+        if last and not self.include_usage:
+            head["metrics"] = self.metrics()
+        return self.shape.chunk(head, [piece])
+
+    def counts(self) -> TextAnswer:
+        """The chunk after the last piece, where `include_usage` asked for it."""
+        head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
+        return self.shape.chunk(head, [])
+
+    def usage(self) -> Usage:
+        """Token counts of all texts."""
+        written = sum(stream.num_tokens for stream in self.streams)
+        cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
+        prompts = sum(self.prompt_tokens)
+        return Usage(
+            prompt_tokens=prompts,
+            completion_tokens=written,
+            total_tokens=prompts + written,
+            prompt_tokens_details=PromptDetails(cached),
+        )
+
+    def usage_so_far(self, piece: Piece) -> Usage:
+        """Returns the token counts of one text up to a piece of it, as vLLM counts them."""
+        prompt = self.prompt_tokens[piece.index // self.copies]
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=piece.num_tokens,
+            total_tokens=prompt + piece.num_tokens,
+        )
+
+    def timing_ms(self) -> TimingMs:
+        """Stages of the text that took longest."""
+        return self.watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
+
+    def drafted(self) -> SpeculationCounts:
+        """What drafting did, summed over the texts."""
+        total = SpeculationCounts()
+        for counts in [stream.counts for stream in self.streams]:
+            total.num_drafts += counts.num_drafts
+            total.num_draft_tokens += counts.num_draft_tokens
+            total.num_accepted_tokens += counts.num_accepted_tokens
+            places = len(counts.per_position)
+            total.per_position += [0] * (places - len(total.per_position))
+            for place, accepted in enumerate(counts.per_position):
+                total.per_position[place] += accepted
+        return total
+
+    def metrics(self) -> TextMetrics:
+        """The same as an answer says it."""
+        counts = self.drafted()
+        if not counts.num_drafts:
+            return TextMetrics(None)
+        accepted = counts.num_accepted_tokens
+        return TextMetrics(
+            SpeculationMetrics(
+                drafter=self.speculation.drafter,
+                verifier=self.speculation.verifier,
+                exact=self.exact,
+                mean_acceptance_length=1 + accepted / counts.num_drafts,
+                draft_acceptance_rate=accepted / max(counts.num_draft_tokens, 1),
+                num_drafts=counts.num_drafts,
+                num_draft_tokens=counts.num_draft_tokens,
+                num_accepted_tokens=accepted,
+                per_position=counts.per_position,
+            )
+        )
+
+
+class Texts:
+    """A language model's side of the service. scores: the same model as a scorer of given texts."""
+
+    def __init__(self, engine: TextEngine, model: TextModel) -> None:
+        self.engine = engine
+        self.model = model
+        self.scores = TextScores(engine, model)
+        self.fingerprint = f"recserve-{installed('recserve')}"
+
+    def begin_completion(
+        self,
+        body: CompletionBody,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        listener: Listener | None = None,
+    ) -> TextWork:
+        """Start the texts of a body. listener: told of every piece, on the engine's thread.
+
+        Raises InvalidRequest, ContextExceeded, UnknownModel, and what the engine refuses with.
+        """
+        watch = self._check(body)
+        if body.echo and body.logprobs is not None:
+            why = "is not done together with logprobs: those of a prompt are not computed"
+            raise InvalidRequest("echo", why)
+        prompts = completion_prompts(body, self.model)
+        shape = CompletionShape(self.model.tokenizer.all_bytes, body.logprobs is not None)
+
+        def params(prompt: Prompt) -> SamplingParams:
+            room = self.model.context - len(prompt.tokens)
+            most = body.max_tokens or max(1, min(COMPLETION_TOKENS, room))
+            return sampling(body, self.model, prompt, most, body.logprobs)
+
+        return self._begin(body, prompts, params, shape, watch, request_id, deadline_s, listener)
+
+    def begin_chat(
+        self,
+        body: ChatBody,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        listener: Listener | None = None,
+    ) -> TextWork:
+        """Start the answers to a conversation, as `begin_completion`."""
+        watch = self._check(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
+        prompt = chat_prompt(body, self.model)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        shape = ChatShape(self.model.tokenizer.all_bytes, logprobs is not None)
+
+        def params(prompt: Prompt) -> SamplingParams:
+            most = body.max_completion_tokens or body.max_tokens
+            return sampling(body, self.model, prompt, most, logprobs)
+
+        return self._begin(body, [prompt], params, shape, watch, request_id, deadline_s, listener)
+
+    def described(self) -> dict[str, Any]:
+        """The model in OpenAI's form, with what is ours under `recserve`."""
+        head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
+        return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
+
+    def _check(self, body: TextBody) -> Stopwatch:
+        self.model.check_name(body.model)
+        body.check()
+        return Stopwatch()
+
+    def _begin(
+        self,
+        body: TextBody,
+        prompts: Sequence[Prompt],
+        params: Callable[[Prompt], SamplingParams],
+        shape: Shape,
+        watch: Stopwatch,
+        request_id: str | None,
+        deadline_s: float | None,
+        listener: Listener | None,
+    ) -> TextWork:
+        asked = speculation(body.speculation, body.temperature, self.model)
+        stops = stop_strings(body)
+        echo = isinstance(body, CompletionBody) and bool(body.echo)
+        requests: list[TextRequest] = []
+        streams: list[TextStream] = []
+        copies = body.n or 1
+        for prompt in prompts:
+            first = params(prompt)
+            tokens = np.array(prompt.tokens, np.int64)
+            for copy in range(copies):
+                stream = TextStream(
+                    len(streams),
+                    self.model.tokenizer.text_bytes,
+                    stops,
+                    body.min_tokens,
+                    listener,
+                    prompt.text if echo else "",
+                )
+                own = replace(first, seed=derived_seed(first.seed, copy))
+                requests.append(
+                    TextRequest(tokens, own, asked, body.priority, deadline_s, stream.on_commit)
+                )
+                streams.append(stream)
+        head = {
+            "id": f"{shape.prefix}-{request_id or uuid.uuid4()}",
+            "created": int(time.time()),
+            "model": self.model.name,
+            "system_fingerprint": self.fingerprint,
+        }
+        options = body.stream_options
+        watch.features_done()
+        return TextWork(
+            head,
+            shape,
+            tuple(streams),
+            self._submit(requests, streams),
+            copies,
+            tuple(len(prompt.tokens) for prompt in prompts),
+            asked,
+            RULES[asked.verifier].exact,
+            options is not None and options.include_usage,
+            options is not None and options.continuous_usage_stats,
+            watch,
+        )
+
+    def _submit(
+        self, requests: Sequence[TextRequest], streams: Sequence[TextStream]
+    ) -> tuple[Future[Completion], ...]:
+        """All or none. Raises what the engine refuses with."""
+        futures: list[Future[Completion]] = []
+        try:
+            for request, stream in zip(requests, streams, strict=True):
+                future = self.engine.submit(request)
+                future.add_done_callback(stream.end)
+                futures.append(future)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return tuple(futures)

@@ -1,0 +1,147 @@
+"""Written texts in the words of OpenAI's two routes, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec import UNSET
+
+from recserve.schemas.text import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    TextAnswer,
+    TokenLogprob,
+    TopLogprob,
+)
+from recserve.service.text.text_stream import Piece, TextStream, WrittenToken
+from recserve.speculation.text_request import FinishReason
+from recserve.tokenizer.token_bytes import shown
+
+# What JSON has instead of minus infinity, as OpenAI writes it.
+LOWEST = -9999.0
+Table = Sequence[bytes]
+
+
+class Shape(Protocol):
+    """How one of the routes says it. head: the fields that every answer and chunk begins with."""
+
+    prefix: str
+
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+        """All texts, ended."""
+        ...
+
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+        """Pieces of texts; none: the chunk that only counts."""
+        ...
+
+
+class CompletionShape:
+    """/v1/completions. table: bytes of each token; logprobs: whether they were asked for."""
+
+    prefix = "cmpl"
+
+    def __init__(self, table: Table, logprobs: bool) -> None:
+        self.table = table
+        self.logprobs = logprobs
+
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+        """All texts, ended."""
+        choices = [self._choice(s.index, s.text, s.tokens, s.finish_reason) for s in streams]
+        return CompletionAnswer(object="text_completion", choices=choices, **head)
+
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+        """Pieces of texts."""
+        choices = [self._choice(p.index, p.text, p.tokens, p.finish_reason) for p in pieces]
+        return CompletionAnswer(object="text_completion", choices=choices, **head)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[WrittenToken],
+        finish_reason: FinishReason | None,
+    ) -> CompletionChoice:
+        logprobs = self._logprobs(tokens) if self.logprobs else None
+        return CompletionChoice(
+            index=index, text=text, logprobs=logprobs, finish_reason=finish_reason
+        )
+
+    def _logprobs(self, tokens: Sequence[WrittenToken]) -> CompletionLogprobs:
+        names = [shown(spelled(self.table, written.token)) for written in tokens]
+        chosen = [max(written.logprobs.chosen, LOWEST) for written in tokens]
+        top = []
+        for name, value, written in zip(names, chosen, tokens, strict=True):
+            likely = written.logprobs
+            row: dict[str, float] = {}
+            for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
+                row.setdefault(shown(spelled(self.table, token)), max(logprob, LOWEST))
+            top.append({**row, name: value})
+        return CompletionLogprobs(names, chosen, top, [written.offset for written in tokens])
+
+
+class ChatShape:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, table: Table, logprobs: bool) -> None:
+        self.table = table
+        self.logprobs = logprobs
+
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+        """All texts, ended."""
+        choices = [
+            ChatChoice(
+                index=stream.index,
+                message=AnswerMessage(content=stream.text),
+                logprobs=self._logprobs(stream.tokens),
+                finish_reason=stream.finish_reason or "stop",
+            )
+            for stream in streams
+        ]
+        return ChatAnswer(object="chat.completion", choices=choices, **head)
+
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+        """Pieces of texts; the role comes with the first of each."""
+        choices = [
+            ChatChunkChoice(
+                index=piece.index,
+                delta=ChatDelta(
+                    role="assistant" if piece.first else UNSET,
+                    content=piece.text if piece.text or not piece.ended else UNSET,
+                ),
+                logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+                finish_reason=piece.finish_reason,
+            )
+            for piece in pieces
+        ]
+        return ChatChunk(object="chat.completion.chunk", choices=choices, **head)
+
+    def _logprobs(self, tokens: Sequence[WrittenToken]) -> ChatLogprobs | None:
+        if not self.logprobs:
+            return None
+        return ChatLogprobs([self._token(written) for written in tokens])
+
+    def _token(self, written: WrittenToken) -> TokenLogprob:
+        likely = written.logprobs
+        own = spelled(self.table, written.token)
+        top = []
+        for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
+            there = spelled(self.table, token)
+            top.append(TopLogprob(shown(there), max(logprob, LOWEST), list(there)))
+        return TokenLogprob(shown(own), max(likely.chosen, LOWEST), list(own), top)
+
+
+def spelled(table: Table, token: int) -> bytes:
+    """What a token writes; a number that the tokeniser does not have writes nothing."""
+    return table[token] if token < len(table) else b""

@@ -1,0 +1,123 @@
+"""From a language model's folder, and its drafters', to what the engine and the routes need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import DTYPES, load_language_model, read_folder
+from recserve.models.packing import fastest_dtype, pack_weights
+from recserve.service.loading import resolve_dtype
+from recserve.service.text.text_model import TextModel
+from recserve.speculation.drafters.text_drafters import JOIN, DrafterWeights, build_drafter
+from recserve.speculation.text import Drafter
+from recserve.tokenizer.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+WITHOUT_WEIGHTS = ("none", "ngram", "suffix", "lookahead")
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """name: None is the folder's. dtype: "auto" is the fastest; None is the folder's own type, or
+    float32 on a CPU where that is faster. drafters: `NAME` or `NAME=DIR`,
+    the first is the default of requests.
+    """
+
+    folder: Path
+    name: str | None = None
+    dtype: str | None = None
+    chat_template: Path | None = None
+    drafters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadedText:
+    """network and drafters: for the engine. model: for the routes."""
+
+    network: LanguageModel
+    drafters: Mapping[str, Drafter]
+    model: TextModel
+
+    @property
+    def parts(self) -> tuple[LanguageModel, Mapping[str, Drafter]]:
+        """What the engine takes."""
+        return self.network, self.drafters
+
+
+def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
+    """Load what the settings name.
+
+    Raises UnsupportedModel, UnsupportedTokenizer, TemplateError, or ValueError for a drafter that
+    is not there, naming what was expected and what came.
+    """
+    folder = settings.folder
+    if not folder.is_dir():
+        raise ValueError(f"llm: there is no folder {folder}")
+    tokenizer = TextTokenizer.open(folder, settings.chat_template)
+    network = load_language_model(folder, _dtype(settings, device), device)
+    config = network.config
+    if len(tokenizer.all_bytes) > config.vocab_size:
+        raise ValueError(
+            f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, the model "
+            f"scores {config.vocab_size}; they do not belong together"
+        )
+    drafters = open_drafters(settings.drafters or ("none",), network)
+    model = TextModel(
+        name=settings.name or folder.resolve().name,
+        tokenizer=tokenizer,
+        vocab_size=config.vocab_size,
+        end_tokens=config.eos_tokens
+        or (() if tokenizer.end_token is None else (tokenizer.end_token,)),
+        context=config.decoder.max_positions,
+        parameters=sum(p.numel() for p in network.parameters()),
+        device=device,
+        drafters=drafters,
+        default_drafter=next(iter(drafters)),
+    )
+    pack_weights(network)
+    return LoadedText(network, drafters, model)
+
+
+def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
+    """The type to compute in."""
+    if settings.dtype not in (None, "auto"):
+        return DTYPES[settings.dtype]
+    config, stored = read_folder(settings.folder)
+    if settings.dtype == "auto":
+        return resolve_dtype("auto", config.decoder, device)
+    if device.type == "cuda" or stored == torch.float32:
+        return stored
+    found = fastest_dtype(config.decoder, (stored, torch.float32))
+    if found != stored:
+        log.info("%s computes in float32: on this processor that is faster", settings.folder.name)
+    return found
+
+
+def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:
+    """Drafters by name: those named, in their order, then those that need no weights.
+
+    named: `NAME` or `NAME=DIR`; a name that is said again brings one more folder. Of the folders of
+    a name with `medusa` in it the first holds the heads.
+    Raises ValueError for a name that is not there, or weights that are missing or do not fit.
+    """
+    folders: dict[str, list[Path]] = {}
+    for part in named:
+        name, _, folder = part.partition("=")
+        folders.setdefault(name, []).extend([Path(folder)] if folder else [])
+    drafters = {}
+    for name, given in folders.items():
+        missing = [folder for folder in given if not folder.is_dir()]
+        if missing:
+            raise ValueError(f"drafters: {name} is to come from {missing[0]}, which is no folder")
+        heads = given.pop(0) if given and "medusa" in name.split(JOIN) else None
+        drafters[name] = build_drafter(name, network, DrafterWeights(tuple(given), heads))
+    for name in WITHOUT_WEIGHTS:
+        drafters.setdefault(name, build_drafter(name, network))
+    return drafters

@@ -1,0 +1,204 @@
+"""Text bodies to what the engine is asked: token numbers, sampling, drafting, bounds."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.text import (
+    MAX_CHOICES,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    SpeculationBody,
+    TextBody,
+)
+from recserve.service.errors import ContextExceeded
+from recserve.service.text.text_model import TextModel
+from recserve.speculation.drafters.text_drafters import check_speculation
+from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.verifiers.rules import GREEDY, RULES
+from recserve.tokenizer.chat_template import TemplateError
+
+COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tokens: at least one. text: as it is echoed."""
+
+    tokens: list[int]
+    text: str
+
+
+def completion_prompts(body: CompletionBody, model: TextModel) -> list[Prompt]:
+    """The prompts of a body, in order. Raises InvalidRequest."""
+    given = body.prompt
+    parts: Sequence[str | list[int]]
+    if isinstance(given, str):
+        parts = [given]
+    elif all(isinstance(part, int) for part in given):
+        parts = [[part for part in given if isinstance(part, int)]]
+    else:
+        parts = [part for part in given if not isinstance(part, int)]
+        if len(parts) != len(given):
+            raise InvalidRequest("prompt", "expected texts or lists of token numbers, got both")
+    if len(parts) * (body.n or 1) > MAX_CHOICES:
+        asked = f"{len(parts)} prompts with n = {body.n or 1}"
+        raise InvalidRequest("prompt", f"at most {MAX_CHOICES} texts per request, got {asked}")
+    return [_prompt(part, body.add_special_tokens, model) for part in parts]
+
+
+def chat_prompt(body: ChatBody, model: TextModel) -> Prompt:
+    """The prompt that the model's template makes of the messages. Raises InvalidRequest."""
+    template = model.tokenizer.template
+    if template is None:
+        raise InvalidRequest(
+            "messages",
+            "this model has no chat template; use /v1/completions, or start the server with one",
+        )
+    try:
+        text = template.render([_turn(m) for m in body.messages], body.chat_template_kwargs)
+    except TemplateError as error:
+        raise InvalidRequest("messages", str(error)) from None
+    return _prompt(text, False, model)
+
+
+def sampling(
+    body: TextBody,
+    model: TextModel,
+    prompt: Prompt,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Sampling of the first text of a prompt; None: up to the end of the context.
+
+    Raises ContextExceeded where prompt and text do not fit, InvalidRequest for what else is wrong.
+    """
+    room = model.context - len(prompt.tokens)
+    if room < 1 or (max_tokens or 1) > room:
+        asked = "" if max_tokens is None else f", max_tokens is {max_tokens}"
+        raise ContextExceeded(
+            "max_tokens" if room >= 1 else "prompt",
+            f"this model reads and writes at most {model.context} tokens; the prompt has "
+            f"{len(prompt.tokens)}{asked}",
+        )
+    most = max_tokens or room
+    if body.min_tokens > most:
+        raise InvalidRequest("min_tokens", f"expected int <= {most}, got {body.min_tokens}")
+    bias, stops = body.logit_bias or {}, body.stop_token_ids or []
+    check_tokens("logit_bias", list(bias), model)
+    check_tokens("stop_token_ids", stops, model)
+    ends = () if body.ignore_eos else model.end_tokens
+    return SamplingParams(
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=bias,
+        bad_words=_bad_words(body.bad_words or [], model),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        max_tokens=most,
+        min_tokens=body.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys([*ends, *stops])),
+        logprobs=logprobs,
+    )
+
+
+def speculation(
+    body: SpeculationBody | None, temperature: float | None, model: TextModel
+) -> Speculation:
+    """How the text is drafted. Raises InvalidRequest for what is not here or does not fit."""
+    said = body or SpeculationBody()
+    drafter = said.drafter or model.default_drafter
+    verifier = said.verifier or model.default_verifier
+    names: dict[str, tuple[str, Collection[str]]] = {
+        "drafter": (drafter, model.drafters),
+        "verifier": (verifier, RULES),
+    }
+    for field, (value, there) in names.items():
+        if value not in there:
+            raise InvalidRequest(
+                f"speculation.{field}", f"this server has {', '.join(there)}, got {value!r}"
+            )
+    if verifier == GREEDY and temperature != 0:
+        raise InvalidRequest("speculation.verifier", "greedy is for temperature 0; ask for sample")
+    tree = None if said.tree is None else tuple(tuple(path) for path in said.tree)
+    asked = Speculation(drafter, verifier, said.num_tokens, tree)
+    try:
+        check_speculation(asked, model.drafters[drafter])
+    except ValueError as error:
+        raise InvalidRequest("speculation", str(error)) from None
+    return asked
+
+
+def stop_strings(body: TextBody) -> list[str]:
+    """The strings that end a text."""
+    return [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Seed of the text number `index` of a prompt; the first one has the prompt's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
+    """Raises InvalidRequest for a token number that the model does not have."""
+    if tokens and max(tokens) >= model.vocab_size:
+        raise InvalidRequest(
+            param, f"expected token numbers below {model.vocab_size}, got {max(tokens)}"
+        )
+
+
+def check_length(param: str, text: str, model: TextModel) -> None:
+    """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
+    fewest = model.tokenizer.min_tokens(text)
+    if fewest > model.context:
+        raise ContextExceeded(
+            param,
+            f"this model reads and writes at most {model.context} tokens; this text has at least "
+            f"{fewest}",
+        )
+
+
+def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
+    if isinstance(given, str):
+        check_length("prompt", given, model)
+        prompt = Prompt(model.tokenizer.encode(given, special), given)
+    else:
+        check_tokens("prompt", given, model)
+        prompt = Prompt(given, model.tokenizer.decode(given))
+    if not prompt.tokens:
+        raise InvalidRequest(
+            "prompt", "is empty; this model needs at least one token to go on from"
+        )
+    return prompt
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    content = message.content
+    turn = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if isinstance(content, str) else "".join(p.text for p in content),
+    }
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _bad_words(words: Sequence[str], model: TextModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is encoded at the beginning of a text and after a space."""
+    encode = model.tokenizer.encode
+    spelled = [tuple(encode(form, False)) for word in words for form in (word, f" {word}")]
+    return tuple(dict.fromkeys(filter(None, spelled)))
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,242 @@
+"""Given texts scored in one forward: a query is the root, documents or items are its branches.
+
+Relevance is the probability of "yes" against "no" after query and document, as in Qwen3-Reranker
+(Zhang et al. 2025, section 2): any instruction-tuned model is a reranker, none needs a head.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from recserve.core.request import Root, Scores, TextScoreRequest
+from recserve.models.inputs import NodeInputs
+from recserve.schemas.items import InvalidRequest
+from recserve.schemas.scoring import (
+    ApiVersion,
+    Document,
+    GenerativeScoringAnswer,
+    GenerativeScoringBody,
+    ItemScore,
+    RerankAnswer,
+    RerankBody,
+    RerankMeta,
+    RerankResult,
+)
+from recserve.schemas.text import PromptDetails, Usage
+from recserve.service.errors import ContextExceeded
+from recserve.service.text.text_model import TextEngine, TextModel
+from recserve.service.text.text_prompts import check_length, check_tokens
+
+# Texts of one request to the engine, in tokens: what shares a forward, and its logits' memory.
+GROUP_TOKENS = 4096
+INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+# Stands for the document while the template is applied; no text holds it.
+PLACE = "\ue000document\ue001"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What all documents of a query stand between. labels: tokens of "yes" and of "no"."""
+
+    before: list[int]
+    after: list[int]
+    labels: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScoreWork:
+    """Scores under way. finish: log-probabilities [M, K] and the usage to the answer."""
+
+    futures: tuple[Future[Scores], ...]
+    num_tokens: int
+    finish: Callable[[np.ndarray, Usage], Any]
+
+    def answer(self) -> Any:
+        """The answer, waited for. Raises what the engine raised."""
+        results = [future.result() for future in self.futures]
+        usage = Usage(
+            prompt_tokens=self.num_tokens,
+            completion_tokens=0,
+            total_tokens=self.num_tokens,
+            prompt_tokens_details=PromptDetails(results[0].timing.root_cached),
+        )
+        return self.finish(np.concatenate([r.values for r in results]).astype(np.float64), usage)
+
+
+class TextScores:
+    """A language model as a scorer."""
+
+    def __init__(self, engine: TextEngine, model: TextModel) -> None:
+        self.engine = engine
+        self.model = model
+
+    def begin_scoring(
+        self,
+        body: GenerativeScoringBody,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> ScoreWork:
+        """Start the scores of items. Raises InvalidRequest, UnknownModel, and the engine's own."""
+        self.model.check_name(body.model)
+        body.check()
+        check_tokens("label_token_ids", body.label_token_ids, self.model)
+        root = self._tokens("query", body.query, body.add_special_tokens)
+        items = [self._tokens(f"items[{n}]", item, False) for n, item in enumerate(body.items)]
+
+        def finish(values: np.ndarray, usage: Usage) -> GenerativeScoringAnswer:
+            scores = _softmax(values) if body.apply_softmax else np.exp(values)
+            return GenerativeScoringAnswer(
+                id=f"generative-scoring-{request_id or uuid.uuid4()}",
+                created=int(time.time()),
+                model=self.model.name,
+                data=[
+                    ItemScore(index=index, score=row[0], scores=row)
+                    for index, row in enumerate(scores.tolist())
+                ],
+                usage=usage,
+            )
+
+        return self._begin("items", root, items, tuple(body.label_token_ids), deadline_s, finish)
+
+    def begin_rerank(
+        self,
+        body: RerankBody,
+        version: str,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+    ) -> ScoreWork:
+        """Start the relevance of documents, as `begin_scoring`. version: of the route."""
+        self.model.check_name(body.model)
+        body.check()
+        texts = [d.text if isinstance(d, Document) else d for d in body.documents]
+        question = self._question(body.instruction or INSTRUCTION, body.query)
+        encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
+        if most is None or most > self.model.context:  # else a long document is cut to what fits
+            for place, text in enumerate(texts):
+                check_length(f"documents[{place}]", text, self.model)
+        branches = [[*encode(text)[:most], *question.after] for text in texts]
+
+        def finish(values: np.ndarray, usage: Usage) -> RerankAnswer:
+            scores = _softmax(values)[:, 0]
+            best = np.argsort(-scores, kind="stable")[: body.top_n]
+            results = [
+                RerankResult(index=place, relevance_score=float(scores[place]))
+                if not body.return_documents
+                else RerankResult(
+                    index=place,
+                    relevance_score=float(scores[place]),
+                    document=Document(text=texts[place]),
+                )
+                for place in best.tolist()
+            ]
+            return RerankAnswer(
+                id=request_id or str(uuid.uuid4()),
+                model=self.model.name,
+                results=results,
+                usage=usage,
+                meta=RerankMeta(ApiVersion(version)),
+            )
+
+        return self._begin(
+            "documents", question.before, branches, question.labels, deadline_s, finish
+        )
+
+    def _begin(
+        self,
+        param: str,
+        root: list[int],
+        branches: Sequence[list[int]],
+        labels: tuple[int, ...],
+        deadline_s: float | None,
+        finish: Callable[[np.ndarray, Usage], Any],
+    ) -> ScoreWork:
+        """One engine request per group of branches; one group where they are not many. Equal
+        branches are scored once: two calls of a kernel need not agree in the last bit, and equal
+        texts must tie.
+        """
+        longest = max(range(len(branches)), key=lambda n: len(branches[n]))
+        if len(root) + len(branches[longest]) > self.model.context:
+            raise ContextExceeded(
+                f"{param}[{longest}]",
+                f"this model reads at most {self.model.context} tokens; the query has {len(root)} "
+                f"and this {len(branches[longest])}",
+            )
+        places: dict[tuple[int, ...], int] = {}
+        which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
+        keys = np.array(root, np.int64)
+        shared = Root(NodeInputs(torch.from_numpy(keys).to(self.model.device)), keys)
+        futures: list[Future[Scores]] = []
+        try:
+            for group in _groups(list(places)):
+                tokens = np.array([token for branch in group for token in branch], np.int64)
+                offsets = np.cumsum([0, *map(len, group)])
+                request = TextScoreRequest(shared, tokens, offsets, labels, deadline_s)
+                futures.append(self.engine.submit(request))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        num_tokens = len(root) + sum(map(len, branches))
+        return ScoreWork(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
+
+    def _question(self, instruction: str, query: str) -> Question:
+        """The words around a document, and where a "yes" and a "no" after them differ."""
+        tokenizer = self.model.tokenizer
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {PLACE}"
+        if tokenizer.template is None:
+            text, space = f"{JUDGE}\n{asked}\nAnswer:", " "
+        else:
+            turns = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
+            text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
+        before, found, after = text.partition(PLACE)
+        if not found or PLACE in after:
+            raise InvalidRequest("query", "the model's chat template does not show it once")
+        check_length("query", before + after, self.model)
+        yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))
+        same = next((n for n, (a, b) in enumerate(zip(yes, no, strict=False)) if a != b), None)
+        if same is None:
+            raise InvalidRequest("model", "this model's tokeniser does not tell yes from no")
+        head = tokenizer.encode(before, special=tokenizer.template is None)
+        return Question(head, yes[:same], (yes[same], no[same]))
+
+    def _tokens(self, param: str, given: str | list[int], special: bool) -> list[int]:
+        if isinstance(given, str):
+            check_length(param, given, self.model)
+            tokens = self.model.tokenizer.encode(given, special)
+        else:
+            check_tokens(param, given, self.model)
+            tokens = given
+        if not tokens and param != "query":
+            raise InvalidRequest(param, "is empty; an item needs at least one token")
+        return tokens
+
+
+def _groups(branches: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Branches in order, at most GROUP_TOKENS together unless one alone has more."""
+    groups: list[list[tuple[int, ...]]] = []
+    size = GROUP_TOKENS
+    for branch in branches:
+        if size + len(branch) > GROUP_TOKENS:
+            groups.append([])
+            size = 0
+        groups[-1].append(branch)
+        size += len(branch)
+    return groups
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    """[M, K] log-probabilities to shares of each row."""
+    shares = np.exp(values - values.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))

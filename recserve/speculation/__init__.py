@@ -1,0 +1,1 @@
+"""How text is drafted and verified."""

@@ -1,0 +1,1 @@
+"""Drafting systems, one file each, and the trees that they draft."""

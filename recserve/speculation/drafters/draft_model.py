@@ -1,0 +1,256 @@
+"""A small language model as drafter: a chain of its own next tokens, or a tree that spreads.
+
+Under rules that compare with what a draft was drawn from, tokens are drawn from the draft model and
+their distributions kept; under the others each level takes what the target would draw if it were
+the draft model, noise included: at temperature 0 the likeliest tokens.
+Sources: Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1), Chen et al. 2023 (arXiv 2302.01318,
+algorithm 2); trees: SpecInfer (arXiv 2305.09781, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.noise import DRAFT, gumbel, step_keys
+from recserve.models.language_model import LanguageModel
+from recserve.speculation import sampling
+from recserve.speculation.drafters.cached_model import CachedModel, Chains, Reading
+from recserve.speculation.drafters.limits import allowed, only_chains, wants_drawn
+from recserve.speculation.drafters.noisy import best_with_noise
+from recserve.speculation.drafters.rank_tree import RankTree, expansion_tree
+from recserve.speculation.sampling_table import SamplingTable, sampling_table
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+
+# How children are found: as the target would draw them, or drawn; siblings each by itself, or one
+# after another without replacement.
+_Way = Literal["chosen", "independent", "distinct"]
+CHAIN = 5
+FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
+
+
+class ModelDrafter:
+    """expansion: children of every node, level by level; all 1 is a chain.
+
+    num_slots: tokens of keys and values, for all sequences together; a sequence that finds no room
+    is not drafted for. distinct: siblings are drawn without replacement where they are drawn.
+    source: number of this model where several draft one tree, so that their noise differs.
+    Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
+    """
+
+    draws = True
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocab_size: int,
+        expansion: Seq[int] = (1,) * CHAIN,
+        num_slots: int = 2**15,
+        distinct: bool = False,
+        source: int = 0,
+    ) -> None:
+        if model.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the draft model has {model.config.vocab_size} tokens, the target {vocab_size}; "
+                "both must number the same tokens"
+            )
+        if expansion and max(expansion) > vocab_size:
+            raise ValueError(f"expansion is {tuple(expansion)}; there are {vocab_size} tokens")
+        self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
+        self.distinct, self.source = distinct, source
+        self._cache = CachedModel(model, num_slots)
+
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """Trees of the model's own guesses; empty where budget, room or positions run out."""
+        drafts = [empty_draft(self._cache.device) for _ in contexts]
+        groups: dict[_Way, list[int]] = {}
+        shapes = []
+        busy = {context.id for context in contexts}
+        positions = self._cache.model.config.decoder.max_positions
+        for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            tree = self.chain if only_chains(context) else self.tree
+            shape = tree.within(allowed(context, budget, len(tree)))
+            shapes.append(shape)
+            length = len(context.tokens)
+            inner = [level.nodes[k] for level in shape.levels() for k in level.inner]
+            if (
+                len(shape)
+                and length + shape.depth <= positions
+                and self._cache.place(context.id, length, inner, busy)
+            ):
+                way: _Way = "chosen"
+                if wants_drawn(context):
+                    way = "distinct" if self.distinct and tree is self.tree else "independent"
+                groups.setdefault(way, []).append(i)
+        for way, rows in groups.items():
+            made = self._draft([contexts[i] for i in rows], [shapes[i] for i in rows], way)
+            for i, draft in zip(rows, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def commit(self, outcomes: Seq[TextOutcome]) -> None:
+        """Keep what was read of the accepted path."""
+        for outcome in outcomes:
+            self._cache.keep(outcome.context.id, outcome.accepted)
+
+    def forget(self, context_id: int) -> None:
+        """Hand back the sequence's slots."""
+        self._cache.forget(context_id)
+
+    @torch.inference_mode()
+    def _draft(
+        self, contexts: Seq[TextContext], shapes: Seq[RankTree], way: _Way
+    ) -> list[TextDraft]:
+        """Level by level: choose children of the frontier, read those that have children too."""
+        cache, draw = self._cache, _Draw(contexts, way, self.source, self._cache.device)
+        names = [context.id for context in contexts]
+        readings = [cache.readings[name] for name in names]
+        frontier = _Frontier(
+            cache.read_new(names, [context.tokens for context in contexts]),
+            list(range(len(contexts))),
+            [-1] * len(contexts),
+            [reading.slots for reading in readings],
+        )
+        places = [[0] * len(shape) for shape in shapes]
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        count = 0
+        for depth in range(max(shape.depth for shape in shapes)):
+            level = _join(shapes, depth)
+            found, q = draw(cache.model.logits(frontier.hidden), frontier, level, depth)
+            tokens.append(found)
+            if q is not None:
+                probs.append(q)
+            for owner, node in zip(level.owners, level.nodes, strict=True):
+                places[owner][node] = count
+                count += 1
+            if level.inner:
+                frontier = self._read_level(found, level, frontier, readings)
+        order = torch.tensor(sum(places, []), device=cache.device)
+        parents = torch.tensor(sum((shape.parents() for shape in shapes), []), device=cache.device)
+        sizes = [len(shape) for shape in shapes]
+        rows: Seq[Tensor | None] = [None] * len(shapes)
+        if probs:
+            rows = torch.split(torch.cat(probs)[order], sizes)
+        own, above = torch.split(torch.cat(tokens)[order], sizes), torch.split(parents, sizes)
+        return [TextDraft(own[i], above[i], shape.depth, rows[i]) for i, shape in enumerate(shapes)]
+
+    def _read_level(
+        self, tokens: Tensor, level: _Joined, frontier: _Frontier, readings: Seq[Reading]
+    ) -> _Frontier:
+        """Read the inner nodes of a level, each after its own path. tokens [C] of the level."""
+        owners = [level.owners[k] for k in level.inner]
+        nodes = [level.nodes[k] for k in level.inner]
+        inner = torch.tensor(level.inner, device=tokens.device)
+        slots = torch.tensor(
+            [readings[owner].nodes[node] for owner, node in zip(owners, nodes, strict=True)],
+            device=tokens.device,
+        )
+        roots = tuple(frontier.paths[level.parents[k]] for k in level.inner)
+        hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), roots))
+        paths = [torch.cat([root, slots[i : i + 1]]) for i, root in enumerate(roots)]
+        return _Frontier(hidden, owners, nodes, paths)
+
+
+@dataclass(frozen=True)
+class _Frontier:
+    """Nodes that are read and get children. hidden [F, E]; owners: whose node it is; nodes: its
+    number in the draft, -1 for the last committed token; paths: slots of all up to it.
+    """
+
+    hidden: Tensor
+    owners: list[int]
+    nodes: list[int]
+    paths: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """One level of several trees. Fields as Level; parents: in the frontier; inner: in here."""
+
+    nodes: list[int]
+    owners: list[int]
+    parents: list[int]
+    ranks: list[int]
+    inner: list[int]
+
+
+def _join(shapes: Seq[RankTree], depth: int) -> _Joined:
+    joined = _Joined([], [], [], [], [])
+    base = 0
+    for owner, shape in enumerate(shapes):
+        levels = shape.levels()
+        if depth < len(levels):
+            level = levels[depth]
+            joined.inner.extend(len(joined.nodes) + k for k in level.inner)
+            joined.nodes.extend(level.nodes)
+            joined.owners.extend([owner] * len(level.nodes))
+            joined.parents.extend(base + parent for parent in level.parents)
+            joined.ranks.extend(level.ranks)
+        if depth <= len(levels):
+            base += len(levels[depth - 1].inner) if depth else 1
+    return joined
+
+
+class _Draw:
+    """How children are found from the draft model's logits."""
+
+    def __init__(
+        self, contexts: Seq[TextContext], way: _Way, source: int, device: torch.device
+    ) -> None:
+        self.table: SamplingTable = sampling_table([c.params for c in contexts], device)
+        self.lengths = torch.tensor([len(c.tokens) for c in contexts], device=device)
+        self.way, self.salt = way, source << 16
+
+    def __call__(
+        self, logits: Tensor, frontier: _Frontier, level: _Joined, depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens [C] of a level, and the distributions [C, V] they were drawn from, if they were.
+
+        logits [F, V] of the frontier.
+        """
+        device, table = logits.device, self.table
+        of = torch.tensor([frontier.owners, frontier.nodes], device=device)
+        owners, nodes = of[0], of[1]
+        columns = torch.tensor([level.parents, level.ranks, level.nodes], device=device)
+        parents, ranks, children = columns[0], columns[1], columns[2]
+        temperature = table.temperature[owners]
+        rows = sampling.temper(logits.float(), temperature)
+        if table.truncates and self.way != "distinct":
+            rows = sampling.truncate(
+                rows, table.top_k[owners], table.top_p[owners], table.min_p[owners]
+            )
+        vocabulary, width = rows.shape[1], max(level.ranks) + 1
+        if self.way == "chosen":
+            if table.greedy:
+                return rows.topk(width).indices[parents, ranks], None
+            scale = (temperature > 0).to(rows.dtype)
+            positions = self.lengths[owners] + depth
+            best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
+            return best[parents, ranks], None
+        if self.way == "distinct":
+            rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
+            best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices
+            return best[parents, ranks], _without_elders(rows[parents], best[parents], ranks)
+        rows = sampling.keep_only_best(rows, temperature == 0)[parents]
+        drawn = (rows + self._noise(owners[parents], children, vocabulary)).argmax(1)
+        return drawn, rows.softmax(1)
+
+    def _noise(self, owners: Tensor, nodes: Tensor, vocabulary: int) -> Tensor:
+        """[n, V] fresh in every step, for every node and model."""
+        keys = step_keys(self.lengths[owners], self.salt + 1 + nodes)
+        return gumbel(self.table.seeds[owners], keys, vocabulary, DRAFT)
+
+
+def _without_elders(logits: Tensor, best: Tensor, ranks: Tensor) -> Tensor:
+    """[C, V] what a child was drawn from when the siblings before it were gone.
+
+    logits [C, V]. best [C, W]: tokens of a child and its siblings, in order; ranks [C]: its place.
+    """
+    before = torch.arange(best.shape[1], device=best.device) < ranks[:, None]
+    gone = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, before)
+    return logits.masked_fill(gone, float("-inf")).softmax(1)

@@ -1,0 +1,200 @@
+"""Medusa's trees: the heads' best guesses of each position, combined by a static tree of ranks.
+
+At a temperature above 0 the guesses of a position are ranked with the target's own noise there, so
+that what is drafted first is what the target would draw if its distribution were the head's.
+Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.models.drafters.medusa import MedusaHeads
+from recserve.models.packing import pack_weights
+from recserve.speculation.drafters.limits import allowed, only_chains
+from recserve.speculation.drafters.noisy import best_with_noise
+from recserve.speculation.drafters.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
+from recserve.speculation.ranked_heads import RankedHeads
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.speculation.text_request import Speculation
+
+NUM_NODES = 24
+RANKS = 10  # of a head, in the tree that is used where nobody measured
+
+
+def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
+    """Accuracies by head and rank to make a tree of before any are measured: each head is right
+    four fifths as often as the one before it, each rank a third as often.
+    """
+    return [[0.6 * 0.8**k * 0.33**rank for rank in range(ranks)] for k in range(num_heads)]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tree that keeps a budget, and where its nodes' tokens stand among those of all heads.
+
+    levels, ranks [n]: head and place of each node's token. parents [n], as TextDraft's.
+    """
+
+    shape: RankTree
+    levels: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    parents: Tensor
+
+
+@lru_cache(maxsize=1024)
+def _form(tree: RankTree, num_nodes: int, depth: int) -> _Form:
+    """The part of a tree that has so many nodes and levels at most."""
+    shape = tree.within(Budget(num_nodes, depth))
+    levels = np.array([len(path) - 1 for path in shape.paths], np.int64)
+    ranks = np.array([path[-1] for path in shape.paths], np.int64)
+    return _Form(shape, levels, ranks, torch.tensor(shape.parents()))
+
+
+class MedusaDrafter:
+    """tree: None makes one of `assumed_accuracies`; a request's own tree comes before it.
+
+    Raises ValueError for heads of another vocabulary or hidden size than the target's, and for a
+    tree that is deeper than there are heads or wider than their vocabulary.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, hidden_size: int, vocab_size: int, tree: RankTree | None = None
+    ) -> None:
+        config = heads.config
+        if (config.hidden_size, config.vocab_size) != (hidden_size, vocab_size):
+            raise ValueError(
+                f"the heads are for hidden size {config.hidden_size} and {config.vocab_size} "
+                f"tokens, the target has {hidden_size} and {vocab_size}"
+            )
+        self.heads = heads
+        self._dtype, self._device = heads.weight.dtype, heads.weight.device
+        ranks = min(RANKS, config.head_vocab or config.vocab_size)
+        self.num_heads = config.num_heads
+        self.tree = tree or best_tree(assumed_accuracies(config.num_heads, ranks), NUM_NODES)
+        self.chain = expansion_tree([1] * config.num_heads)
+        self._check_tree(self.tree)
+        self.num_ranks = max(ranks, self.tree.width)
+
+    def ranked_heads(self) -> RankedHeads:
+        """Its own: they read the last hidden state and nothing else."""
+        return self
+
+    def pack(self) -> None:
+        """Lay the heads' weights out for this device; they cannot be trained or moved after that,
+        nor saved on a CPU.
+        """
+        if self._device.type == "cuda":
+            self.heads.stack()
+        else:
+            pack_weights(self.heads)
+
+    def check(self, speculation: Speculation) -> None:
+        """Raises ValueError for a request's tree that these heads cannot fill."""
+        if speculation.tree is not None:
+            self._check_tree(rank_tree(speculation.tree))
+
+    def _check_tree(self, tree: RankTree) -> None:
+        config = self.heads.config
+        words = config.head_vocab or config.vocab_size
+        if tree.depth > config.num_heads or tree.width > words:
+            raise ValueError(
+                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; there are "
+                f"{config.num_heads} heads, which know {words} tokens"
+            )
+
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """The request's tree or the drafter's, filled; empty where no hidden state is known."""
+        drafts = [empty_draft(self._device)] * len(contexts)
+        forms = [self._formed(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        asked = []
+        for i, (context, form) in enumerate(zip(contexts, forms, strict=True)):
+            shape, ranked = form.shape, context.ranked
+            if context.hidden is None or not shape.paths:
+                continue
+            if ranked is None or shape.width > ranked.shape[1]:
+                asked.append(i)
+                continue
+            tokens = torch.from_numpy(ranked[form.levels, form.ranks])
+            drafts[i] = TextDraft(tokens, form.parents, shape.depth)
+        if asked:
+            found = self._filled([contexts[i] for i in asked], [forms[i].shape for i in asked])
+            for i, draft in zip(asked, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _filled(self, contexts: Seq[TextContext], shapes: Seq[RankTree]) -> list[TextDraft]:
+        """The trees with the heads' tokens, on the device."""
+        guesses = self._guesses(contexts, max(shape.width for shape in shapes))
+        places, parents = [], []
+        for row, shape in enumerate(shapes):
+            places += [(len(path) - 1, row, path[-1]) for path in shape.paths]
+            parents += shape.parents()
+        index = torch.tensor(places, device=self._device)
+        tokens = guesses[index[:, 0], index[:, 1], index[:, 2]]
+        sizes = [len(shape) for shape in shapes]
+        above = torch.tensor(parents, device=self._device)
+        return [
+            TextDraft(own, parent, shape.depth)
+            for own, parent, shape in zip(
+                torch.split(tokens, sizes), torch.split(above, sizes), shapes, strict=True
+            )
+        ]
+
+    def _formed(self, context: TextContext, budget: Budget) -> _Form:
+        asked = context.speculation.tree
+        if only_chains(context):
+            tree = self.chain
+        elif asked is None:
+            tree = self.tree
+        else:
+            tree = rank_tree(asked)
+            self._check_tree(tree)
+        budget = allowed(context, budget, len(tree.paths))
+        # What a budget has beyond the tree makes no difference.
+        return _form(tree, budget.num_nodes, min(budget.depth, tree.depth))
+
+    @torch.inference_mode()
+    def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
+        """[K, B, width] tokens, best first."""
+        hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
+        if all(context.params.greedy for context in contexts):
+            return self.heads.tokens(self.heads.best(hidden.to(self._dtype), width))
+        params, device = [context.params for context in contexts], hidden.device
+        return self.ranked(
+            hidden,
+            torch.tensor([len(c.tokens) for c in contexts], device=device),
+            torch.tensor([p.temperature for p in params], device=device),
+            torch.tensor([p.seed for p in params], device=device),
+            width,
+        )
+
+    def ranked(
+        self, hidden: Tensor, lengths: Tensor, temperatures: Tensor, seeds: Tensor, width: int
+    ) -> Tensor:
+        """As `RankedHeads.ranked`."""
+        logits = self.heads(hidden.to(self._dtype))
+        count, batch = logits.shape[:2]
+        positions = lengths + torch.arange(count, device=logits.device)[:, None]
+        best = best_with_noise(
+            logits.float().flatten(0, 1),
+            temperatures.repeat(count),
+            seeds.repeat(count),
+            positions.flatten(),
+            width,
+            self.heads.token_map,
+        )
+        return self.heads.tokens(best).view(count, batch, width)
+
+    def commit(self, outcomes: Seq[TextOutcome]) -> None:
+        """Nothing: the next proposal reads the target's hidden state."""
+
+    def forget(self, context_id: int) -> None:
+        """Nothing is kept."""

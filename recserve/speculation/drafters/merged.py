@@ -1,0 +1,205 @@
+"""Several drafters in one tree: equal prefixes are one node, which remembers who proposed it.
+
+Chosen drafts are merged token by token. Drafts that were drawn stand side by side: a token that
+two of them drew is two tries under rules that compare with what it was drawn from.
+Source: SpecInfer (arXiv 2305.09781, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from recserve.kernels.tree import AUXILIARY, CANDIDATE
+from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
+from recserve.speculation.drafters.host_draft import as_tensors
+from recserve.speculation.drafters.limits import allowed, only_chains
+from recserve.speculation.ranked_heads import RankedHeads, ranked_heads_of
+from recserve.speculation.text import (
+    Budget,
+    Drafter,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+    draws,
+    empty_draft,
+)
+
+NO_LIMIT = 2**30
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source's draft in a merged one. places [n]: number of each of its nodes there."""
+
+    draft: TextDraft
+    places: list[int]
+
+
+class MergedDrafter:
+    """sources: asked in turn; each may use an equal share of the nodes that are left.
+
+    Under rules for chains the first source that proposes anything is used alone. Drafts of which
+    some were drawn and some chosen are merged as chosen. Raises ValueError for under two sources.
+    """
+
+    def __init__(self, sources: Seq[Drafter]) -> None:
+        if len(sources) < 2:
+            raise ValueError(f"{len(sources)} drafters to merge; name at least two")
+        self.sources = tuple(sources)
+        self._parts: dict[int, list[Part]] = {}
+
+    def ranked_heads(self) -> RankedHeads | None:
+        """Of the one source that has any; None where several do."""
+        found = [heads for source in self.sources if (heads := ranked_heads_of(source))]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether any source does."""
+        return any(map(draws, self.sources))
+
+    def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+        """One tree per context."""
+        limits = [allowed(c, b, NO_LIMIT) for c, b in zip(contexts, budgets, strict=True)]
+        found: list[list[TextDraft]] = [[] for _ in contexts]
+        for number, source in enumerate(self.sources):
+            rest = len(self.sources) - number
+            shares = []
+            for context, limit, own in zip(contexts, limits, found, strict=True):
+                used = sum(map(len, own))
+                left = limit.num_nodes - used
+                if only_chains(context):
+                    shares.append(Budget(0 if used else left, limit.depth))
+                else:
+                    shares.append(Budget(-(-left // rest), limit.depth))
+            for own, draft in zip(found, source.propose(contexts, shares), strict=True):
+                own.append(draft)
+        merged: list[TextDraft | None] = [_without_merging(own) for own in found]
+        mixed = [row for row, draft in enumerate(merged) if draft is None]
+        places = [_side_by_side(own) for own in found]
+        for row, (draft, own_places) in zip(
+            mixed, _merge([found[row] for row in mixed]), strict=True
+        ):
+            merged[row], places[row] = draft, own_places
+        for context, own, own_places in zip(contexts, found, places, strict=True):
+            parts = [Part(draft, place) for draft, place in zip(own, own_places, strict=True)]
+            self._parts[context.id] = parts
+        return [draft for draft in merged if draft is not None]
+
+    def commit(self, outcomes: Seq[TextOutcome]) -> None:
+        """Tell every source what became of its own nodes."""
+        for number, source in enumerate(self.sources):
+            own = [
+                _outcome_of(outcome, self._parts[outcome.context.id][number])
+                for outcome in outcomes
+                if outcome.context.id in self._parts
+            ]
+            source.commit(own)
+
+    def forget(self, context_id: int) -> None:
+        """Tell every source."""
+        self._parts.pop(context_id, None)
+        for source in self.sources:
+            source.forget(context_id)
+
+
+def _side_by_side(drafts: Seq[TextDraft]) -> list[list[int]]:
+    """Places of all nodes where the drafts follow each other."""
+    starts = [sum(map(len, drafts[:i])) for i in range(len(drafts))]
+    return [list(range(s, s + len(d))) for s, d in zip(starts, drafts, strict=True)]
+
+
+def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
+    """The only draft that is not empty, or drawn ones side by side; None for others."""
+    some = [(i, draft) for i, draft in enumerate(drafts) if len(draft)]
+    if not some:
+        return drafts[0]
+    if len(some) > 1 and any(draft.probs is None for _, draft in some):
+        return None
+    columns = [torch.full_like(draft.tokens, 1 << i) for i, draft in some]
+    if len(some) == 1:
+        return replace(some[0][1], proposers=columns[0])
+    parents, probs, start = [], [], 0
+    for _, draft in some:
+        parents.append(torch.where(draft.parents >= 0, draft.parents + start, ROOT))
+        start += len(draft)
+        assert draft.probs is not None
+        probs.append(draft.probs)
+    return TextDraft(
+        torch.cat([draft.tokens for _, draft in some]),
+        torch.cat(parents),
+        max(draft.depth for _, draft in some),
+        torch.cat(probs),
+        proposers=torch.cat(columns),
+    )
+
+
+def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]]]:
+    """Token by token, all groups at once: equal prefixes show on the host only."""
+    rows = iter(_rows([draft for drafts in groups for draft in drafts]))
+    trees, nodes = [], []
+    for drafts in groups:
+        tree = DraftTree()
+        own = [_add(tree, next(rows), source) for source in range(len(drafts))]
+        trees.append(tree)
+        nodes.append(own)
+    orders = [tree.preorder() for tree in trees]
+    made = as_tensors(
+        [tree.finish(order, name_proposers=True) for tree, order in zip(trees, orders, strict=True)]
+    )
+    merged = []
+    for draft, order, own in zip(made, orders, nodes, strict=True):
+        place = {node: i for i, node in enumerate(order)}
+        merged.append((draft, [[place[node] for node in part] for part in own]))
+    return merged
+
+
+def _rows(drafts: Seq[TextDraft]) -> list[list[list[int]]]:
+    """(token, parent, kind) of the nodes of each; what lies on the device comes in one copy."""
+    rows: list[list[list[int]]] = [[] for _ in drafts]
+    for on_host in (True, False):
+        own = [n for n, draft in enumerate(drafts) if draft.tokens.is_cpu == on_host]
+        if not own:
+            continue
+        some = [drafts[n] for n in own]
+        columns = [torch.stack([d.tokens, d.parents, _kinds(d)], dim=1) for d in some]
+        nodes = iter(torch.cat(columns).tolist())
+        for n in own:
+            rows[n] = list(islice(nodes, len(drafts[n])))
+    return rows
+
+
+def _kinds(draft: TextDraft) -> torch.Tensor:
+    return torch.full_like(draft.tokens, CANDIDATE) if draft.kinds is None else draft.kinds
+
+
+def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
+    """Nodes in the tree of one source's (token, parent, kind)."""
+    nodes: list[int] = []
+    for token, parent, kind in rows:
+        above = ROOT if parent < 0 else nodes[parent]
+        add = tree.add_auxiliary if kind == AUXILIARY else tree.add
+        nodes.append(add(above, token, source))
+    return nodes
+
+
+def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
+    """What a step did to one source's nodes."""
+    if not len(outcome.draft):
+        return replace(outcome, draft=empty_draft(part.draft.tokens.device))
+    number = {place: node for node, place in enumerate(part.places)}
+    accepted = tuple(number[node] for node in outcome.accepted if node in number)
+    rows = torch.tensor([0, *(place + 1 for place in part.places)], device=outcome.logits.device)
+    return replace(
+        outcome,
+        draft=part.draft,
+        accepted=accepted,
+        all_hidden=outcome.hidden[rows],
+        all_logits=outcome.logits[rows],
+        first=0,
+    )

@@ -1,0 +1,39 @@
+"""SpecInfer: one or several small models, each drafting a tree by a fixed expansion.
+
+Source: SpecInfer (arXiv 2305.09781, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.text import Drafter
+
+EXPANSION = (1, 1, 3, 1, 1)
+
+
+def specinfer(
+    models: Seq[LanguageModel],
+    vocab_size: int,
+    expansion: Seq[int] = EXPANSION,
+    num_slots: int = 2**15,
+) -> Drafter:
+    """The drafter of some draft models.
+
+    expansion: children of every node, level by level. num_slots: tokens of keys and values, for
+    each model. One model's siblings are drawn without replacement; those of several independently,
+    because each model's own distribution is compared with.
+    Raises ValueError where there is no model, or one with another vocabulary than the target's.
+    """
+    if not models:
+        raise ValueError("specinfer needs at least one draft model")
+    if len(models) == 1:
+        return ModelDrafter(models[0], vocab_size, expansion, num_slots, distinct=True)
+    sources = [
+        ModelDrafter(model, vocab_size, expansion, num_slots, source=number)
+        for number, model in enumerate(models)
+    ]
+    return MergedDrafter(sources)

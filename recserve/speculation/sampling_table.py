@@ -1,0 +1,169 @@
+"""Sampling parameters of the sequences that step together, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.kernels.host import on_device
+from recserve.speculation.text_request import SamplingParams
+
+ANY = -1
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a table of fixed shapes holds beside its columns.
+
+    entries: biases of all sequences, and as many stop tokens. words: bad words, each of at most
+    word_length tokens.
+    """
+
+    entries: int = 256
+    words: int = 64
+    word_length: int = 8
+
+    def holds(self, params: Seq[SamplingParams]) -> bool:
+        """Whether the parameters of these sequences fit."""
+        words = [word for p in params for word in p.bad_words]
+        return (
+            sum(len(p.logit_bias) for p in params) <= self.entries
+            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.entries
+            and len(words) <= self.words
+            and max(map(len, words), default=0) <= self.word_length
+        )
+
+
+@dataclass(frozen=True)
+class TokenEntries:
+    """Tokens that some of B sequences treat specially, in one list.
+
+    owners [n]: the sequence. tokens [n]. values [n]: added to the logit of the token.
+    """
+
+    owners: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Token sequences whose last token may not follow the others.
+
+    owners [n]: the sequence. last [n]: the banned token. before [n, width]: what stands before it,
+    nearest first, ANY where the word is shorter.
+    """
+
+    owners: Tensor
+    last: Tensor
+    before: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """Parameters of B sequences. Made once for as long as the same ones step together.
+
+    Columns [B]. bias, stops, bad_words: None where no sequence has any; stops have value -inf and
+    hold while fewer than min_tokens are written. greedy, counts, truncates: whether every sequence
+    is greedy, any counts tokens, any has top_k, top_p or min_p.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    min_tokens: Tensor
+    seeds: Tensor
+    bias: TokenEntries | None
+    stops: TokenEntries | None
+    bad_words: BadWords | None
+    greedy: bool
+    counts: bool
+    truncates: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether a row's logits depend on nothing but temperature and truncation."""
+        return (
+            not self.counts and self.bias is None and self.stops is None and self.bad_words is None
+        )
+
+
+def sampling_table(
+    params: Seq[SamplingParams], device: torch.device | str = "cpu", room: Room | None = None
+) -> SamplingTable:
+    """The columns of some sequences, in order. room: make the shapes, and what the table says of
+    itself, those of any parameters that fit; the columns then serve in whatever way these do.
+    """
+
+    def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+        return on_device(list(values), device, dtype)
+
+    bias = [(b, t, v) for b, p in enumerate(params) for t, v in p.logit_bias.items()]
+    stops = [
+        (b, t, float("-inf"))
+        for b, p in enumerate(params)
+        if p.min_tokens
+        for t in p.stop_token_ids
+    ]
+    words = [(b, word) for b, p in enumerate(params) for word in p.bad_words]
+    return SamplingTable(
+        column(p.temperature for p in params),
+        column((p.top_k for p in params), torch.int64),
+        column(p.top_p for p in params),
+        column(p.min_p for p in params),
+        column(p.repetition_penalty for p in params),
+        column(p.presence_penalty for p in params),
+        column(p.frequency_penalty for p in params),
+        column((p.min_tokens for p in params), torch.int64),
+        column((p.seed for p in params), torch.int64),
+        _entries(bias, device, room),
+        _entries(stops, device, room),
+        _bad_words(words, device, room),
+        room is None and all(p.greedy for p in params),
+        room is not None or any(p.counts_tokens for p in params),
+        room is not None or any(p.truncates for p in params),
+    )
+
+
+def _entries(
+    rows: list[tuple[int, int, float]], device: torch.device | str, room: Room | None
+) -> TokenEntries | None:
+    if room is not None:
+        rows = rows + [(NOBODY, 0, 0.0)] * (room.entries - len(rows))
+    if not rows:
+        return None
+    owners, tokens, values = zip(*rows, strict=True)
+    return TokenEntries(
+        on_device(owners, device),
+        on_device(tokens, device),
+        on_device(values, device, torch.float32),
+    )
+
+
+def _bad_words(
+    rows: list[tuple[int, tuple[int, ...]]], device: torch.device | str, room: Room | None
+) -> BadWords | None:
+    if room is not None:
+        rows = rows + [(NOBODY, (0,) * room.word_length)] * (room.words - len(rows))
+    if not rows:
+        return None
+    width = max(len(word) for _, word in rows) - 1
+    if room is not None:
+        width = room.word_length - 1
+    before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
+    return BadWords(
+        on_device([owner for owner, _ in rows], device),
+        on_device([word[-1] for _, word in rows], device),
+        on_device(np.array(before, np.int64).reshape(len(rows), width), device),
+    )

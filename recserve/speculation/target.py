@@ -1,0 +1,151 @@
+"""The target's distribution at any node of a step's trees, with every sampling parameter applied.
+
+Rows are worked out when a verifier asks for them: it visits a few nodes of a large tree, and
+sorting a vocabulary for each of the others would cost more than the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.tree import TokenTree
+from recserve.speculation import sampling
+from recserve.speculation.sampling_table import ANY, SamplingTable
+from recserve.speculation.text import TextContext
+
+NO_TOKEN = -2
+
+
+class TokenCounts:
+    """How often each token of the vocabulary stands in a sequence: [V] int32 each.
+
+    seen: in prompt and output. written: in the output.
+    """
+
+    def __init__(self, prompt: Seq[int], vocab_size: int, device: torch.device | str) -> None:
+        tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
+        self.seen = torch.bincount(tokens, minlength=vocab_size).to(torch.int32)
+        self.written = torch.zeros_like(self.seen)
+
+    def move(self, seen: Tensor, written: Tensor) -> None:
+        """Keep the counts in these tensors [V] from now on."""
+        self.seen, self.written = seen.copy_(self.seen), written.copy_(self.written)
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Committed tokens of the output."""
+        index = torch.tensor(tokens, dtype=torch.int64, device=self.seen.device)
+        ones = torch.ones_like(index, dtype=torch.int32)
+        self.seen.index_add_(0, index, ones)
+        self.written.index_add_(0, index, ones)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the parameters of B sequences read of their committed tokens.
+
+    numbers [B] int64: tokens written. tails [B, W] int64: the last W committed ones, nearest first,
+    NO_TOKEN before the first; W as the longest bad word without its last token. seen, written
+    [B, V] int32: as TokenCounts, zeros where nothing counts; None where no sequence counts.
+    """
+
+    numbers: Tensor
+    tails: Tensor
+    seen: Tensor | None = None
+    written: Tensor | None = None
+
+
+def past_of(
+    table: SamplingTable, contexts: Seq[TextContext], counts: Seq[TokenCounts | None]
+) -> Past | None:
+    """None where logits depend on nothing but temperature and truncation."""
+    if table.plain:
+        return None
+    device = table.seeds.device
+    width = 0 if table.bad_words is None else table.bad_words.before.shape[1]
+    tails = torch.tensor([last_committed(c, width) for c in contexts], dtype=torch.int64)
+    seen = written = None
+    some = next((own for own in counts if own is not None), None)
+    if some is not None:
+        none = torch.zeros_like(some.seen)
+        seen = torch.stack([none if own is None else own.seen for own in counts])
+        written = torch.stack([none if own is None else own.written for own in counts])
+    numbers = torch.tensor([c.num_output for c in contexts])
+    return Past(numbers.to(device), tails.view(len(contexts), width).to(device), seen, written)
+
+
+def last_committed(context: TextContext, width: int) -> list[int]:
+    """The last `width` committed tokens, nearest first, NO_TOKEN before the first."""
+    tail = context.tokens[: -width - 1 : -1]
+    return tail + [NO_TOKEN] * (width - len(tail))
+
+
+@dataclass(frozen=True)
+class Target:
+    """Logits of B trees and all that turns them into distributions.
+
+    logits [T, V] raw. depth: most levels below node 0. past: None where the table is plain.
+    fixed: nothing is asked of the device, so that shapes depend on T, B, V and depth alone.
+    """
+
+    logits: Tensor
+    tree: TokenTree
+    depth: int
+    table: SamplingTable
+    past: Past | None
+    fixed: bool = False
+
+    def __call__(self, nodes: Tensor) -> Tensor:
+        """nodes [m] packed -> [m, V] float32 or wider; -inf where the probability is 0.
+
+        In a greedy batch the largest logit of a row is what counts, and the others are not banned.
+        """
+        table = self.table
+        rows = self.logits[nodes]
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if table.greedy and table.plain:
+            return rows
+        owners = torch.searchsorted(self.tree.offsets, nodes, right=True) - 1
+        if self.past is not None:
+            rows = self._by_path(rows, nodes, owners, self.past)
+        if table.greedy:
+            return rows
+        temperature = table.temperature[owners]
+        rows = sampling.temper(rows, temperature)
+        if table.truncates:
+            cut = sampling.truncate_fixed if self.fixed else sampling.truncate
+            rows = cut(rows, table.top_k[owners], table.top_p[owners], table.min_p[owners])
+        return sampling.keep_only_best(rows, temperature == 0)
+
+    def _by_path(self, rows: Tensor, nodes: Tensor, owners: Tensor, past: Past) -> Tensor:
+        """What depends on the tokens before the node: bias, stops, bad words, penalties."""
+        table = self.table
+        if table.bias is not None:
+            own = owners[:, None] == table.bias.owners
+            added = torch.where(own, table.bias.values.to(rows.dtype), 0.0)
+            rows.scatter_add_(1, table.bias.tokens.expand_as(own), added)
+        if table.stops is not None:
+            number = past.numbers[owners] + self.tree.depths[nodes]
+            held = (number < table.min_tokens[owners])[:, None]
+            own = held & (owners[:, None] == table.stops.owners)
+            rows = sampling.ban(rows, table.stops.tokens, own)
+        paths = sampling.path_tokens(self.tree, nodes, self.depth)
+        if table.bad_words is not None:
+            words = table.bad_words
+            before = sampling.last_tokens(paths, past.tails[owners], words.before.shape[1])
+            same = (words.before == ANY) | (words.before == before[:, None])
+            own = same.all(-1) & (owners[:, None] == words.owners)
+            rows = sampling.ban(rows, words.last, own)
+        if past.seen is not None and past.written is not None:
+            rows = sampling.penalise(
+                rows,
+                sampling.add_path_counts(past.seen[owners], paths),
+                sampling.add_path_counts(past.written[owners], paths),
+                table.repetition[owners],
+                table.presence[owners],
+                table.frequency[owners],
+            )
+        return rows

@@ -1,0 +1,31 @@
+"""Greedy: go to the child that is the argmax; the first argmax that no child carries ends the path.
+
+Source: Leviathan et al. 2023 (arXiv 2211.17192), temperature 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recserve.speculation.sampling import largest
+from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.verifiers.path import follow, follow_chosen
+
+
+class GreedyRule:
+    """The rule of temperature 0, for drafts of every kind."""
+
+    exact = True
+
+    def check(self, draft: TextDraft) -> None:
+        """Every draft will do."""
+
+    def verify(self, scored: ScoredTrees) -> Accepted:
+        """The path of argmaxes, ties to the lowest token."""
+
+        def draw(nodes: Tensor, trees: Tensor) -> Tensor:
+            return largest(scored.target(nodes))
+
+        if scored.logits is not None:
+            return follow_chosen(scored, largest(scored.logits))
+        return follow(scored, draw)

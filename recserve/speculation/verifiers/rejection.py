@@ -1,0 +1,112 @@
+"""Rejection sampling: keep a drawn token with probability p / q, else draw from what is left of p.
+
+The children of a node are tried in node order; after each refusal the target's distribution becomes
+norm(max(p - q, 0)). One child per node is the rule of Leviathan et al. 2023 (arXiv 2211.17192,
+section 2.3) and Chen et al. 2023 (arXiv 2302.01318, algorithm 2); several are SpecInfer's
+multi-step speculative sampling (arXiv 2305.09781, algorithm 2), in multi_step.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recserve.kernels import dispatch
+from recserve.kernels.accept_reference import DraftProbs, Keys
+from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
+from recserve.speculation.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
+from recserve.speculation.verifiers.path import first_children
+
+
+class RejectionRule:
+    """For chains: drawn with their distributions, or chosen (then q is 1 at the token)."""
+
+    exact = True
+
+    def check(self, draft: TextDraft) -> None:
+        """Raises ValueError for a draft with forks or auxiliary nodes."""
+        refuse_trees("rejection", draft)
+
+    def verify(self, scored: ScoredTrees) -> Accepted:
+        """The path until the first refusal, and the residual's or the target's draw after it."""
+        return judge_drawn(scored)
+
+
+def judge_drawn(scored: ScoredTrees) -> Accepted:
+    """Children in order, on a device by its kernel."""
+    if not scored.everywhere:
+        return reject(scored, coins(scored), residual_noise(scored))
+    tree = scored.tree
+    p = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device)).softmax(-1).float()
+    q = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
+    keys = Keys(scored.seeds, scored.lengths - 1)
+    walk = dispatch.accept_drawn(p, q, tree, keys, scored.depth)
+    return Accepted(walk.nodes, walk.lengths, walk.bonus)
+
+
+def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
+    """Try children in order until none is left to try.
+
+    coins [T]: uniform in [0, 1), one per node. noise [B, V]: Gumbel, for the token after the path.
+    """
+    tree, owners = scored.tree, scored.tree.tree_ids()
+    index = torch.arange(tree.num_nodes, device=owners.device)
+    here = tree.offsets[:-1].clone()
+    tried = here.clone()
+    nodes = torch.full(
+        (tree.num_trees, scored.depth + 1), -1, dtype=torch.int64, device=owners.device
+    )
+    nodes[:, 0] = here
+    lengths = torch.zeros_like(here)
+    target = scored.target(here).softmax(-1)
+    while True:
+        children = first_children(tree, here, index > tried[owners])
+        rows = (children >= 0).nonzero()[:, 0]
+        if not rows.shape[0]:
+            break
+        child = children[rows]
+        tried[rows] = child
+        token = tree.tokens[child][:, None]
+        p, drafted = target[rows], draft_probs(scored, child)
+        kept = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
+        rest = (p - drafted).clamp_(min=0)
+        mass = rest.sum(1, keepdim=True)
+        # Where p equals q nothing is left; a refusal there is rounding, and p itself is right.
+        target[rows] = torch.where(mass > 0, rest / mass, p)
+        rows, child = rows[kept], child[kept]
+        if rows.shape[0]:
+            here[rows] = child
+            lengths[rows] += 1
+            nodes[rows, lengths[rows]] = child
+            target[rows] = scored.target(child).softmax(-1)
+    return Accepted(nodes, lengths, (target.log() + noise).argmax(-1))
+
+
+def draft_probs(scored: ScoredTrees, nodes: Tensor) -> Tensor:
+    """[m, V] the distribution that each node's token was drawn from; all on it where chosen."""
+    tree = scored.tree
+    probs = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
+    return probs.at(nodes, tree.tokens[nodes])
+
+
+def coins(scored: ScoredTrees) -> Tensor:
+    """[T] uniform, one per node, fresh in every step."""
+    owners = scored.tree.tree_ids()
+    number = torch.arange(scored.tree.num_nodes, device=owners.device) - scored.tree.offsets[owners]
+    keys = step_keys(scored.lengths[owners], number)
+    return uniform(scored.seeds[owners], keys, 1, ACCEPT)[:, 0]
+
+
+def residual_noise(scored: ScoredTrees) -> Tensor:
+    """[B, V] Gumbel, fresh in every step."""
+    keys = step_keys(scored.lengths, torch.zeros_like(scored.lengths))
+    return gumbel(scored.seeds, keys, scored.vocab_size, RESIDUAL)
+
+
+def refuse_trees(rule: str, draft: TextDraft) -> None:
+    """Raises UnfitDraft unless the draft is a chain of candidates."""
+    if draft.depth != len(draft) or draft.kinds is not None:
+        raise UnfitDraft(
+            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} on "
+            f"{draft.depth} levels; ask for 'sample' or 'multi_step'"
+        )

@@ -1,0 +1,134 @@
+"""A model folder's tokeniser: tokenizer.json, and what its configuration files say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
+from recserve.tokenizer.length_bound import max_bytes_per_token
+from recserve.tokenizer.token_bytes import UnsupportedTokenizer, token_bytes
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Text to token numbers and back, for one model.
+
+    literal: the same, but the names of special tokens in a text are only text. all_bytes,
+    text_bytes: what each token writes; special ones write nothing in the second. end_token: ends a
+    text. template: of chats. Either is None where the folder does not have it. max_bytes_per_token:
+    most UTF-8 bytes of a text that one token stands for; None: there is no bound.
+    """
+
+    tokenizer: Tokenizer
+    literal: Tokenizer
+    all_bytes: tuple[bytes, ...]
+    text_bytes: tuple[bytes, ...]
+    end_token: int | None
+    template: ChatTemplate | None
+    max_bytes_per_token: int | None = None
+
+    @staticmethod
+    def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
+        """Read a Hugging Face folder. chat_template: a file to use instead of the folder's own.
+
+        Raises UnsupportedTokenizer or TemplateError naming what is wrong.
+        """
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json")
+        raw = file.read_bytes()
+        tokenizer, literal = _tokenizer(raw, file), _tokenizer(raw, file)
+        literal.encode_special_tokens = True
+        fields = json.loads(raw)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        every = token_bytes(fields, vocabulary)
+        special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
+        said = _read(folder / "tokenizer_config.json")
+        names = {name: _content(said[name]) for name in SPECIAL if said.get(name)}
+        return TextTokenizer(
+            tokenizer,
+            literal,
+            tuple(every),
+            tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
+            vocabulary.get(names.get("eos_token", "")),
+            _template(folder, said, names, chat_template),
+            max_bytes_per_token(fields, vocabulary, every),
+        )
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token numbers. special: add what the model expects at the beginning, such as BOS."""
+        return _encode(self.tokenizer, text, special)
+
+    def encode_literal(self, text: str) -> list[int]:
+        """Token numbers of a text from elsewhere, which may not end a turn or begin one."""
+        return _encode(self.literal, text, special=False)
+
+    def min_tokens(self, text: str) -> int:
+        """Returns how many tokens a text has at least, without encoding it; 0 if there is no bound.
+
+        A text of a megabyte takes most of a second to encode, and microseconds to refuse.
+        """
+        if self.max_bytes_per_token is None:
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self.max_bytes_per_token)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out, as it reads after other text."""
+        table = self.text_bytes
+        spelled = b"".join(table[token] for token in tokens if token < len(table))
+        return spelled.decode("utf-8", "replace")
+
+
+def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    # `Tokenizer.encode` holds the GIL while it works, and with it the event loop; batches do not.
+    numbers: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return numbers
+
+
+def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+    except ValueError as error:
+        raise UnsupportedTokenizer(f"{file} is no tokeniser: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _template(
+    folder: Path, said: dict[str, Any], names: dict[str, str], file: Path | None
+) -> ChatTemplate | None:
+    beside = folder / "chat_template.jinja"
+    source: Any = said.get("chat_template")
+    if file is not None:
+        if not file.is_file():
+            raise TemplateError(f"chat template {file} does not exist")
+        source = file.read_text(encoding="utf-8")
+    elif beside.exists():
+        source = beside.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return None if source is None else ChatTemplate(source, names)
+
+
+def _content(token: Any) -> str:
+    """A special token, which configuration files write as text or as an object."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedTokenizer(f"{path} is not JSON: {error}") from error
+    return fields

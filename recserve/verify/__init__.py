@@ -1,1 +1,0 @@
-"""One file per way of turning a scored tree into an answer."""

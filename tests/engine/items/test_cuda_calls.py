@@ -1,0 +1,123 @@
+"""What the engine asks of CUDA itself, which no pretended device has: in which order, of what."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recserve.engine.runtime.cuda_recorder import WARM_UP, CudaRecorder
+from recserve.kernels.triton import attention_launch, fp8_kernel
+from tests.support import triton_interpreter  # noqa: F401
+
+
+class Stream:
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other):
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Everything that was asked, in order; memory grows by 100 bytes whenever it is looked at."""
+    found, memory = [], iter(range(100, 10_000, 100))
+
+    @contextmanager
+    def inside(name):
+        found.append(f"begin {name}")
+        yield
+        found.append(f"end {name}")
+
+    def graph(made, pool, stream, capture_error_mode):
+        return inside(f"record {made.number} in {pool} on {stream.name}, {capture_error_mode}")
+
+    def made():
+        number = sum(call.startswith("graph") for call in found)
+        found.append(f"graph {number}")
+        return SimpleNamespace(number=number, replay=lambda: found.append(f"replay {number}"))
+
+    fakes = {
+        "graph_pool_handle": lambda: "the pool",
+        "empty_cache": lambda: found.append("empty cache"),
+        "memory_reserved": lambda: next(memory),
+        "Stream": lambda: Stream("side", found),
+        "current_stream": lambda: Stream("main", found),
+        "stream": lambda stream: inside(stream.name),
+        "set_stream": lambda stream: found.append(f"{stream.name} is current"),
+        "synchronize": lambda: found.append("synchronize"),
+        "CUDAGraph": made,
+        "graph": graph,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return found
+
+
+def test_a_step_is_warmed_up_beside_then_recorded_once(calls):
+    recorder, outputs = CudaRecorder(), []
+
+    def step():
+        calls.append("step")
+        outputs.append(object())
+        return outputs[-1]
+
+    replay = recorder(step)
+    assert calls == [
+        "empty cache",
+        "side waits for main", "begin side", *["step"] * WARM_UP, "end side", "main waits for side",
+        "graph 0", "begin record 0 in the pool on side, thread_local", "step",
+        "end record 0 in the pool on side, thread_local",
+    ]  # fmt: skip
+    before = len(calls)
+    assert replay() is outputs[-1] and replay() is outputs[-1]
+    assert calls[before:] == ["replay 0"] * 2
+    other = recorder(step)
+    assert "begin record 1 in the pool on side, thread_local" in calls
+    replay(), other()
+    assert calls[-2:] == ["replay 0", "replay 1"]
+    assert recorder.bytes == 200  # 100 each
+
+
+@pytest.mark.parametrize("where", ["warm-up", "end"])
+def test_a_record_that_fails_leaves_the_stream_as_it_was(where, calls, monkeypatch):
+    """torch leaves the capture's stream current where it cannot end the capture."""
+
+    class Capture:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            calls.append("side is current")
+
+        def __exit__(self, *_):
+            raise RuntimeError("the capture was invalidated")
+
+    def step():
+        calls.append("step")
+        if where == "warm-up":
+            raise RuntimeError("a kernel that does not compile")
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    recorder = CudaRecorder()
+    with pytest.raises(RuntimeError, match="invalidated" if where == "end" else "not compile"):
+        recorder(step)
+    assert calls[-2:] == ["main is current", "synchronize"]
+    assert calls.count("step") == (WARM_UP + 1 if where == "end" else 1)
+
+
+def test_a_device_is_asked_what_it_has(monkeypatch):
+    device = torch.device("cuda", 7)
+    properties = SimpleNamespace(
+        multi_processor_count=114, shared_memory_per_multiprocessor=102_400
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: properties)
+    attention_launch.machine_of.cache_clear()
+    assert attention_launch.machine_of(device) == attention_launch.Machine(114, 102_400)
+    assert attention_launch.machine_of(torch.device("cpu")) == attention_launch.HOPPER
+    attention_launch.machine_of.cache_clear()
+    for capability, native in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert fp8_kernel.has_native(device) is native

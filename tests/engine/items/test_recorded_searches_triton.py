@@ -1,0 +1,55 @@
+"""Searches in fixed shapes through the Triton kernels, interpreted: what a graph launches."""
+
+import pytest
+import torch
+
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.kernels import dispatch
+from recserve.kernels.paged_kv import RootTable
+from recserve.kernels.trie.trie_overlay import TrieOverlay
+from tests.support import triton_interpreter  # noqa: F401
+from tests.support.device_worlds import recommending
+from tests.support.grids import chosen
+from tests.support.recorded_searches import assert_same, with_searches
+
+pytest.importorskip("triton")
+
+from recserve.kernels.triton import (
+    rope_write,
+    tree_attention,
+    trie_topk,  # noqa: E402
+)
+
+SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShape(3, 8, None))
+
+
+@pytest.mark.parametrize("how", chosen(("plain", "filters", "weighed"), "weighed"))
+def test_kernels_find_what_the_twins_find(how, monkeypatch):
+    """Two requests of three places, roots in a table whose rows lie apart."""
+    launched, levels = [], []
+
+    def kernel_attention(batch, *rest):
+        if not isinstance(batch.root_slots, RootTable):
+            return stock(batch, *rest)
+        launched.append(batch.num_queries)
+        return tree_attention.TritonTreeAttention(batch, *rest)
+
+    def kernel_children(trie, *rest):
+        levels.append(type(trie))
+        return trie_topk.best_children(trie, *rest)
+
+    stock = dispatch.tree_attention
+    with torch.inference_mode():
+        launching, world = recommending("cpu"), recommending("cpu")
+        world.trie = launching.trie
+        wanted = launching.engine.run_many(launching.ask("beam", how))
+        monkeypatch.setattr(dispatch, "KERNELS", "torch")
+        world.engine._lanes["recommender"].runner.attention = kernel_attention
+        graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
+    monkeypatch.setattr(dispatch, "turns", lambda pool: True)
+    monkeypatch.setattr(dispatch, "rope_write", rope_write.rope_write)
+    monkeypatch.setattr(dispatch, "best_children", kernel_children)
+    assert_same(wanted, world.engine.run_many(launching.ask("beam", how)))
+    assert graphs.counts["replayed"] == 1
+    assert len(launched) == (3 if how == "weighed" else 2) and 3 * 8 in launched
+    assert levels == [TrieOverlay] * 3

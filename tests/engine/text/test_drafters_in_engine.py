@@ -1,0 +1,124 @@
+"""Every drafter in the engine: the same tokens as without, few pages, cancels, nothing left behind.
+
+In float32; logits of a tree differ from plain ones in the last bits, and the drawn models have no
+ties that close.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from recserve.models.loading import load_language_model
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.text_drafters import DRAFTERS, DrafterWeights, build_drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.grids import covering
+from tests.support.paths import reference
+from tests.support.text_engines import (
+    MAKERS,
+    PARAMETERS,
+    assert_forgotten,
+    assert_no_leak,
+    engine_for,
+    prompts,
+)
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn_model(1)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """By parameters: what is written without drafts."""
+    return cache(lambda name: engine_for(model).run_many(requests("none", name)))
+
+
+def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextRequest]:
+    """Eight texts, every other one with parameters of another kind."""
+    fields = [PARAMETERS[parameters], PARAMETERS["warm"]]
+    return [
+        TextRequest(
+            prompt,
+            SamplingParams(**{"max_tokens": 24, "seed": 100 + i} | fields[i % 2]),
+            Speculation(name, verifier),
+        )
+        for i, prompt in enumerate(prompts(8))
+    ]
+
+
+@pytest.mark.parametrize(
+    "name,parameters", covering(tuple(MAKERS), ("greedy", "hot", "stops", "everything"))
+)
+def test_the_text_is_the_plain_text(name, parameters, model, plain):
+    """Alone; eight together; eight together with so few pages that some are set aside."""
+    drafter = MAKERS[name](model)
+    drafted = requests(name, parameters)
+    expected_texts = plain(parameters)
+    for pages in (200, 14):
+        engine = engine_for(model, pages, {name: drafter})
+        answers = engine.run_many(drafted)
+        for answer, expected in zip(answers, expected_texts, strict=True):
+            assert answer.tokens.tolist() == expected.tokens.tolist()
+            assert answer.finish_reason == expected.finish_reason
+        assert_no_leak(engine)
+    alone = engine_for(model, drafters={name: drafter}).run(drafted[0])
+    assert alone.tokens.tolist() == expected_texts[0].tokens.tolist()
+    assert sum(answer.counts.num_drafts for answer in answers) > 0
+    assert_forgotten(drafter)
+
+
+@pytest.mark.parametrize(
+    "name,verifier", covering(("draft_model", "specinfer"), ("rejection", "block", "multi_step"))
+)
+def test_drawn_drafts_are_judged_and_forgotten(name, verifier, model):
+    """The draft model is the target, so nearly everything that it draws is kept."""
+    drafter = ModelDrafter(model, VOCABULARY, (1, 1, 1), distinct=True)
+    if name == "specinfer":
+        drafter = specinfer([model, drawn_model(3)], VOCABULARY, (2, 1))
+    engine = engine_for(model, drafters={name: drafter})
+    answers = engine.run_many(requests(name, "hot", verifier))
+    assert all(len(answer.tokens) == 24 for answer in answers)
+    rate = sum(a.counts.num_accepted_tokens for a in answers) / sum(
+        a.counts.num_drafts for a in answers
+    )
+    assert rate > 1.4
+    assert_forgotten(drafter)
+
+
+def test_cancelled_texts_leave_nothing(model):
+    drafters = {name: make(model) for name, make in MAKERS.items()}
+    engine = engine_for(model, 60, drafters)
+    futures = [engine.submit(r) for name in MAKERS for r in requests(name, "warm")[:3]]
+    for step in range(400):
+        if step < len(futures) and step % 2:
+            futures[step].cancel()
+        if not engine.step():
+            break
+    assert all(future.done() for future in futures)
+    assert_no_leak(engine)
+    for drafter in drafters.values():
+        assert_forgotten(drafter)
+
+
+def test_known_text_of_a_trained_model():
+    """stories260k with every drafter that needs no training, itself as the draft model."""
+    folder = reference("stories260k")
+    model = load_language_model(folder)
+    names = sorted(set(DRAFTERS) - {"medusa", "none"})
+    names += ["suffix+draft_model", "ngram+lookahead"]
+    weights = DrafterWeights((folder,))
+    drafters = {name: build_drafter(name, model, weights) for name in names}
+    engine = engine_for(model, 2000, drafters)
+    prompt = np.array([1, 403, 407, 261, 378])  # Once upon a time
+    params = SamplingParams(0.0, max_tokens=40)
+    plain = engine.run(TextRequest(prompt, params))
+    for name in names:
+        answer = engine.run(TextRequest(prompt, params, Speculation(name)))
+        assert answer.tokens.tolist() == plain.tokens.tolist()
+        if "draft_model" in name or name == "specinfer":
+            assert answer.counts.num_accepted_tokens / answer.counts.num_drafts > 3

@@ -1,0 +1,170 @@
+"""What operators read about recorded steps: in the log, on /metrics, from `recserve doctor`."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from recserve.cli import doctor
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.text.fixed_step import StepShape
+from recserve.kernels import dispatch
+from recserve.metrics import Metrics
+from recserve.service.runtime import gauges_of
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.device_worlds import recommending
+from tests.support.recorded_searches import with_searches
+from tests.support.recorded_steps import Counted, with_graphs
+from tests.support.text_engines import engine_for, prompts
+from tests.support.text_plain import VOCABULARY, drawn_model
+
+SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Steps of every fate: replayed; with a prompt; drawn drafts that nobody announced; too many
+    words; too many texts.
+    """
+    model = drawn_model(1)
+    made = with_graphs(model, Counted(lambda step: step), SHAPES)
+    prompt = prompts(8)[2]
+    made.drafters["drawn"] = ModelDrafter(model, VOCABULARY)
+    plain = SamplingParams(max_tokens=5)
+    words = tuple((n % 40, n % 7) for n in range(100))
+    made.run(TextRequest(prompt, plain))
+    drawn = SamplingParams(1.0, max_tokens=5)
+    made.run(TextRequest(prompt, drawn, Speculation("drawn", "rejection")))
+    made.run(TextRequest(prompt, SamplingParams(max_tokens=5, bad_words=words)))
+    made.run_many([TextRequest(p, plain) for p in prompts(4)])
+    return made
+
+
+def test_steps_are_counted_by_what_became_of_them(engine):
+    counts = dict(engine.stats().graph_steps)
+    assert counts["rows"] == 0
+    assert all(counts[name] > 0 for name in ("replayed", "prompt", "drawn", "parameters", "size"))
+    before = counts
+    engine.run(TextRequest(prompts(8)[2], SamplingParams(max_tokens=3)))
+    counts = engine.stats().graph_steps
+    gained = {name: counts[name] - before[name] for name in counts}
+    assert gained.pop("replayed") + gained.pop("prompt") == 3 and not any(gained.values())
+
+
+def test_a_row_that_is_not_there_is_counted(engine):
+    rows = engine._lanes["text"].graphs.rows
+    kept, rows._free = rows._free, []
+    before = engine.stats().graph_steps["rows"]
+    try:
+        engine.run(TextRequest(prompts(8)[5], SamplingParams(max_tokens=3)))
+    finally:
+        rows._free = kept
+    assert engine.stats().graph_steps["rows"] > before
+
+
+def test_metrics_name_the_buckets(engine):
+    metrics = Metrics((), (), lambda: gauges_of(engine.stats()))
+    found = {
+        sample.name: {
+            **{tuple(s.labels.values()): s.value for s in family.samples if s.name == sample.name}
+        }
+        for family in text_string_to_metric_families(metrics.page().decode())
+        for sample in family.samples
+    }
+    buckets = {("4x2",), ("9x2",), ("4x2+",), ("9x2+",), ("4x2+ mixed",), ("9x2+ mixed",)}
+    assert set(found["recserve_graph_record_seconds"]) == buckets
+    assert set(found["recserve_graph_record_bytes"]) == buckets
+    assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
+    results = ("replayed", "prompt", "drawn", "parameters", "size", "rows")
+    assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
+
+
+def test_metrics_name_the_searches(monkeypatch):
+    """Of a recommender: one that is replayed, one that is too wide."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    world = recommending("cpu")
+    with_searches(
+        world, world.trie, lambda step: step, (SearchShape(2, 8), SearchShape(1, 8, None))
+    )
+    for width in (8, 9):
+        world.engine.run_many([replace(r, beam_width=width) for r in world.ask("nezha")])
+    page = Metrics((), (), lambda: gauges_of(world.engine.stats())).page().decode()
+    for result, count in (("replayed", 1), ("size", 1), ("version", 0)):
+        assert f'recserve_graph_searches_total{{result="{result}"}} {count}.0' in page
+    for name in ("beam 2x8", "nezha 2x8", "beam 1x8 filtered", "nezha 1x8 filtered"):
+        assert f'recserve_graph_record_seconds{{bucket="{name}"}}' in page
+    assert "recserve_graph_steps_total{" not in page
+
+
+def test_nothing_is_said_where_nothing_is_recorded():
+    stats = engine_for(drawn_model(1)).stats()
+    page = Metrics((), (), lambda: gauges_of(stats)).page().decode()
+    assert "recserve_graph_steps_total{" not in page and "recserve_graph_record_bytes{" not in page
+
+
+def test_the_log_names_what_was_recorded(caplog):
+    with caplog.at_level(logging.INFO, "recserve"):
+        with_graphs(drawn_model(1), Counted(lambda step: step), SHAPES[:1])
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "recorded step 4x2",
+        "recorded step 4x2+",
+        "recorded step 4x2+ mixed",
+    ]
+
+
+def test_the_doctor_names_them_too(engine):
+    finding = doctor.describe_graphs(engine.stats())
+    assert finding.state == "ok"
+    for name in ("6 steps in", "4x2 ", "9x2 ", "4x2+ ", "9x2+ ", "9x2+ mixed ", " MiB"):
+        assert name in finding.detail
+    bare = engine_for(drawn_model(1)).stats()
+    assert doctor.describe_graphs(bare).state == "warn"
+
+
+def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
+    """The third record fails: two are there, two are launched, each by its name."""
+    monkeypatch.setattr(dispatch, "KERNELS", "torch")
+    world, made = recommending("cpu"), []
+
+    def record(step):
+        made.append(step)
+        if len(made) == 3:
+            raise RuntimeError("out of memory")
+        return step
+
+    shapes = (SearchShape(2, 8), SearchShape(1, 8, None))
+    with_searches(world, world.trie, record, shapes)
+    finding = doctor.describe_searches(world.engine.stats(), ("beam", "nezha", "dense"))
+    assert finding.state == "warn" and "2 searches in" in finding.detail
+    recorded, launched = finding.detail.split("; ", 1)
+    assert "beam 2x8 " in recorded and " s 0 MiB" in recorded and "filtered" not in recorded
+    assert "beam 1x8 filtered, nezha 1x8 filtered; " in launched
+    assert launched.endswith("dense (no beam search)")
+
+
+@pytest.mark.parametrize(("weighs", "count"), [(False, 14), (True, 28)])
+def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
+    """Seven pairs of requests and beams, excluded items by list and by bitmap, per search."""
+    detail = doctor.plan_searches(weighs, ("beam", "speculative"), "cpu").detail
+    assert f"none on cpu; on a GPU {count} searches" in detail and "60 s or 2048 MiB" in detail
+    assert "beam 16x64, " in detail and "beam 1x512 filtered" in detail and "nezha" not in detail
+    assert ("weighed" in detail) is weighs
+    assert "more than 16 requests or 512 beams (size)" in detail and "16,384 new items" in detail
+    assert "speculative where a draft pays" in detail
+    assert f"{2 * count} searches" in doctor.plan_searches(weighs, ("beam", "nezha"), "cpu").detail
+
+
+def test_the_doctor_says_which_vocabulary_is_too_large():
+    """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
+    assert "there is memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
+    said = doctor.vocabulary_limit(151_936)
+    assert said.endswith("steps of more than 2048 MiB are launched, with any rule: 520x8+")
+    assert "all steps" in doctor.vocabulary_limit(100_725)
+    assert "520x8+" in doctor.vocabulary_limit(100_727)
+
+
+def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
+    findings = {f.name: f for f in doctor.examine(llm=tmp_path / "none")}
+    assert findings["graphs"].state == "fail" and "no folder" in findings["graphs"].detail

@@ -1,0 +1,413 @@
+"""Text in the engine: the same tokens as plain decoding, whatever is drafted and whoever is beside.
+
+All in float32. Logits of a tree differ from those of a plain forward in the last bits, so the tests
+would notice a tie within about 1e-5; the drawn models have none.
+"""
+
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.request import DeadlineExceeded
+from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.text.text_lane import PromptTooLong
+from recserve.models.loading import load_language_model
+from recserve.models.packing import pack_weights
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.grids import covering
+from tests.support.paths import reference
+from tests.support.text_engines import (
+    PARAMETERS,
+    among_others,
+    assert_no_leak,
+    engine_for,
+    plain_texts,
+    prompts,
+    shared_model,
+    texts_by_prompt,
+)
+from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, last_logits, plain
+
+KINDS = ("right", "wrong", "tree", "auxiliary", "past", "mixed")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return shared_model()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_texts()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_plain_decoding(name, model, expected):
+    engine = engine_for(model)
+    for number, prompt in enumerate(prompts(8)):
+        params, tokens, reason, stop = expected[name, number]
+        answer = engine.run(TextRequest(prompt, params))
+        assert answer.tokens.tolist() == tokens
+        assert (answer.finish_reason, answer.stop_token) == (reason, stop)
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("kind,name", covering(KINDS, tuple(PARAMETERS)))
+def test_drafts_change_nothing(name, kind, model, expected):
+    """Alone, and eight together with neighbours of other parameters; from an empty cache and a
+    warm one.
+    """
+    drafter = TableDrafter(kind, texts_by_prompt(name))
+    engine = engine_for(model, drafters={"table": drafter})
+    speculation = Speculation("table")
+    alone = prompts(8)[3]
+    params, tokens, reason, stop = expected[name, 3]
+    for _ in range(2):
+        answer = engine.run(TextRequest(alone, params, speculation))
+        assert answer.tokens.tolist() == tokens
+        assert (answer.finish_reason, answer.stop_token) == (reason, stop)
+    requests, wanted = among_others(name, speculation)
+    answers = engine.run_many(requests)
+    assert [a.tokens.tolist() for a in answers] == wanted
+    if kind == "right":
+        kept = sum(a.counts.num_accepted_tokens for a in answers[::2])
+        steps = sum(a.timing.forwards for a in answers[::2])
+        assert kept > 0 and steps < sum(len(a.tokens) for a in answers[::2])
+    if kind == "wrong":
+        assert answers[0].counts.num_accepted_tokens == 0
+    assert_no_leak(engine)
+
+
+def test_drafts_change_nothing_with_packed_weights():
+    model = drawn_model(1)
+    pack_weights(model)
+    prompt = prompts(1)[0]
+    for temperature in (0.0, 1.2):
+        params = SamplingParams(temperature=temperature, seed=4, max_tokens=20)
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        drafter = TableDrafter("mixed", {tuple(prompt.tolist()): tokens})
+        engine = engine_for(model, drafters={"table": drafter})
+        for _ in range(3):
+            answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+            assert answer.tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_context_limit_inside_the_tree(kind):
+    model = drawn_model(2, positions=16)
+    prompt = prompts(1, seed=4, low=6, high=7)[0]
+    for limit in (100, 9):
+        params = SamplingParams(seed=3, max_tokens=limit)
+        tokens, reason, _ = plain(model, prompt.tolist(), params)
+        assert reason == "length" and len(tokens) == min(limit, 16 - len(prompt))
+        drafter = TableDrafter(kind, {tuple(prompt.tolist()): tokens})
+        engine = engine_for(model, drafters={"table": drafter})
+        answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+        assert answer.tokens.tolist() == tokens and answer.finish_reason == "length"
+
+
+def test_end_of_text_inside_the_tree(model):
+    """The draft goes on after the stop token; the text does not."""
+    prompt = prompts(1, seed=9)[0]
+    tokens, _, _ = plain(model, prompt.tolist(), SamplingParams(seed=1, max_tokens=12))
+    drafter = TableDrafter("past", {tuple(prompt.tolist()): tokens})
+    for place in range(12):
+        stop = tokens[place]
+        first = tokens.index(stop)
+        engine = engine_for(model, drafters={"table": drafter})
+        params = SamplingParams(seed=1, max_tokens=12, stop_token_ids=(stop,))
+        answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+        assert answer.tokens.tolist() == tokens[:first]
+        assert (answer.finish_reason, answer.stop_token) == ("stop", stop)
+        again = engine.run(TextRequest(prompt, params))
+        assert again.tokens.tolist() == tokens[:first]
+        assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("rule", ["sample", "rejection", "block", "typical", "greedy"])
+def test_every_rule_is_greedy_at_temperature_0(rule, model, expected):
+    params, tokens, *_ = expected["greedy", 2]
+    prompt = prompts(8)[2]
+    drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
+    engine = engine_for(model, drafters={"table": drafter})
+    answer = engine.run(TextRequest(prompt, params, Speculation("table", rule)))
+    assert answer.tokens.tolist() == tokens
+    assert answer.counts.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_other_rules_run_to_the_end(rule, model):
+    """Their text is another draw than the plain one, so only its shape can be checked here."""
+    prompt = prompts(8)[2]
+    drafter = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
+    engine = engine_for(model, drafters={"table": drafter})
+    request = TextRequest(prompt, SamplingParams(max_tokens=30), Speculation("table", rule))
+    first, second = engine.run(request), engine.run(request)
+    assert first.tokens.tolist() == second.tokens.tolist() and len(first.tokens) == 30
+    assert_no_leak(engine)
+
+
+def test_a_rule_that_would_be_biased_fails_its_request_alone(model, expected):
+    prompt = prompts(8)[0]
+    params, tokens, *_ = expected["hot", 0]
+    engine = engine_for(model, drafters={"t": TableDrafter("right", {tuple(prompt.tolist()): []})})
+    bad = engine.submit(TextRequest(prompt, params, Speculation("t", "multi_step")))
+    good = engine.submit(TextRequest(prompt, params))
+    while engine.step():
+        pass
+    with pytest.raises(ValueError, match="biased"):
+        bad.result(0)
+    assert good.result(0).tokens.tolist() == tokens
+    assert_no_leak(engine)
+
+
+def test_drafter_and_listener_failures_stay_with_their_requests(model, expected):
+    class Broken(TableDrafter):
+        def propose(self, contexts, budgets):
+            raise RuntimeError("no draft today")
+
+    def listener(news):
+        raise OSError("the client went away")
+
+    engine = engine_for(model, drafters={"broken": Broken("right", {})})
+    params, tokens, *_ = expected["warm", 1]
+    prompt = prompts(8)[1]
+    futures = [
+        engine.submit(TextRequest(prompt, params, Speculation("broken"))),
+        engine.submit(TextRequest(prompt, params, on_commit=listener)),
+        engine.submit(TextRequest(prompt, params)),
+    ]
+    while engine.step():
+        pass
+    assert isinstance(futures[0].exception(), RuntimeError)
+    assert isinstance(futures[1].exception(), OSError)
+    assert futures[2].result(0).tokens.tolist() == tokens
+    assert_no_leak(engine)
+
+
+def test_chunked_prefill_and_prefix_cache_change_nothing(model):
+    engine = engine_for(model)
+    lane = engine._lanes["text"]
+    lane.limits = type(lane.limits)(prefill_tokens=7)
+    long = prompts(1, seed=5, low=40, high=41)[0]
+    params = SamplingParams(seed=8, max_tokens=10)
+    tokens, *_ = plain(model, long.tolist(), params)
+    beside = prompts(1, seed=6, low=30, high=31)[0]
+    other, *_ = plain(model, beside.tolist(), params)
+    for _ in range(2):
+        answers = engine.run_many([TextRequest(long, params), TextRequest(beside, params)])
+        assert [a.tokens.tolist() for a in answers] == [tokens, other]
+    assert answers[0].timing.root_cached >= 36 and answers[0].timing.forwards == 10
+    more = np.concatenate([long, tokens[:5]])
+    longer, *_ = plain(model, more.tolist(), params)
+    answer = engine.run(TextRequest(more, params))
+    assert answer.tokens.tolist() == longer and answer.timing.root_cached >= 40
+
+
+def test_preemption_loses_nothing(model):
+    """Twelve texts that need three times the pages there are."""
+    requests, wanted = [], []
+    texts = {}
+    for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
+        params = SamplingParams(seed=number, max_tokens=30, temperature=1.1, presence_penalty=0.2)
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        texts[tuple(prompt.tolist())] = tokens
+        kind = "table" if number % 2 else "none"
+        requests.append(TextRequest(prompt, params, Speculation(kind), priority=number % 3))
+        wanted.append(tokens)
+    drafter = TableDrafter("mixed", texts)
+    engine = engine_for(model, pages=30, drafters={"table": drafter})
+    lane = engine._lanes["text"]
+    most = 0
+    futures = [engine.submit(r) for r in requests]
+    while engine.step():
+        most = max(most, len(lane.aside))
+    assert most > 0
+    assert [f.result(0).tokens.tolist() for f in futures] == wanted
+    assert_no_leak(engine)
+
+
+def test_priority_is_served_first(model):
+    engine = engine_for(model, max_running=1)
+    order = []
+    params = SamplingParams(max_tokens=2)
+
+    def listen(name):
+        return lambda news: order.append(name) and False
+
+    for name, priority in (("late", 5), ("early", -1), ("middle", 0)):
+        prompt = np.array([1, 2, 3])
+        engine.submit(TextRequest(prompt, params, priority=priority, on_commit=listen(name)))
+    while engine.step():
+        pass
+    assert order == ["early", "early", "middle", "middle", "late", "late"]
+
+
+def test_streaming_and_stopping_by_listener(model, expected):
+    params, tokens, *_ = expected["warm", 5]
+    prompt = prompts(8)[5]
+    drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
+    engine = engine_for(model, drafters={"table": drafter})
+    news = []
+    request = TextRequest(prompt, params, Speculation("table", num_tokens=2), on_commit=news.append)
+    answer = engine.run(request)
+    assert [t for n in news for t in n.tokens] == answer.tokens.tolist() == tokens
+    assert [n.finish_reason for n in news] == [None] * (len(news) - 1) + ["length"]
+    assert max(len(n.tokens) for n in news) == 3
+
+    seen = []
+
+    def enough(n):
+        seen.extend(n.tokens)
+        return len(seen) >= 4
+
+    answer = engine.run(TextRequest(prompt, params, Speculation("table"), on_commit=enough))
+    assert answer.finish_reason == "stop" and answer.stop_token is None
+    assert answer.tokens.tolist() == tokens[: len(seen)] and len(seen) >= 4
+
+
+@torch.inference_mode()
+def test_logprobs_of_written_tokens(model, expected):
+    """Of the raw logits, whatever the parameters and the draft."""
+    fields = expected["everything", 4][0].__dict__ | {"logprobs": 3}
+    params = SamplingParams(**fields)
+    prompt = prompts(8)[4]
+    tokens = expected["everything", 4][1]
+    drafter = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
+    engine = engine_for(model, drafters={"table": drafter})
+    answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+    assert answer.tokens.tolist() == tokens and len(answer.logprobs) == len(tokens)
+    assert answer.counts.num_accepted_tokens > 0
+    for i, report in enumerate(answer.logprobs):
+        row = last_logits(model, [*prompt.tolist(), *tokens[:i]]).log_softmax(-1)
+        assert report.chosen == pytest.approx(float(row[tokens[i]]), abs=1e-4)
+        assert report.top_tokens == tuple(row.topk(3).indices.tolist())
+        np.testing.assert_allclose(report.top_values, row.topk(3).values, atol=1e-4)
+
+
+def test_counts_of_a_draft(model, expected):
+    params, tokens, *_ = expected["warm", 0]
+    prompt = prompts(8)[0]
+    drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
+    engine = engine_for(model, drafters={"table": drafter})
+    answer = engine.run(TextRequest(prompt, params, Speculation("table", num_tokens=3)))
+    # 12 tokens in steps of at most 3 drafted and 1 more, the first together with the prompt.
+    assert answer.timing.forwards == 3
+    assert (answer.counts.num_drafts, answer.counts.num_draft_tokens) == (3, 9)
+    assert answer.counts.per_position == [3, 3, 3]
+    assert answer.timing.nodes == 12
+
+
+def test_wrong_requests_are_refused(model):
+    engine = engine_for(model, pages=8)
+    for request, error, message in (
+        (TextRequest(np.array([], dtype=np.int64)), ValueError, "at least one token"),
+        (TextRequest(np.arange(64) % 40), PromptTooLong, "64 tokens; the model has 64"),
+        (TextRequest(np.array([1, 40])), ValueError, r"1\.\.40; the vocabulary has 40"),
+        (
+            TextRequest(np.array([1]), SamplingParams(logit_bias={41: 1.0})),
+            ValueError,
+            "sampling parameter",
+        ),
+        (
+            TextRequest(np.array([1]), SamplingParams(max_tokens=60)),
+            RequestTooLarge,
+            "16 pages of 4 tokens, the pool has 8",
+        ),
+        (TextRequest(np.array([1]), speculation=Speculation("medusa")), ValueError, "drafter"),
+        (TextRequest(np.array([1]), speculation=Speculation("none", "x")), ValueError, "verifier"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.submit(request)
+    with pytest.raises(ValueError, match="num_tokens is -2; it must be at least 0"):
+        Speculation("none", num_tokens=-2)
+    with pytest.raises(ValueError, match="empty path"):
+        Speculation("none", tree=((0,), ()))
+    with pytest.raises(ValueError, match="temperature is -1; it must be between 0.0 and 100.0"):
+        SamplingParams(temperature=-1)
+
+
+def test_deadlines(model):
+    engine = engine_for(model)
+    late = engine.submit(TextRequest(np.array([1, 2]), deadline_s=time.monotonic() - 1))
+    slow = engine.submit(
+        TextRequest(
+            np.array([1, 2]),
+            SamplingParams(max_tokens=50),
+            deadline_s=time.monotonic() + 0.05,
+            on_commit=lambda news: time.sleep(0.02),
+        )
+    )
+    while engine.step():
+        pass
+    for future in (late, slow):
+        assert isinstance(future.exception(), DeadlineExceeded)
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_soak_with_cancels(count, model):
+    """Mixed requests through a pool that is too small, one in five cancelled."""
+    random = np.random.default_rng(0)
+    pool = prompts(40, seed=11)
+    texts = {tuple(p.tolist()): random.integers(0, VOCABULARY, 40).tolist() for p in pool}
+    drafter = TableDrafter("mixed", texts)
+    engine = engine_for(model, pages=60, drafters={"table": drafter}, max_running=12)
+    names = list(PARAMETERS)
+    futures, reference = [], {}
+    for number in range(count):
+        fields = PARAMETERS[names[number % len(names)]]
+        length = int(random.integers(1, 8))
+        fields = {"max_tokens": length, "seed": number % 5} | fields
+        fields["max_tokens"] = length
+        fields["min_tokens"] = min(fields.get("min_tokens", 0), length)
+        drafted = Speculation("table" if random.random() < 0.7 else "none")
+        place = int(random.integers(40))
+        request = TextRequest(
+            pool[place], SamplingParams(**fields), drafted, priority=int(random.integers(3))
+        )
+        futures.append((place, repr(request.params), engine.submit(request)))
+        while len(engine._waiting) > 20:
+            engine.step()
+            if random.random() < 0.5:
+                engine.cancel(futures[int(random.integers(len(futures)))][2])
+    while engine.step():
+        pass
+    finished = 0
+    for place, params, future in futures:
+        try:
+            tokens = future.result(0).tokens.tolist()
+        except CancelledError:
+            continue
+        finished += 1
+        assert reference.setdefault((place, params), tokens) == tokens
+    assert count / 2 < finished < count
+    assert_no_leak(engine)
+    assert not engine._lanes["text"].aside and set(drafter.forgotten)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("kind", ["none", "right", "tree"])
+def test_stories(kind, packed):
+    """The reference checkpoint writes its known text."""
+    folder = reference("stories260k")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the "
+        "park. One day, she saw a big, red ball."
+    )
+    prompt = tokenizer.encode("Once upon a time").ids
+    whole = tokenizer.encode(text).ids
+    drafter = TableDrafter(kind, {tuple(prompt): whole[len(prompt) :]})
+    model = load_language_model(folder)
+    if packed:
+        pack_weights(model)
+    engine = engine_for(model, drafters={"table": drafter})
+    params = SamplingParams(temperature=0.0, max_tokens=len(whole) - len(prompt))
+    answer = engine.run(TextRequest(np.array(prompt), params, Speculation("table")))
+    assert tokenizer.decode([*prompt, *answer.tokens.tolist()]) == text

@@ -1,0 +1,160 @@
+"""Drawn drafts in the engine: the written text has the target's distribution under every rule.
+
+Beside other work too: text and recommendations through one engine.
+"""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from recserve.core.request import RecommendRequest
+from recserve.engine.engine import Engine, EngineConfig
+from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
+from recserve.speculation.text import TextDraft
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.reference_models import history, recommender
+from tests.support.text_plain import VOCABULARY, drawn_model, last_logits, processed
+
+KEPT = (1, 4, 9, 20)
+ONLY = {token: -1e9 for token in range(VOCABULARY) if token not in KEPT}
+
+
+def without(q, tokens):
+    """What is left of a distribution when some tokens are gone."""
+    left = q.index_fill(0, torch.tensor(tokens, dtype=torch.int64), 0.0)
+    return left / left.sum()
+
+
+class DrawingDrafter:
+    """Draws from a q that knows nothing of the target, one banned token among its own.
+
+    drawing: `chain` of two, `independent` siblings or `distinct` siblings, three of them.
+    """
+
+    def __init__(self, drawing: str, honest: bool = True) -> None:
+        self.drawing, self.honest = drawing, honest
+
+    def q(self, depth: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(depth)
+        q = torch.zeros(VOCABULARY)
+        q[[*KEPT, 30]] = torch.rand(5, generator=g) + 0.1
+        return q / q.sum()
+
+    def propose(self, contexts, budgets):
+        return [self._one(c, b) for c, b in zip(contexts, budgets, strict=True)]
+
+    def _one(self, context, budget):
+        seeds = torch.tensor([context.params.seed])
+        length = torch.tensor([len(context.tokens)])
+        every = torch.arange(VOCABULARY)[None]
+
+        def noise(number):
+            return gumbel_of_tokens(seeds, step_keys(length, length * 0 + number), every, DRAFT)[0]
+
+        if self.drawing == "chain":
+            rows = [self.q(d) for d in range(min(2, budget.depth))]
+            tokens = [int((q.log() + noise(d)).argmax()) for d, q in enumerate(rows)]
+            parents, depth = range(-1, len(rows) - 1), len(rows)
+        else:
+            rows = [self.q(0)] * (3 if budget.depth else 0)
+            parents, depth = [-1] * len(rows), min(1, len(rows))
+            if self.drawing == "distinct":
+                tokens = (self.q(0).log() + noise(0)).topk(3).indices.tolist()[: len(rows)]
+                rows = [without(q, tokens[:i]) for i, q in enumerate(rows)]
+            else:
+                tokens = [int((q.log() + noise(i)).argmax()) for i, q in enumerate(rows)]
+        probs = torch.stack(rows) if rows else torch.zeros(0, VOCABULARY)
+        if not self.honest:
+            probs = probs.roll(3, 1)
+        index = torch.tensor(list(parents), dtype=torch.int64)
+        return TextDraft(torch.tensor(tokens, dtype=torch.int64), index, depth, probs)
+
+    def commit(self, outcomes):
+        pass
+
+    def forget(self, context_id):
+        pass
+
+
+@pytest.mark.parametrize(
+    "rule, drawing",
+    [
+        ("sample", "chain"),
+        ("rejection", "chain"),
+        ("block", "chain"),
+        ("multi_step", "chain"),
+        ("multi_step", "independent"),
+        ("multi_step", "distinct"),
+        ("rejection", "lying"),
+    ],
+)
+@pytest.mark.parametrize("texts", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_law_of_the_text(rule, drawing, texts):
+    """Chi-square of so many texts of 3 tokens out of 4, alpha = 1e-6; `lying` declares another q
+    than it draws from, and must fail. Of few texts only the first two tokens are counted, so that
+    enough are expected of each.
+    """
+    model = drawn_model(1, spread=0.5)
+    prompt, length = np.array([3, 7, 1]), 3
+    drafter = DrawingDrafter("chain" if drawing == "lying" else drawing, drawing != "lying")
+    engine = Engine(
+        text=model, drafters={"drawn": drafter}, config=EngineConfig(kv_bytes=8 * 2**20)
+    )
+    fields = {"max_tokens": length, "logit_bias": ONLY}
+    requests = [
+        TextRequest(prompt, SamplingParams(seed=seed, **fields), Speculation("drawn", rule))
+        for seed in range(texts)
+    ]
+    answers = engine.run_many(requests)
+    counts = np.zeros((4, 4, 4))
+    for answer in answers:
+        counts[tuple(KEPT.index(t) for t in answer.tokens)] += 1
+    assert sum(a.counts.num_accepted_tokens for a in answers) > texts / 4
+    expected = np.zeros((4, 4, 4))
+    params = SamplingParams(**fields)
+
+    def fill(place, mass):
+        tokens = [*prompt.tolist(), *(KEPT[i] for i in place)]
+        if len(place) == length:
+            expected[place] = mass
+            return
+        with torch.inference_mode():
+            row = torch.tensor(processed(last_logits(model, tokens), tokens, 3, params))
+        p = row.softmax(0)[list(KEPT)]
+        for i in range(4):
+            fill((*place, i), mass * float(p[i]))
+
+    fill((), texts)
+    if texts < 1000:
+        counts, expected = counts.sum(2), expected.sum(2)
+    assert expected.min() > 1
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    p_value = stats.chi2.sf(statistic, counts.size - 1)
+    assert (p_value < 1e-6) if drawing == "lying" else (p_value > 1e-6)
+
+
+def test_text_and_recommendations_share_the_engine():
+    """Each answer is what it is alone."""
+    items, trie = recommender(0, "children")
+    model = drawn_model(2)
+    roots = [history(items, events, events) for events in (2, 5, 9)]
+    slates = [RecommendRequest(root, trie, 5, 10) for root in roots]
+    random = np.random.default_rng(0)
+    texts = [
+        TextRequest(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))
+        for i in range(4)
+    ]
+    config = EngineConfig(kv_bytes=4 * 2**20)
+    alone = Engine(items, text=model, config=config)
+    wanted = [alone.run(request) for request in [*slates, *texts]]
+    together = Engine(items, text=model, config=config)
+    futures = [together.submit(request) for request in [*texts, *slates]]
+    while together.step():
+        pass
+    found = [future.result(0) for future in [*futures[4:], *futures[:4]]]
+    for ours, other in zip(found[:3], wanted[:3], strict=True):
+        assert ours.rows.tolist() == other.rows.tolist()
+        np.testing.assert_allclose(ours.scores, other.scores, atol=1e-5)
+    assert [a.tokens.tolist() for a in found[3:]] == [a.tokens.tolist() for a in wanted[3:]]
+    assert together.stats().running == 0

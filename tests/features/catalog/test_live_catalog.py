@@ -1,0 +1,279 @@
+"""Versions against a plain dictionary of items, and ranking tables against tables bound anew."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recserve.features.catalog.catalog import Catalog, item_keys
+from recserve.features.catalog.catalog_version import first_version
+from recserve.features.catalog.id_assignment import IdAssigner
+from recserve.features.catalog.item_records import ItemRecord, checked_attributes
+from recserve.features.catalog.live_catalog import (
+    ItemChange,
+    changed,
+    difference,
+    restored,
+    with_short_log,
+)
+from recserve.features.catalog.row_map import RowMap
+from recserve.features.catalog.row_tables import Extended, Growing, Patched
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingSettings, _bind
+from recserve.features.tables.items import ItemTable
+from recserve.features.vectors.quantizer import ResidualQuantizer
+from recserve.features.vectors.semantic_ids import build_index
+
+PATHS = ["A", "A > B", "C", "C > D"]
+ITEMS = 40
+
+
+def make_catalog():
+    draw = np.random.default_rng(1)
+    ids = [f"i{row}" for row in range(ITEMS)]
+    vectors = draw.standard_normal((ITEMS, 8)).astype(np.float32)
+    quantizer = ResidualQuantizer.fit(vectors, 2, 5, 0)
+    popularity = draw.integers(0, 30, ITEMS).astype(np.float32)
+    index, _ = build_index(ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity)
+    attributes = pa.table({"price": pa.array(draw.random(ITEMS), pa.float64())})
+    items = ItemTable(ids, ["t"] * ITEMS, [[PATHS[row % 4]] for row in range(ITEMS)], attributes)
+    return Catalog("v", items, index, popularity, vectors), quantizer
+
+
+def make_tables(catalog):
+    settings = RankingSettings(
+        *(ITEMS, 8, 4, 2, False, False, 0.0, ("event",), (), None),
+        *(tuple(PATHS), (1.0, 2.0, 1.5, 2.5), ("price",), (0.5,), (0.3,)),
+    )
+    counts = catalog.popularity
+    offsets = np.arange(ITEMS + 1)
+    arrays = (counts, 2 * counts, offsets, np.roll(offsets[:-1], 1).astype(np.int32), counts)
+    return _bind(settings, arrays, catalog.items, catalog.vectors)
+
+
+class Model:
+    """What a catalogue is to a reader, in the plainest form."""
+
+    def __init__(self, catalog):
+        items = catalog.items
+        self.items = {
+            i: (ItemRecord(i, t, c, items.attribute(row)), catalog.vectors[row])
+            for row, (i, t, c) in enumerate(
+                zip(items.ids, items.titles, items.categories, strict=True)
+            )
+        }
+        self.hidden = set()
+
+    def copy(self):
+        new = object.__new__(Model)
+        new.items, new.hidden = dict(self.items), set(self.hidden)
+        return new
+
+
+def drawn(steps, seed):
+    """Versions of drawn change sets, rollbacks and shortened logs among them, with their models."""
+    draw = np.random.default_rng(seed)
+    catalog, quantizer = make_catalog()
+    assigner = IdAssigner(catalog.index, quantizer)
+    rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+    version, model = first_version(catalog, rows), Model(catalog)
+    kept = [(version, model)]
+    for number in range(1, steps + 1):
+        model = model.copy()
+        if draw.random() < 0.1:
+            there, model = kept[int(draw.integers(len(kept)))]
+            version = restored(there, version, number)
+            kept.append((version, model))
+            continue
+        names = draw.permutation([*catalog.items.ids, *(f"n{i}" for i in range(15))])[:4].tolist()
+        hidden = [n for n in names[:1] if n in model.items and n not in model.hidden]
+        puts = [n for n in names if n not in hidden]
+        fresh = [
+            n for n in puts if n not in model.items or n in model.hidden or draw.random() < 0.4
+        ]
+        vectors = draw.standard_normal((len(fresh), 8)).astype(np.float32)
+        codes = assigner.assign(version, vectors, version.known_rows(fresh))
+        places = {n: (v, c) for n, v, c in zip(fresh, vectors, codes, strict=True) if c is not None}
+        changes = []
+        for name in puts:
+            if name in fresh and name not in places:
+                continue
+            path = [PATHS[int(draw.integers(4))]]
+            record = ItemRecord(name, f"t{number}", path, {"price": float(draw.random())})
+            changes.append(ItemChange(record, *places.get(name, (None, None))))
+            vector = places[name][0] if name in places else model.items[name][1]
+            model.items[name] = (record, vector)
+            model.hidden.discard(name)
+        model.hidden.update(hidden)
+        version = changed(version, number, changes, hidden)
+        if draw.random() < 0.1:
+            version = with_short_log(version)
+        kept.append((version, model))
+    return kept
+
+
+@pytest.fixture(scope="module", params=range(4))
+def history(request):
+    return drawn(120, request.param)
+
+
+def test_every_version_is_its_model_to_the_end(history):
+    for version, model in history:
+        shown = [n for n in model.items if n not in model.hidden]
+        rows = version.visible.get_many(shown)
+        assert min(rows) >= 0 and len(set(rows)) == len(rows)
+        assert version.visible.get_many([*model.hidden, "none"]) == [-1] * (len(model.hidden) + 1)
+        known = version.rows_of_keys(item_keys(list(model.items)))
+        for name, row in zip(model.items, known.tolist(), strict=True):
+            record, vector = model.items[name]
+            assert version.item_id(row) == name and version.known_rows([name]) == [row]
+            assert version.record(row) == record
+            assert np.array_equal(version.vectors[row], vector)
+            assert version.is_gone(row) == (name in model.hidden)
+        assert not np.isin(rows, version.gone).any()
+        codes = version.codes[np.array(rows)]
+        assert len(np.unique(codes, axis=0)) == len(rows)
+        # All rows are somebody's, or gone.
+        assert sorted([*rows, *version.gone.tolist()]) == list(range(version.num_rows))
+
+
+def test_the_difference_from_the_bundle_makes_the_version_again(history):
+    catalog = history[0][0].base
+    for version, model in history[::7]:
+        said = difference(version)
+        rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+        again = changed(first_version(catalog, rows), version.number, said.changes, [])
+        again = changed(again, version.number, [], said.hidden)
+        assert again.name == version.name and again.num_rows <= version.num_rows
+        for name, (record, vector) in model.items.items():
+            (row,) = again.known_rows([name])
+            (old,) = version.known_rows([name])
+            assert (again.visible.get(name) >= 0) == (name not in model.hidden)
+            if name in model.hidden:
+                continue
+            assert again.record(row) == record and np.array_equal(again.vectors[row], vector)
+            assert again.codes[row].tolist() == version.codes[old].tolist()
+            assert again.learned_row(row) == version.learned_row(old)
+
+
+def test_popular_rows_follow_their_items(history):
+    for version, model in history[::10]:
+        shown = [n for n in model.items if n not in model.hidden]
+        rows = version.popular(version.num_rows)
+        assert sorted(version.item_id(row) for row in rows.tolist()) == sorted(shown)
+        counts = [version.popularity(row) for row in rows.tolist()]
+        assert counts == sorted(counts, reverse=True)
+        few = min(5, len(shown))
+        assert version.popular(few)[:few].tolist() == rows[:few].tolist()
+
+
+def test_ids_are_those_of_the_quantiser_where_there_is_room(history):
+    version, model = history[-1]
+    _, quantizer = make_catalog()
+    rows = np.array(version.visible.get_many([n for n in model.items if n not in model.hidden]))
+    wanted = quantizer.encode(version.vectors[rows])
+    same = (version.codes[rows][:, :2] == wanted).all(1)
+    assert same.mean() > 0.7 and (version.codes[rows][:, 0] == wanted[:, 0]).all()
+
+
+def test_ranking_tables_are_those_of_a_catalogue_bound_anew(history):
+    """Old versions' tables stay what they were while later versions are made."""
+    catalog, _ = make_catalog()
+    base = make_tables(catalog)
+    live = LiveRanking(base)
+    made = [live.at(version) for version, _ in history]
+    for (version, model), tables in zip(history, made, strict=True):
+        names = list(model.items)
+        rows = version.rows_of_keys(item_keys(names))
+        records = [model.items[name][0] for name in names]
+        numbers = [PATHS.index(record.categories[0]) for record in records]
+        assert tables.num_items == version.num_rows
+        deepest = tables.categories[rows][:, 0]
+        assert deepest.tolist() == numbers
+        price = [(record.attributes["price"] - 0.5) / 0.3 for record in records]
+        np.testing.assert_allclose(tables.side[rows][:, 0], price, rtol=1e-5)
+        learned = [int(name[1:]) if name[0] == "i" else -1 for name in names]
+        counts = [catalog.popularity[row] if row >= 0 else 0 for row in learned]
+        assert tables.item_counts[rows].tolist() == counts
+        assert tables.value_sums[rows].tolist() == [2 * c for c in counts]
+        fitted = tables.fitted_rows(rows)
+        assert fitted.tolist() == [b if b >= 0 else r for b, r in zip(learned, rows, strict=True)]
+        starts, lengths = tables.neighbour_ranges(fitted)
+        assert lengths.tolist() == [int(b >= 0) for b in learned]
+        vectors = np.stack([model.items[name][1] for name in names])
+        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose(tables.vectors[rows], unit, rtol=1e-5)
+
+
+def test_unknown_items_are_refused_before_anything_changes():
+    (version, _), *_ = drawn(0, 0)
+    new = ItemChange(ItemRecord("new", "", [], {}))
+    with pytest.raises(ValueError, match="new and came without a vector"):
+        changed(version, 1, [new], [])
+    with pytest.raises(ValueError, match="no item 'none'"):
+        changed(version, 1, [], ["none"])
+    assert not version.log.records and not version.tail.ids
+
+
+def test_two_ids_of_one_key_are_refused(monkeypatch):
+    (version, _), *_ = drawn(0, 0)
+    monkeypatch.setattr(
+        "recserve.features.catalog.catalog.item_key", lambda _: int(version.base.keys[3])
+    )
+    with pytest.raises(ValueError, match="'other' and 'i3' have the same 64-bit key"):
+        version.known_rows(["i5", "other"])
+
+
+def test_a_full_neighbourhood_has_no_id_left():
+    catalog, quantizer = make_catalog()
+    rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
+    version, assigner = first_version(catalog, rows), IdAssigner(catalog.index, quantizer)
+    room = catalog.index.codebook_sizes[-1] * quantizer.codebook_sizes[-1]
+    same = np.repeat(catalog.vectors[:1], room + 1, axis=0)
+    codes = assigner.assign(version, same, [-1] * len(same))
+    found = [tuple(c.tolist()) for c in codes if c is not None]
+    taken = {tuple(c) for c in catalog.index.codes.tolist()}
+    assert codes[-1] is None and len(set(found)) == len(found) and not set(found) & taken
+    first = int(quantizer.encode(same[:1])[0, 0])
+    assert {c[0] for c in found} == {first}
+    assert len(found) == room - sum(c[0] == first for c in taken)
+
+
+def test_attributes_take_the_types_of_the_columns():
+    schema = pa.schema([("price", pa.float32()), ("tags", pa.list_(pa.string())), ("n", pa.int8())])
+    given = {"price": 3, "tags": ["a"], "n": None}
+    assert checked_attributes(given, schema) == {"price": 3.0, "tags": ["a"]}
+    for wrong in ({"price": "x"}, {"tags": "a b"}, {"n": 300}, {"n": 1.5}, {"price": True}):
+        with pytest.raises(ValueError, match="expected"):
+            checked_attributes(wrong, schema)
+    with pytest.raises(ValueError, match="did you mean price"):
+        checked_attributes({"prise": 3}, schema)
+
+
+def test_row_map_layers():
+    rows = RowMap({n: n for n in range(10)})
+    for step in range(3000):
+        rows = rows.with_rows({step % 50 + 5: step, -step: -1})
+    assert rows.get_many([1, 12, 5, -7, 99]) == [1, 2957, 2950, -1, -1]
+    assert [rows.get(k) for k in (1, 12, 5, -7, 99)] == [1, 2957, 2950, -1, -1]
+    assert RowMap({1: 1}).with_rows({1: 2}).base == {1: 1}
+
+
+def test_row_tables_are_arrays_to_their_readers():
+    base, draw = np.arange(12.0).reshape(4, 3), np.random.default_rng(0)
+    tail, views = Growing((3,), np.float64), []
+    for step in range(1, 90):
+        tail.append(np.full((step % 3, 3), step))
+        views.append((tail.view(tail.count), tail.view(tail.count).copy()))
+    assert all(np.array_equal(view, copy) for view, copy in views)
+    whole = np.concatenate([base, tail.view(tail.count)])
+    extended = Extended(base, tail.view(tail.count))
+    rows, places = np.array([1, 3, 4, 5]), np.array([7, 2, 0, 9])
+    patched = Patched(base, 6, rows, places, tail.view(tail.count))
+    assert extended.shape == whole.shape and patched.shape == (6, 3)
+    for shape in ((), (7,), (2, 5)):
+        index = draw.integers(0, len(whole), shape)
+        assert np.array_equal(extended[index], whole[index])
+        index = draw.integers(0, 6, shape)
+        expected = np.concatenate([base, base[:2]])
+        expected[rows] = tail.view(tail.count)[places]
+        assert np.array_equal(patched[index], expected[index])

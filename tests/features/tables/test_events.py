@@ -1,0 +1,190 @@
+"""Reading events: schema is refused, rows are refused or counted, order and grouping hold."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable, read_items
+from recserve.features.tables.parquet import BadRowError, BadRows, SchemaError
+
+ITEMS = ItemTable(["a", "b", "c"], ["", "", ""], [[], [], []], pa.table({}))
+
+
+def written(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path / "events.parquet")
+    return path / "events.parquet"
+
+
+def read(path: Path, on_bad_rows: str = "error", **columns: Any) -> tuple[EventLog, BadRows]:
+    return read_events(written(path, **columns), ITEMS, on_bad_rows)  # type: ignore[arg-type]
+
+
+def test_groups_by_user_in_order_of_time(tmp_path: Path) -> None:
+    log, report = read(
+        tmp_path,
+        user_id=["y", "x", "y", "x"],
+        item_id=["a", "b", "c", "a"],
+        timestamp=pa.array([3, 1, 9, 2], pa.timestamp("s")),
+        type=["view", None, "buy", "view"],
+        value=pa.array([1.5, None, 2.0, 3.0]),
+    )
+    assert log.user_ids == ["y", "x"]
+    assert log.offsets.tolist() == [0, 2, 4]
+    assert log.item_rows.tolist() == [0, 2, 1, 0] and log.item_rows.dtype == np.int32
+    assert log.times.tolist() == [3_000_000, 9_000_000, 1_000_000, 2_000_000]
+    assert [log.type_names[t] for t in log.types] == ["view", "buy", "event", "view"]
+    assert log.values.tolist() == [1.5, 2.0, 1.0, 3.0]
+    assert log.has_timestamps and report.num_dropped == 0 and report.lines() == []
+
+
+def test_time_zones_and_units_become_utc_microseconds(tmp_path: Path) -> None:
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    zoned = pa.array([noon], pa.timestamp("ns", tz="Asia/Tokyo"))
+    log, _ = read(tmp_path, user_id=["u"], item_id=["a"], timestamp=zoned)
+    assert log.times.tolist() == [int(noon.timestamp()) * 1_000_000]
+
+
+def test_positions_order_events_without_times(tmp_path: Path) -> None:
+    log, _ = read(tmp_path, user_id=["u", "u"], item_id=["b", "a"], position=[5, 7])
+    assert log.times.tolist() == [5, 7] and not log.has_timestamps
+
+
+def test_position_orders_events_of_one_time(tmp_path: Path) -> None:
+    times = pa.array([1, 1], pa.timestamp("us"))
+    columns = {"user_id": ["u", "u"], "item_id": ["b", "a"], "timestamp": times, "position": [2, 1]}
+    log, _ = read(tmp_path, "skip", **columns)
+    assert log.item_rows.tolist() == [0, 1]
+
+
+GOOD: dict[str, Any] = {"user_id": ["u", "u"], "item_id": ["a", "b"], "position": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user_id": None}, "column user_id .* is missing"),
+        ({"item_id": None}, "column item_id .* is missing"),
+        ({"position": None}, "column timestamp .* or position .* is missing"),
+        ({"item_id": [1, 2]}, "column item_id is int64; expected string"),
+        ({"position": [0.5, 1.5]}, "column position is double; expected integer"),
+        ({"timestamp": [1, 2]}, "column timestamp is int64; expected timestamp"),
+        ({"type": [1, 2]}, "column type is int64; expected string"),
+        ({"value": ["x", "y"]}, "column value is string; expected float"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("on_bad_rows", ["error", "skip"])
+def test_schema_is_refused(tmp_path: Path, change: Any, message: str, on_bad_rows: str) -> None:
+    columns = {name: values for name, values in (GOOD | change).items() if values is not None}
+    with pytest.raises(SchemaError, match=f"events.parquet: {message}"):
+        read(tmp_path, on_bad_rows, **columns)
+
+
+def test_empty_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    empty = {name: pa.array(values)[:0] for name, values in GOOD.items()}
+    with pytest.raises(SchemaError, match="no rows"):
+        read(tmp_path, **empty)
+    with pytest.raises(SchemaError, match="no such file"):
+        read_events(tmp_path / "none.parquet", ITEMS)
+    (tmp_path / "text.parquet").write_text("user_id,item_id")
+    with pytest.raises(SchemaError, match="not a readable Parquet file"):
+        read_events(tmp_path / "text.parquet", ITEMS)
+    table = pa.table([["u"], ["u"]], names=["user_id", "user_id"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(SchemaError, match="column user_id appears more than once"):
+        read_events(tmp_path / "twice.parquet", ITEMS)
+    with pytest.raises(ValueError, match="on_bad_rows is 'ignore'"):
+        read(tmp_path, "ignore", **GOOD)
+
+
+BAD = [
+    ({"user_id": ["u", None, "u"]}, "null user_id", "user_id"),
+    ({"user_id": ["u", "", "u"]}, "null user_id", "user_id"),
+    ({"item_id": ["a", None, "c"]}, "null item_id", "item_id"),
+    ({"item_id": ["a", "zzz", "c"]}, "unknown item_id", "item_id"),
+    ({"position": [0, None, 2]}, "null position", "position"),
+    ({"position": [0, 0, 2]}, "duplicate position", "position"),
+    ({"item_id": ["a", "a", "c"], "position": [0, 0, 2]}, "duplicate event", "item_id"),
+    ({"value": [1.0, float("inf"), 1.0]}, "value not finite", "value"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason", "column"), BAD, ids=[f"{b[1]}-{b[0]}" for b in BAD])
+def test_bad_row_is_named_or_dropped(tmp_path: Path, change: Any, reason: str, column: str) -> None:
+    columns = {"user_id": ["u"] * 3, "item_id": ["a", "b", "c"], "position": [0, 1, 2]} | change
+    with pytest.raises(BadRowError, match=f"events.parquet: column {column}, row 1: .*{reason}"):
+        read(tmp_path, **columns)
+    log, report = read(tmp_path, "skip", **columns)
+    assert log.item_rows.tolist() == [0, 2]
+    assert report.dropped == {reason: 1} and report.kept_rows.tolist() == [0, 2]
+    assert report.examples[0].startswith(f"column {column}, row 1:")
+    assert any("dropped 1 of 3 rows" in line for line in report.lines())
+
+
+def test_unordered_rows_raise_or_are_sorted_and_counted(tmp_path: Path) -> None:
+    columns = {"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "position": [5, 1, 4]}
+    with pytest.raises(BadRowError, match="column position, row 2: older .* of user 'u'"):
+        read(tmp_path, **columns)
+    log, report = read(tmp_path, "skip", **columns)
+    assert log.item_rows.tolist() == [2, 0, 1]
+    assert report.num_dropped == 0 and report.notes == {"rows out of position order, sorted": 1}
+
+
+def test_a_file_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
+    columns = {"user_id": ["u"], "item_id": ["zzz"], "position": [0]}
+    with pytest.raises(SchemaError, match="no usable rows"):
+        read(tmp_path, "skip", **columns)
+
+
+def test_unread_columns_are_reported(tmp_path: Path) -> None:
+    _, report = read(tmp_path, **GOOD, rating=[1, 2])
+    assert report.ignored_columns == ("rating",)
+    assert report.lines() == [f"{tmp_path}/events.parquet: columns not used: rating"]
+
+
+def test_leave_one_out_holds_the_last_two(tmp_path: Path) -> None:
+    log, _ = read(
+        tmp_path,
+        user_id=["u"] * 3 + ["v"] * 2 + ["w"] * 4,
+        item_id=["a", "b", "c", "a", "b", "c", "b", "a", "c"],
+        position=[0, 1, 2, 0, 1, 0, 1, 2, 3],
+    )
+    split = log.leave_one_out()
+    assert split.test_rows.tolist() == [2, -1, 2]
+    assert split.valid_rows.tolist() == [1, -1, 0]
+    train = split.train
+    assert [train.rows_of(u).tolist() for u in range(3)] == [[0], [0, 1], [2, 1]]
+    assert train.user_ids == log.user_ids
+    assert train.popularity(3).tolist() == [2, 2, 1]
+
+
+def test_round_trip_through_arrow(tmp_path: Path) -> None:
+    for clock in ({"position": [3, 9]}, {"timestamp": pa.array([3, 9], pa.timestamp("us"))}):
+        log, _ = read(
+            tmp_path,
+            user_id=["u", "v"],
+            item_id=["c", "a"],
+            type=["x", "y"],
+            value=[1.0, 2.0],
+            **clock,
+        )
+        pq.write_table(log.to_arrow(ITEMS.ids), tmp_path / "again.parquet")
+        again, _ = read_events(tmp_path / "again.parquet", ITEMS)
+        for name, value in vars(log).items():
+            assert np.array_equal(getattr(again, name), value), name
+
+
+def test_beauty_has_its_published_size(beauty: Path) -> None:
+    items, _ = read_items(beauty / "items.parquet")
+    log, report = read_events(beauty / "events.parquet", items)
+    assert (len(items), log.num_users, log.num_events) == (12_101, 22_363, 198_502)
+    assert log.lengths().min() == 5 and report.lines() == []
+    split = log.leave_one_out()
+    assert split.train.num_events == 198_502 - 2 * 22_363 and (split.test_rows >= 0).all()

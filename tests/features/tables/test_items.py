@@ -1,0 +1,97 @@
+"""Reading items: ids are distinct, optional columns are optional, the rest are attributes."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recserve.features.tables.items import ItemTable, item_table, read_items
+from recserve.features.tables.parquet import BadRowError, SchemaError
+
+
+def written(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path / "items.parquet")
+    return path / "items.parquet"
+
+
+def test_reads_all_columns(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        item_id=["b", "a"],
+        title=["Pan", None],
+        categories=[["Kitchen > Pans", None], None],
+        price=[1.5, 2.5],
+    )
+    items, report = read_items(path)
+    assert items.ids == ["b", "a"] and items.titles == ["Pan", ""]
+    assert items.categories == [["Kitchen > Pans"], []]
+    assert items.attribute(1) == {"price": 2.5}
+    assert report.lines() == []
+
+
+def test_only_ids_are_needed(tmp_path: Path) -> None:
+    items, _ = read_items(written(tmp_path, item_id=pa.array(["x", "y"]).dictionary_encode()))
+    assert (items.ids, items.titles, items.categories) == (["x", "y"], ["", ""], [[], []])
+    assert items.attribute(0) == {}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"id": ["a"]}, "column item_id .* is missing; the file has id"),
+        ({"item_id": [1]}, "column item_id is int64; expected string"),
+        ({"item_id": ["a"], "title": [1]}, "column title is int64; expected string"),
+        ({"item_id": ["a"], "categories": ["Pan"]}, "column categories is string; expected list"),
+        ({"item_id": pa.array([], pa.string())}, "no rows"),
+    ],
+    ids=["missing", "item-id-type", "title-type", "categories-type", "empty"],
+)
+def test_schema_is_refused(tmp_path: Path, columns: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=f"items.parquet: .*{message}"):
+        read_items(written(tmp_path, **columns), "skip")
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "kept"),
+    [
+        (["a", None, "b"], "null item_id", ["a", "b"]),
+        (["a", "", "b"], "null item_id", ["a", "b"]),
+        (["a", "a", "b"], "duplicate item_id", ["a", "b"]),
+    ],
+    ids=str,
+)
+def test_bad_row_is_named_or_dropped(
+    tmp_path: Path, ids: list[str], reason: str, kept: list[str]
+) -> None:
+    path = written(tmp_path, item_id=ids, price=[1, 2, 3])
+    with pytest.raises(BadRowError, match=f"items.parquet: column item_id, row 1: .*{reason}"):
+        read_items(path)
+    items, report = read_items(path, "skip")
+    assert items.ids == kept and items.attributes.column("price").to_pylist() == [1, 3]
+    assert report.dropped == {reason: 1} and report.kept_rows.tolist() == [0, 2]
+
+
+def test_only_the_first_bad_rows_are_spelled_out(tmp_path: Path) -> None:
+    path = written(tmp_path, item_id=["a"] * 40)
+    _, report = read_items(path, "skip")
+    assert report.dropped == {"duplicate item_id": 39} and len(report.examples) == 10
+
+
+def test_nothing_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="no usable rows"):
+        read_items(written(tmp_path, item_id=pa.array([None], pa.string())), "skip")
+
+
+def test_round_trip_through_arrow(tmp_path: Path) -> None:
+    path = written(tmp_path, item_id=["a"], title=["T"], categories=[["x > y"]], brand=["q"])
+    items, _ = read_items(path)
+    assert item_table(items.to_arrow()) == items
+
+
+def test_table_refuses_unequal_columns() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        ItemTable(["a"], [], [[]], pa.table({}))
+    with pytest.raises(ValueError, match="distinct"):
+        ItemTable(["a", "a"], ["", ""], [[], []], pa.table({}))

@@ -1,0 +1,227 @@
+"""How many machine codes serving asks for: none may be compiled in the middle of it.
+
+Triton compiles anew for every value of a constant, and where a number is 1 or a multiple of 16 or
+an address a multiple of 16, unless it is told not to look. Launches are keyed here as it would key
+them for an sm_90, without one.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recserve.kernels import dispatch, fp8
+from recserve.kernels.accept_reference import DraftProbs, Keys
+from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
+from recserve.kernels.tree import merge
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_children import Allowed, leaf_bits
+from recserve.kernels.trie.trie_insertion import overlay_trie
+from recserve.kernels.triton import (
+    accept,
+    accept_drawn,
+    grouped_rms_norm,
+    head_topk,
+    path_move,
+    rope_write,
+    tree_attention,
+    trie_topk,
+)
+from tests.support import triton_interpreter
+from tests.support.attention_batches import draw_tree
+from tests.support.device_worlds import text_engine, texts
+from tests.support.pretend_cuda import PretendCuda, PretendTensor
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+KERNELS = (
+    tree_attention._attend, tree_attention._merge, path_move.move_kernel, rope_write.rope_kernel,
+)  # fmt: skip
+OTHERS = (
+    accept.choose_kernel, accept.walk_kernel, accept_drawn.drawn_walk_kernel,
+    accept_drawn.bonus_kernel, accept_drawn.pick_kernel, head_topk.head_kernel,
+    trie_topk.children_kernel, grouped_rms_norm.norm_kernel,
+)  # fmt: skip
+
+
+class Launches:
+    """The keys of all launches by kernel, with and without what the kernels tell Triton; and the
+    constants, of which no launch can do without a code of its own.
+    """
+
+    def __init__(self, kernels=KERNELS):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.found = {kernel.fn.__name__: set() for kernel in kernels}
+        self.eager = {name: set() for name in self.found}
+        self.constants = {name: set() for name in self.found}
+        self.binders = {
+            kernel.fn.__name__: [
+                create_function_from_signature(made.signature, made.params, backend)
+                for made in (JITFunction(kernel.fn, **kernel.kwargs), JITFunction(kernel.fn))
+            ]
+            for kernel in kernels
+        }
+
+    def add(self, name, arguments, options):
+        self.constants[name].add(tuple(options.items()))
+        arguments = [x.inner if isinstance(x, PretendTensor) else x for x in arguments]
+        for binder, keys in zip(self.binders[name], (self.found, self.eager), strict=True):
+            _, specialization, rest = binder(*arguments, **options)
+            keys[name].add((*specialization, *rest.items()))
+
+
+@pytest.fixture
+def keys():
+    return Launches()
+
+
+def batches(count, seed=0):
+    """What a text lane launches: 1 to 64 texts, drafts of any size, slots that are slices."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=g))
+
+    for _ in range(count):
+        trees = [draw_tree("tree", number(1, 40), g) for _ in range(number(1, 8) ** 2)]
+        tree = merge(trees) if len(trees) > 1 else trees[0]
+        own = torch.arange(tree.num_nodes + 16)[number(0, 16) :][: tree.num_nodes]
+        lengths = [0 if number(0, 5) == 0 else number(1, 9000) for _ in trees]
+        roots = tuple(torch.arange(n + 3)[number(0, 3) :][:n] for n in lengths)
+        if number(0, 3) == 0:
+            table = torch.zeros(len(trees) + 1, 4096, dtype=torch.int64)
+            rows = torch.arange(len(trees) + 1)[1:]
+            roots = RootTable(table, rows, torch.tensor(lengths))
+        yield TreeBatch(tree, None, own, roots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, fp8.FP8], ids=["halves", "fp8"])
+def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
+    """Rows of a block 16 to 128, with parts of a split root and without: eight codes, no more."""
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda self, *a, **o: keys.add(self.fn.__name__, a, o)
+    )
+    heads, kv_heads, dim = 8, 2, 32
+    pool = KVPool(KVShape(2, kv_heads, dim), 400, 16, dtype)
+    for number, batch in enumerate(batches(300)):
+        query = torch.empty(batch.num_queries, heads, dim, dtype=torch.float16)
+        layer = number % 2
+        attention = tree_attention.TritonTreeAttention(batch)
+        attention(query, query, query, pool.keys[layer], pool.values[layer])
+        paths = torch.zeros(batch.tree.num_trees, 1 + number % 17, dtype=torch.int64)
+        lengths = torch.zeros(len(paths) + 1, dtype=torch.int64)[number % 2 :][: len(paths)]
+        path_move.move_paths(pool.keys, pool.values, paths, paths, lengths)
+        qkv = torch.empty(len(batch.slots), heads + 2 * kv_heads, dim, dtype=torch.float16)
+        turns = torch.empty(len(batch.slots), dim // 2)
+        rope_write.rope_write(qkv, turns, turns, batch.slots, pool.keys[layer], pool.values[layer])
+    counts = {name: len(found) for name, found in keys.found.items()}
+    blocks = {4 * 2**n for n in range(4)}
+    assert counts.pop("_attend") <= 2 * len(blocks)
+    assert counts.pop("_merge") <= 6  # splits 2 to 64, to a power of two
+    assert counts == {"move_kernel": 1 if dtype != fp8.FP8 else 2, "rope_kernel": 1}
+    assert len(keys.eager["_attend"]) > 2 * len(keys.found["_attend"])
+    assert all(len(keys.eager[name]) > n for name, n in counts.items())
+
+
+def test_attention_of_an_engine(keys, monkeypatch):
+    """Prefills and steps of drafted texts on a pretended device: nothing beside the same forms."""
+    monkeypatch.setattr(dispatch, "KERNELS", "triton")
+    triton_interpreter.interpret_pretended(monkeypatch)
+    launch = GridExecutor.__call__
+
+    def keyed(self, *arguments, **options):
+        if self.fn.__name__ in keys.found:
+            keys.add(self.fn.__name__, arguments, options)
+        return launch(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", keyed)
+    with PretendCuda():
+        text_engine("cuda", ("ngram",)).run_many(
+            texts("ngram", "sample", "greedy", count=2, most=4)
+        )
+    place = tree_attention._attend.arg_names.index("BLOCK_Q")
+    blocks = {key[place] for key in keys.found["_attend"]}
+    assert len(keys.found["_attend"]) == len(blocks) <= 4  # no root is long enough to be split
+    assert len(keys.found["rope_kernel"]) == 1
+
+
+def slid(tensor, g):
+    """The same numbers at another address: 8 bytes or a few behind one that is aligned."""
+    before = int(torch.randint(0, 3, (), generator=g))
+    return torch.cat([tensor.flatten().new_zeros(before), tensor.flatten()])[before:]
+
+
+def judged(count, vocabulary):
+    """What lanes judge: 1 to 49 trees of any size, of drawn drafts and others, to any depth."""
+    g = torch.Generator().manual_seed(1)
+    for number in range(count):
+        trees = [
+            draw_tree("tree", int(torch.randint(1, 20, (), generator=g)), g)
+            for _ in range(int(torch.randint(1, 8, (), generator=g)) ** 2)
+        ]
+        tree = merge(trees) if len(trees) > 1 else trees[0]
+        names = ("tokens", "parents", "ends", "depths", "offsets")
+        tree = replace(tree, **{name: slid(getattr(tree, name), g) for name in names})
+        seeds, lengths = (slid(torch.zeros(len(trees), dtype=torch.int64), g) for _ in "sl")
+        logits = torch.empty(tree.num_nodes, vocabulary)
+        warmth = slid(torch.ones(len(trees)), g)
+        yield logits, tree, Keys(seeds, lengths), warmth, 1 + number % 17, g
+
+
+@pytest.mark.parametrize("vocabulary", [700, 151_936])
+def test_acceptance_and_heads_over_a_day(vocabulary, monkeypatch):
+    """One code for each set of constants: nothing that a step is made of has one of its own."""
+    keys = Launches(OTHERS)
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda self, *a, **o: keys.add(self.fn.__name__, a, o)
+    )
+    matrix, gains = torch.empty(1, vocabulary, 16), torch.ones(3, 48)
+    for logits, tree, seeds, warmth, depth, g in judged(60, vocabulary):
+        accept.accept(logits, tree, seeds, warmth, depth)
+        q = DraftProbs(logits, slid(torch.arange(tree.num_nodes), g))
+        accept_drawn.accept_drawn(logits, q, tree, seeds, depth)
+        head_topk.head_topk(torch.zeros(len(warmth), 3, 16), matrix, 4)
+        grouped_rms_norm.grouped_rms_norm(torch.zeros(tree.num_nodes, 3, 48), gains, 1e-6)
+    counts = {name: len(found) for name, found in keys.found.items() if found}
+    assert counts == {name: len(made) for name, made in keys.constants.items() if made}
+    # Shares of the vocabulary, fewer where many nodes are judged; rows of a block 16 to 64.
+    assert counts.pop("walk_kernel") <= 2 and counts.pop("head_kernel") <= 3
+    assert set(counts.values()) == {1} and len(counts) == 5
+    assert len(keys.eager["walk_kernel"]) > 4
+
+
+def test_trie_steps_of_a_day(monkeypatch):
+    """Any number of beams and users, every level of two catalogues, versions that grow."""
+    keys = Launches(OTHERS)
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda self, *a, **o: keys.add(self.fn.__name__, a, o)
+    )
+    g = torch.Generator().manual_seed(0)
+    for sizes in ((8, 32, 15), (40, 1, 64)):
+        ids = [torch.randint(0, size, (500,), generator=g) for size in sizes]
+        codes = torch.unique(torch.stack(ids, 1), dim=0)
+        base = build_trie(codes[::2], sizes)
+        for grown in (1, 7, 100):
+            rows = torch.arange(grown) + len(codes[::2])
+            live = overlay_trie(base, codes[1::2][:grown], rows, len(base.leaf_items) + grown)
+            for batch, beams in ((1, 1), (2, 7), (3, 16), (16, 10), (1, 64)):
+                for trie in (base, live):
+                    for level, width in enumerate(trie.widths):
+                        step(trie, batch, beams, sizes[level], width, g)
+    found, eager = keys.found["children_kernel"], keys.eager["children_kernel"]
+    assert len(found) == len(keys.constants["children_kernel"]) < len(eager) / 5
+
+
+def step(trie, batch, beams, codes, width, g):
+    """A level without a filter, with exclusions and with bits of what is allowed."""
+    nodes = slid(torch.zeros(batch * beams, dtype=torch.int64), g).view(batch, beams)
+    scores = slid(torch.zeros(batch * beams), g).view(batch, beams)
+    arguments = trie, nodes, scores, torch.zeros(batch * beams, codes), width, 5
+    excluded = slid(torch.zeros(batch * 21, dtype=torch.int32), g).view(batch, 21)
+    allowed = Allowed(leaf_bits(torch.ones(batch, trie.base.num_items, dtype=torch.bool)))
+    for options in ({}, {"excluded": excluded}, {"allowed": allowed}):
+        trie_topk.best_children(*arguments, **options)

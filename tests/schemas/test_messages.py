@@ -1,0 +1,126 @@
+"""Bodies: what is refused, and that the message names field, bound and what came."""
+
+import msgspec
+import pytest
+
+from recserve.schemas.items import InvalidRequest, ItemBody, RankBody, RecommendBody
+from recserve.schemas.misfit import converted
+from recserve.schemas.text import ChatBody, CompletionBody
+from recserve.server.decoding import MalformedBody, decode
+
+RECOMMEND = msgspec.json.Decoder(RecommendBody)
+RANK = msgspec.json.Decoder(RankBody)
+
+
+@pytest.mark.parametrize(
+    "raw, param, words",
+    [
+        ('{"k": 5000}', "k", ("1000", "5000")),
+        ('{"k": 0}', "k", (">= 1", "got 0")),
+        ('{"k": "x"}', "k", ("int", "str")),
+        ('{"beam_width": 1001}', "beam_width", ("1000", "1001")),
+        ('{"bean_width": 5}', "bean_width", ("did you mean beam_width",)),
+        ('{"exclude": {"sen": true}}', "exclude.sen", ("did you mean seen",)),
+        ('{"exclude": {"beam_widht": 1}}', "exclude.beam_widht", ("fields are item_ids, seen",)),
+        ('{"exclude": {"seen_within_s": 0}}', "exclude.seen_within_s", ("> 0", "got 0")),
+        ('{"user": {}}', "user.id", ("required",)),
+        ('{"user": {"id": ""}}', "user.id", (">= 1", 'got ""')),
+        ('{"history": ["a", "%s"]}' % ("b" * 300), "history[1]", ("256", "length 300")),
+        ('{"timeout_ms": 0}', "timeout_ms", ("got 0",)),
+        ('{"request_id": "a b"}', "request_id", ("expected 1 to 128 of A-Z", 'got "a b"')),
+        ('{"outcome": "click"}', "outcome", ("null",)),
+        ('{"outcome": {"a": 1, "b": 0, "c": 1}}', "outcome.b", ("> 0", "got 0")),
+        ('{"outcome": {"a": 1, "": 1}}', "outcome", ("of its keys", ">= 1", 'got ""')),
+        ('{"outcome": {"a": 0}, "k": 0}', "outcome.a", ("> 0", "got 0")),
+        ("[]", None, ("object", "array")),
+        ('{"filter":' + '{"not":' * 50_000 + "1" + "}" * 50_001, None, ("too deep",)),
+    ],
+)
+def test_recommend_body_names_field_bound_and_value(raw, param, words):
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RECOMMEND, raw.encode())
+    assert caught.value.param == param
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "raw, param, words",
+    [
+        ('{"candidates": []}', "candidates", (">= 1", "length 0")),
+        ("{}", "candidates", ("required",)),
+        ('{"candidates": [{"item_id": "a"}, {"id": "a"}]}', "candidates[1].id", ("item_id",)),
+        (
+            '{"candidates": [{"item_id": "a", "shown_at": "2026-01-01T00:00:00"}]}',
+            "candidates[0].shown_at",
+            ("timezone", "2026-01-01T00:00:00"),
+        ),
+        (
+            '{"candidates": [{"item_id": "a", "features": {"x": 1}},'
+            ' {"item_id": "b", "features": {"x": 1, "y": "2"}}]}',
+            "candidates[1].features.y",
+            ("float", "str"),
+        ),
+        (
+            '{"candidates": [' + ",".join(['{"item_id": "a"}'] * 4097) + "]}",
+            "candidates",
+            ("4096", "4097"),
+        ),
+    ],
+)
+def test_rank_body_names_field_bound_and_value(raw, param, words):
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RANK, raw.encode())
+    assert caught.value.param == param
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"k": 1} x', b'{"k": NaN}', b'{"strategy": "\xff"}'])
+def test_what_is_not_json_is_malformed(raw):
+    with pytest.raises(MalformedBody):
+        decode(RECOMMEND, raw)
+
+
+def test_number_out_of_range_is_not_an_internal_error():
+    with pytest.raises(InvalidRequest):
+        decode(RANK, b'{"candidates": [{"item_id": "a", "features": {"x": 1e400}}]}')
+
+
+def test_long_values_are_not_echoed_whole():
+    with pytest.raises(InvalidRequest) as caught:
+        decode(RECOMMEND, b'{"strategy": "%s"}' % (b"s" * 100_000))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "kind, given, message",
+    [
+        (ItemBody, {}, "item_id: is required"),
+        (ItemBody, {"item_id": ""}, 'item_id: expected str of length >= 1, got ""'),
+        (
+            ItemBody,
+            {"item_id": "a", "categories": ["b", ""]},
+            'categories[1]: expected str of length >= 1, got ""',
+        ),
+        (
+            ChatBody,
+            {"messages": [{"role": "tool", "content": ""}]},
+            'messages[0].role: expected assistant or developer or system or user, got "tool"',
+        ),
+        (
+            CompletionBody,
+            {"prompt": "", "logit_bias": {"7": 1, "8": 1000, "9": 1}},
+            "logit_bias.8: expected float <= 100.0, got 1000",
+        ),
+        (
+            CompletionBody,
+            {"prompt": "", "logit_bias": {"7": 1, "x": 1}},
+            'logit_bias: of its keys, expected int, got "x"',
+        ),
+    ],
+)
+def test_values_of_plain_types_are_refused_in_the_same_words(kind, given, message):
+    with pytest.raises(InvalidRequest) as caught:
+        converted(given, kind)
+    assert str(caught.value) == message

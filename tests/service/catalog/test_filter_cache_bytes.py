@@ -1,0 +1,82 @@
+"""The cache of filters counts all that an entry holds, so that its bound is one of the process."""
+
+import gc
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.core.allowed import AllowedItems
+from recserve.kernels.trie.trie import build_trie
+from recserve.schemas.items import ItemsBody
+from recserve.service import Service
+from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
+from tests.support.tiny_bundle import shared_bundle
+
+CAPACITY_BYTES = 1 << 20
+
+
+class Version:
+    """Stands for a catalogue version."""
+
+
+VERSION = Version()
+TRIE = build_trie(torch.cartesian_prod(torch.arange(30), torch.arange(30)), (30, 30))
+
+
+def kept_of(number):
+    allowed = AllowedItems.of(np.arange(900) % 7 == number % 7)
+    allowed.leaves(TRIE)
+    return Kept(weakref.ref(VERSION), weakref.ref(TRIE), allowed)
+
+
+def test_an_entry_counts_its_key_its_items_and_its_objects():
+    cache, kept = FilterCache(), kept_of(0)
+    cache.put(b"k" * 1000, kept)
+    assert cache.num_bytes == 1000 + kept.allowed.num_bytes + ENTRY_BYTES
+
+
+def test_small_filters_are_not_taken_for_weightless():
+    cache = FilterCache(CAPACITY_BYTES)
+    for number in range(1000):
+        cache.put(b"%d" % number, kept_of(number))
+    assert 0 < len(cache) <= CAPACITY_BYTES // ENTRY_BYTES
+    assert cache.get(b"0") is None and cache.get(b"999") is not None
+
+
+@pytest.fixture
+def service(tmp_path):
+    store, journal = f"lmdb:{tmp_path}/store", tmp_path / "items"
+    with Service.open(shared_bundle(), store, "cpu", journal=journal) as opened:
+        yield opened
+
+
+def test_varied_filters_after_a_change_stay_within_the_bound(service):
+    """One changed item and filters of 24 kB, none twice: as much memory as the cache may have."""
+    ids = service.runtime.snapshot.catalog.items.ids
+    service.put_items(ItemsBody(items=[{"item_id": ids[7], "categories": ["Care"]}]))
+    snapshot = service.runtime.snapshot
+    snapshot.asked.capacity_bytes = CAPACITY_BYTES
+    assert snapshot.items.num_records == 1
+
+    def ask(first):
+        for number in range(first, first + 100):
+            names = [f"no-such-item-{number}-{n}" for n in range(998)]
+            tree = {"in": ["item_id", [*names, ids[7], ids[number]]]}
+            found = snapshot.allowed(tree)
+            assert set(np.flatnonzero(found.mask()).tolist()) == {7, number}
+
+    ask(100)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        ask(200)
+        ask(300)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < 2 * CAPACITY_BYTES
+    assert snapshot.asked.num_bytes <= CAPACITY_BYTES

@@ -1,0 +1,96 @@
+"""Which versions of a live catalogue can be restored, by a clock of our own; and that they are."""
+
+import contextlib
+import gc
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recserve.schemas.items import RollbackBody
+from recserve.service.catalog import kept_versions as module
+from recserve.service.catalog import live_items as live_items_module
+from recserve.service.catalog.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
+from recserve.service.errors import UnknownVersion
+from tests.support.grids import chosen
+from tests.support.live_catalogues import base_of, item_like, put, scores, slate
+
+
+class Base:
+    """A trie, as far as it is kept or not."""
+
+
+def version(number):
+    return SimpleNamespace(name=f"v.{number}" if number else "v", number=number)
+
+
+def filled(count, every_s):
+    """Versions 1 to count, one every so many seconds, each over a base of its own."""
+    clock = [0.0]
+    kept = KeptVersions(version(0), Base(), lambda: clock[0])
+    bases = []
+    for number in range(1, count + 1):
+        clock[0] += every_s
+        base = Base()
+        bases.append(weakref.ref(base))
+        kept.add(version(number), base)
+    return kept, bases
+
+
+def there(kept, count):
+    found = []
+    for number in range(count + 1):
+        with contextlib.suppress(UnknownVersion):
+            found.append(kept.get(version(number).name).items.number)
+    return found
+
+
+@pytest.mark.parametrize("every_s", chosen((0.1, 7.0, 61.0, 3600.0), "0.1", "61.0"))
+def test_dense_near_now_and_sparse_further_back(every_s):
+    count = 3000
+    kept, bases = filled(count, every_s)
+    numbers = there(kept, count)
+    assert numbers[0] == 0 and numbers[-NEWEST:] == list(range(count - NEWEST + 1, count + 1))
+    further = np.array(numbers[1:-NEWEST])
+    assert len(further) <= FURTHER and len(kept) == len(numbers)
+    gaps = np.diff(further) * every_s
+    assert (gaps >= APART_S - 1e-6).all() and (gaps < APART_S + 2 * every_s).all()
+    # What the clock allows is kept: everything back to the bundle, or all the places are taken.
+    reach_s = (count - NEWEST) * every_s
+    assert len(further) == min(FURTHER, int(reach_s // max(APART_S, every_s)))
+    gc.collect()
+    assert sum(base() is not None for base in bases) == NEWEST
+
+
+def test_the_error_names_the_nearest():
+    kept, _ = filled(2000, 0.1)
+    with pytest.raises(UnknownVersion, match=r"nearest are v\.599 and v\.1199|nearest are v\.6"):
+        kept.get("v.700")
+    with pytest.raises(UnknownVersion, match=r"nearest are v\.2000$"):
+        kept.get("v.5000")
+    for name in ("other", "w.3", "v.x", "v.-1", "v." + "9" * 80, ""):
+        with pytest.raises(UnknownVersion) as error:
+            kept.get(name)
+        assert len(str(error.value)) < 220
+
+
+def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monkeypatch):
+    """Behind a fold, whose base it does not hold; items come, go and move in between."""
+    monkeypatch.setattr(module, "NEWEST", 1)
+    monkeypatch.setattr(module, "APART_S", 0.0)
+    ids = base_of(service).items.ids
+    put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(4)])
+    wanted = put(service, {"item_id": ids[2], "embedding": base_of(service).vectors[9].tolist()})
+    expected = scores(slate(service))
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 5)
+    put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
+    service._items._folding.join()
+    service.hide_item("a1")
+    folded = service.runtime.snapshot.base_trie
+    answer = service.rollback_items(RollbackBody(catalog_version=wanted.catalog_version))
+    assert answer.restored == wanted.catalog_version
+    assert service.runtime.snapshot.base_trie is not folded
+    assert scores(slate(service)) == pytest.approx(expected, abs=1e-5)
+    put(service, item_like(service, "c"))
+    assert set(scores(slate(service))) == set(expected) | {"c"}

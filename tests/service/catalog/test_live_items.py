@@ -1,0 +1,509 @@
+"""Items that change while answers go out: over the service, over HTTP, across a kill."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from recserve.config import ServerConfig
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.items import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
+from recserve.server.app import create_app
+from recserve.service.catalog import live_items as live_items_module
+from recserve.service.errors import UnknownItem, UnknownVersion
+from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
+from tests.support.live_server import live
+from tests.support.tiny_bundle import shared_bundle
+
+
+def rank(service, *ids, scorer="ranker", history=None):
+    history = base_of(service).items.ids[:3] if history is None else history
+    body = RankBody(history=history, candidates=[Candidate(item_id=i) for i in ids], scorer=scorer)
+    return service.rank(body)
+
+
+@pytest.mark.parametrize("strategy", ["beam", "speculative"])
+@pytest.mark.parametrize("dense_weight", [0.0, 1.0])
+def test_a_new_item_is_recommended_and_ranked_at_once(service, strategy, dense_weight):
+    before = slate(service)
+    answer = put(service, item_like(service, "new"))
+    assert (answer.inserted, answer.updated, answer.rejected, answer.degraded) == (1, 0, [], [])
+    assert answer.catalog_version == base_of(service).version + ".1"
+    found = slate(service, strategy=strategy, dense_weight=dense_weight)
+    assert found.catalog_version == answer.catalog_version != before.catalog_version
+    assert set(scores(found)) == set(scores(before)) | {"new"} and len(before.items) == 500
+    for scorer in ("ranker", "likelihood"):
+        ranked = rank(service, "new", base_of(service).items.ids[5], scorer=scorer)
+        assert not ranked.missing_item_ids and ranked.catalog_version == answer.catalog_version
+    if not dense_weight:
+        assert {r.item_id: r.score for r in ranked.items}["new"] == pytest.approx(
+            scores(found)["new"], abs=1e-5
+        )
+    there = service.item("new")
+    assert there.title == "Rose lipstick" and there.categories == ["Care > Lips"]
+    beside = base_of(service).index.codes[lonely(service)].tolist()
+    assert there.semantic_id == [*beside[:2], 1]
+    assert there.popularity == 0
+
+
+def test_text_alone_places_a_new_item_as_the_build_would(service):
+    catalog, row = base_of(service), lonely(service)
+    words = {"title": catalog.items.titles[row], "categories": catalog.items.categories[row]}
+    put(service, {"item_id": "twin", **words})
+    assert np.allclose(service.runtime.snapshot.items.vectors[500], catalog.vectors[row], atol=1e-6)
+    assert service.item("twin").semantic_id == [*catalog.index.codes[row, :2].tolist(), 1]
+
+
+def test_items_without_known_words_say_so(service):
+    answer = put(service, {"item_id": "odd", "title": "zzzz"}, {"item_id": "odder"})
+    assert answer.inserted == 2 and [note.index for note in answer.degraded] == [0, 1]
+    assert {"odd", "odder"} <= set(scores(slate(service)))
+
+
+def test_new_words_keep_the_row_and_all_it_learned(service):
+    item = base_of(service).items.ids[4]
+    before, old = slate(service), service.item(item)
+    answer = put(service, {"item_id": item, "title": "New", "categories": ["Odd > Corner"]})
+    assert (answer.inserted, answer.updated) == (0, 1)
+    now = service.item(item)
+    assert (now.title, now.categories) == ("New", ["Odd > Corner"])
+    assert now.semantic_id == old.semantic_id and now.attributes == old.attributes
+    assert scores(slate(service)) == pytest.approx(scores(before), rel=1e-6)
+    only = slate(service, filter={"eq": ["category", "Corner"]})
+    assert [i.item_id for i in only.items] == [item]
+    gone = slate(service, filter={"eq": ["category", old.categories[0]]})
+    assert item not in scores(gone) and gone.items
+
+
+def test_numbers_of_any_size_are_taken_and_ranked(service):
+    """A price that float32 cannot hold has a score like any other, and so have its neighbours."""
+    sizes = {"vast": 1.7e308, "low": -1e30, "whole": 10**30, "none": 0.0}
+    answer = put(service, *(item_like(service, name, price=size) for name, size in sizes.items()))
+    assert answer.inserted == 4 and not answer.rejected
+    assert service.item("whole").attributes["price"] == 1e30
+    ranked = rank(service, *sizes)
+    assert len(ranked.items) == 4 and all(np.isfinite(item.score) for item in ranked.items)
+
+
+def test_attributes_are_checked_and_filtered_by(service):
+    answer = put(
+        service,
+        item_like(service, "cheap", price=0.25),
+        item_like(service, "dear", attributes={"price": 1e6, "brand": "none such"}),
+        item_like(service, "odd", prize=3),
+        item_like(service, "odder", price="much"),
+        {"item_id": "", "title": "x"},
+        {"item_id": "short", "embedding": [1.0]},
+        {"item_id": "cheap", "title": "twice"},
+        {"title": "no id"},
+    )
+    assert answer.inserted == 2
+    reasons = {note.index: note.reason for note in answer.rejected}
+    assert sorted(reasons) == [2, 3, 4, 5, 6, 7]
+    assert "did you mean price" in reasons[2] and "expected double" in reasons[3]
+    assert "expected 16 numbers, got 1" in reasons[5] and "twice" in reasons[6]
+    assert scores(slate(service, filter={"range": ["price", None, 0.3]})).keys() == {"cheap"}
+    assert scores(slate(service, filter={"eq": ["brand", "none such"]})).keys() == {"dear"}
+    put(service, {"item_id": "dear", "attributes": {"price": None}})
+    assert service.item("dear").attributes == {"price": None, "brand": "none such"}
+    assert not scores(slate(service, filter={"range": ["price", 1e5, None]}))
+
+
+def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
+    ids = base_of(service).items.ids
+    far = base_of(service).vectors[300]
+    service.add_events(EventsBody(events=[EventBody(user_id="me", item_id=ids[4])]))
+    counts = rank(service, ids[4], scorer="ranker").items[0].score
+    put(service, {"item_id": ids[4], "embedding": far.tolist()})
+    now = service.item(ids[4])
+    assert now.semantic_id[:2] == base_of(service).index.codes[300, :2].tolist()
+    assert now.title == base_of(service).items.titles[4]
+    assert now.popularity == base_of(service).popularity[4]
+    assert [e.item_id for e in service.history("me").events] == [ids[4]]
+    everything = scores(slate(service))
+    assert len(everything) == 500 and ids[4] in everything
+    assert rank(service, ids[4], scorer="ranker").items[0].score != counts
+    mine = service.recommend(RecommendBody(user=UserRef(id="me"), k=600, beam_width=600))
+    assert ids[4] not in {i.item_id for i in mine.items} and len(mine.items) == 499
+    # The same vector again changes nothing but the version.
+    row = service.runtime.snapshot.rows.get(ids[4])
+    put(service, {"item_id": ids[4], "embedding": far.tolist()})
+    assert service.runtime.snapshot.rows.get(ids[4]) == row
+
+
+def test_hidden_items_are_answered_nowhere_and_can_come_back(service):
+    ids = base_of(service).items.ids
+    before = scores(slate(service, strategy="beam"))
+    service.hide_item(ids[9])
+    for fields in ({}, {"dense_weight": 1.0}, {"filter": {"range": ["price", 0, None]}}):
+        assert ids[9] not in {i.item_id for i in slate(service, **fields).items}
+    popular = service.recommend(RecommendBody(history=[], k=600)).items
+    assert len(popular) == 499 and ids[9] not in {i.item_id for i in popular}
+    assert rank(service, ids[9], ids[3]).missing_item_ids == [ids[9]]
+    with pytest.raises(UnknownItem):
+        service.item(ids[9])
+    with pytest.raises(UnknownItem):
+        service.hide_item(ids[9])
+    rejected = service.add_events(EventsBody(events=[EventBody(user_id="x", item_id=ids[9])]))
+    assert len(rejected.rejected) == 1
+    # What a user did with it still counts, and scores of the others stay what they were.
+    with_it = slate(service, history=[ids[9], ids[1]])
+    assert with_it.degraded == ["fewer_than_k"]
+    now = scores(slate(service))
+    assert now == pytest.approx({k: v for k, v in before.items() if k != ids[9]}, abs=1e-5)
+    assert put(service, {"item_id": ids[9]}).inserted == 1
+    assert scores(slate(service)) == pytest.approx(before, abs=1e-5)
+
+
+def test_a_semantic_id_of_a_hidden_item_is_free_again(service):
+    catalog = base_of(service)
+    own = catalog.index.codes[0].tolist()
+    service.hide_item(catalog.items.ids[0])
+    put(service, item_like(service, "heir", embedding=catalog.vectors[0].tolist()))
+    taken = service.item("heir").semantic_id
+    assert taken[:2] == own[:2]
+    # Fill whatever is left under these codes, and then some: the last code moves on.
+    answer = put(service, *[item_like(service, f"more-{n}", 0) for n in range(12)])
+    assert answer.inserted == 12
+    there = [tuple(service.item(i).semantic_id) for i in scores(slate(service))]
+    assert len(set(there)) == len(there) == 512
+    moved = [code for code in there if list(code[:1]) == own[:1] and list(code[:2]) != own[:2]]
+    assert moved
+    # The first item wants back in, and its old id belongs to somebody else.
+    assert put(service, {"item_id": catalog.items.ids[0]}).inserted == 1
+    assert len(scores(slate(service))) == 513
+
+
+def test_rollback_restores_what_was(service):
+    ids = base_of(service).items.ids
+    first = put(service, item_like(service, "one")).catalog_version
+    expected = scores(slate(service))
+    put(service, item_like(service, "two"), {"item_id": ids[2], "title": "other"})
+    put(service, {"item_id": ids[3], "embedding": base_of(service).vectors[80].tolist()})
+    service.hide_item(ids[5])
+    answer = service.rollback_items(RollbackBody(catalog_version=first))
+    assert answer.restored == first and answer.catalog_version == first[:-1] + "5"
+    found = slate(service)
+    assert found.catalog_version == answer.catalog_version
+    assert scores(found) == pytest.approx(expected, abs=1e-5)
+    assert service.item(ids[2]).title == base_of(service).items.titles[2]
+    put(service, item_like(service, "three"))
+    assert set(scores(slate(service))) == set(expected) | {"three"}
+    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    assert set(scores(slate(service))) == set(ids)
+    with pytest.raises(UnknownVersion, match="there are"):
+        service.rollback_items(RollbackBody(catalog_version="none"))
+
+
+def test_rows_of_other_versions_do_not_touch_the_scores(service):
+    """A row that was replaced, or rolled back, has no share in the dense head's softmax."""
+    first = scores(slate(service, dense_weight=5.0))
+    strong = slate(service, dense_weight=5.0).items[0].item_id
+    vector = service.runtime.snapshot.items.vectors[service.runtime.snapshot.rows.get(strong)]
+    put(service, *[item_like(service, f"n{n}", embedding=vector.tolist()) for n in range(5)])
+    moved = [{"item_id": f"n{n}", "embedding": (-vector).tolist()} for n in range(5)]
+    put(service, *moved)
+    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    assert scores(slate(service, dense_weight=5.0)) == pytest.approx(first, abs=1e-5)
+
+
+def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
+    ids = base_of(service).items.ids
+    service.hide_item(ids[5])
+    for step in range(4):
+        put(service, *[item_like(service, f"{step}-{n}", step * 50 + 3 * n) for n in range(4)])
+        far = base_of(service).vectors[90 + step].tolist()
+        put(service, {"item_id": ids[step], "embedding": far})
+    expected = slate(service, dense_weight=0.5)
+    assert service.runtime.snapshot.base_trie.num_rows == 500
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 20)
+    put(service, {"item_id": ids[40], "title": "over the bound"})
+    service._items._folding.join()
+    snapshot = service.runtime.snapshot
+    assert snapshot.base_trie.num_rows == snapshot.num_items == 520
+    found = slate(service, dense_weight=0.5)
+    assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
+    put(service, item_like(service, "after"))
+    service.hide_item("0-1")
+    now = scores(slate(service))
+    assert set(now) == set(scores(expected)) - {"0-1"} | {"after"}
+
+
+def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch):
+    """Through changes, a fold and a rollback behind it; the slates are those that are launched."""
+    engine, first = service.runtime.engine, service.runtime.snapshot
+    lane, strategy = engine._lanes["recommender"], engine._strategies["beam"]
+    shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
+    graphs = SearchGraphs(
+        lane.runner, strategy.model, None, SearchLimits(shapes, 64), lambda step: step
+    )
+    engine.replay(graphs)
+    engine.record(first.trie)
+
+    def recorded(base):
+        wait_until(lambda: graphs._trie.base is base)
+        before = graphs.counts["replayed"]
+        found = slate(service, k=20, dense_weight=0.5, strategy="beam")
+        assert graphs.counts["replayed"] == before + 1, graphs.counts
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy, "recorded", None)
+            launched = slate(service, k=20, dense_weight=0.5, strategy="beam")
+        assert scores(found) == pytest.approx(scores(launched), abs=1e-5)
+
+    recorded(first.base_trie)
+    put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(9)])
+    service.hide_item("a1")
+    recorded(first.base_trie)
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 10)
+    put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
+    service._items._folding.join()
+    folded = service.runtime.snapshot.base_trie
+    assert folded is not first.base_trie
+    recorded(folded)
+    monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
+    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    assert service.runtime.snapshot.base_trie is first.base_trie
+    recorded(first.base_trie)
+
+
+def wait_until(true, seconds=30.0):
+    """Polls."""
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_changes_survive_a_restart(tmp_path):
+    with opened(tmp_path) as service:
+        ids = base_of(service).items.ids
+        put(service, item_like(service, "kept", price=0.5), {"item_id": ids[1], "title": "other"})
+        service.hide_item(ids[2])
+        back = put(service, {"item_id": ids[3], "embedding": [0.5] * 16}).catalog_version
+        put(service, item_like(service, "undone"))
+        service.rollback_items(RollbackBody(catalog_version=back))
+        expected = slate(service, dense_weight=0.5)
+        there = service.item("kept")
+        journal = service._items.journal
+        assert journal.num_changes == 4 and len(journal.path.read_bytes()) == journal.length
+    with opened(tmp_path) as service:
+        found = slate(service, dense_weight=0.5)
+        assert scores(found) == pytest.approx(scores(expected), abs=1e-5)
+        assert found.catalog_version == expected.catalog_version
+        assert service.item("kept") == there and service.item(ids[1]).title == "other"
+        assert put(service, item_like(service, "later")).catalog_version.endswith(".6")
+        service.rollback_items(RollbackBody(catalog_version=expected.catalog_version))
+        assert scores(slate(service, dense_weight=0.5)) == pytest.approx(scores(found), abs=1e-5)
+
+
+def test_deleting_a_user_forgets_roots_of_earlier_versions(service):
+    ids = base_of(service).items.ids
+    service.add_events(EventsBody(events=[EventBody(user_id="me", item_id=i) for i in ids[:3]]))
+    ask = RecommendBody(user=UserRef(id="me"), k=5, explain=True)
+    service.recommend(ask)
+    assert service.recommend(ask).explanation.root_tokens_computed == 0
+    put(service, {"item_id": ids[1], "embedding": [0.5] * 16})
+    service.delete_user("me")
+    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    again = RecommendBody(history=ids[:3], k=5, explain=True)
+    assert service.recommend(again).explanation.root_tokens_cached == 0
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from recserve.schemas.items import ItemsBody
+from recserve.service import Service
+bundle, folder = sys.argv[1:]
+service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", journal=Path(folder) / "items")
+n = 0
+while True:
+    answer = service.put_items(ItemsBody(items=[{"item_id": f"w{n}", "title": "Rose"}]))
+    if answer.rejected:  # the semantic ids near a rose are taken: nothing more to lose
+        time.sleep(60)
+    n += 1
+    print(answer.catalog_version, flush=True)
+"""
+
+
+def test_what_was_answered_survives_a_kill(tmp_path):
+    command = [sys.executable, "-c", WRITER, str(shared_bundle()), str(tmp_path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    answered = [writer.stdout.readline().strip() for _ in range(12)]
+    with opened(tmp_path) as other, pytest.raises(JournalError, match="another process"):
+        put(other, {"item_id": "mine", "embedding": [0.5] * 16})  # roses may all be taken by now
+    os.kill(writer.pid, signal.SIGKILL)
+    answered += [line.strip() for line in writer.stdout if line.endswith("\n")]
+    writer.wait()
+    with opened(tmp_path) as service:
+        assert service.runtime.snapshot.items.number >= len(answered)
+        found = set(scores(slate(service)))
+        assert {f"w{n}" for n in range(len(answered))} <= found
+        assert put(service, {"item_id": "after", "embedding": [0.5] * 16}).inserted == 1
+
+
+def test_a_torn_line_is_dropped_and_damage_is_an_error(tmp_path):
+    path = tmp_path / "items" / "v.jsonl"
+    journal = ItemJournal(path)
+    assert journal.read() == []
+    for number in (1, 2):
+        journal.append(JournalEntry(number, hidden=("a",)))
+    journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'1234abcd {"number": 3, "hi')
+    journal = ItemJournal(path)
+    assert [entry.number for entry in journal.read()] == [1, 2]
+    stranger = ItemJournal(path)
+    stranger.read()
+    journal.replace([JournalEntry(2, hidden=("b",)), JournalEntry(2)])
+    with pytest.raises(JournalError, match="another process changes"):
+        stranger.append(JournalEntry(3))
+    journal.append(JournalEntry(3, hidden=("c",)))
+    journal.close()
+    with pytest.raises(JournalError, match="restart"):
+        stranger.append(JournalEntry(3))
+    assert [entry.hidden for entry in ItemJournal(path).read()] == [("b",), (), ("c",)]
+    assert not path.with_name("v.jsonl.new").exists()
+    path.write_bytes(whole.replace(b'"a"', b'"b"', 1))
+    with pytest.raises(JournalError, match="line 1 is damaged"):
+        ItemJournal(path).read()
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """A disk that takes the beginning of a write and refuses the rest, as a full one does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_refuses_the_change_and_keeps_what_was_answered(tmp_path):
+    path = tmp_path / "items" / "v.jsonl"
+    journal = ItemJournal(path)
+    entries = [JournalEntry(number, hidden=("an item",)) for number in range(1, 4)]
+    journal.append(entries[0])
+    length = path.stat().st_size
+    for room in (0, 1, length - 1):
+        with files_of_at_most(length + room):
+            with pytest.raises(JournalError, match="not writable"):
+                journal.append(entries[1])
+            with pytest.raises(JournalError, match="not writable"):
+                journal.replace(entries)
+        assert path.stat().st_size == length
+        assert not path.with_name("v.jsonl.new").exists()
+    journal.append(entries[2])
+    journal.close()
+    assert ItemJournal(path).read() == [entries[0], entries[2]]
+
+
+def test_every_answer_is_of_the_version_it_names(tmp_path):
+    """Reads go on during 200 changes: each is exactly what its version holds, with its scores."""
+    holds: dict[str, set[str]] = {}
+    with opened(tmp_path) as service:
+        ids = base_of(service).items.ids
+        holds[base_of(service).version] = visible = set(ids)
+        done = threading.Event()
+
+        def read(seed):
+            draw, found = np.random.default_rng(seed), []
+            while not done.is_set():
+                history = [ids[i] for i in draw.integers(0, 500, 4)]
+                strategy = ("beam", "speculative")[int(draw.integers(2))]
+                weight = float(draw.integers(2))
+                found.append(
+                    slate(service, history=history, k=750, strategy=strategy, dense_weight=weight)
+                )
+                ranked = rank(service, *ids[:20], history=history)
+                known = {i.item_id for i in ranked.items}
+                found.append((ranked.catalog_version, known))
+            return found
+
+        with ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(read, seed) for seed in range(2)]
+            draw = np.random.default_rng(9)
+            for change in range(200):
+                kind = int(draw.integers(3))
+                if kind == 0:
+                    victim = sorted(visible)[int(draw.integers(len(visible)))]
+                    visible = visible - {victim}
+                    version = service.runtime.snapshot.items.number + 1
+                    holds[f"{base_of(service).version}.{version}"] = visible
+                    service.hide_item(victim)
+                else:
+                    like = int(draw.integers(500))
+                    name = f"n{change}" if kind == 1 else ids[int(draw.integers(20))]
+                    visible = visible | {name}
+                    version = service.runtime.snapshot.items.number + 1
+                    holds[f"{base_of(service).version}.{version}"] = visible
+                    answer = put(service, item_like(service, name, like))
+                    assert not answer.rejected
+            time.sleep(0.2)
+            done.set()
+            answers = [one for reader in readers for one in reader.result()]
+        assert service.runtime.illegal_items == 0
+    versions = set()
+    for answer in answers:
+        if isinstance(answer, tuple):
+            version, known = answer
+            assert known == holds[version] & set(ids[:20])
+            continue
+        versions.add(answer.catalog_version)
+        assert {i.item_id for i in answer.items} == holds[answer.catalog_version]
+        assert all(i.source == "model" for i in answer.items)
+    assert len(versions) > 3
+
+
+def test_a_setting_names_the_folder_of_the_journal(tmp_path):
+    folder = tmp_path / "kept"
+    config = ServerConfig(
+        bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", device="cpu", journal=folder
+    )
+    worker = create_app(config).state.worker
+    worker.start()
+    worker.loaded.wait()
+    put(worker.service, item_like(worker.service, "new"))
+    version = base_of(worker.service).version
+    worker.close()
+    assert [path.name for path in folder.iterdir()] == [f"{version}.jsonl"]
+
+
+def test_over_http(tmp_path):
+    with live(opened(tmp_path)) as client:
+        items = client.get("/playground/samples").json()["items"]
+        first = client.get("/version").json()["catalog_version"]
+        body = {"items": [{"item_id": "a/b", "title": "Rose", "price": 2.5}, {"item_id": 3}]}
+        answer = client.put("/v1/items", json=body)
+        assert answer.status_code == 200 and answer.json()["inserted"] == 1
+        assert answer.json()["rejected"][0]["index"] == 1
+        assert client.get("/v1/items/a/b").json()["attributes"]["price"] == 2.5
+        asked = {"history": items[:2], "candidates": [{"item_id": "a/b"}], "scorer": "ranker"}
+        ranked = client.post("/v1/rank", json=asked).json()
+        assert [i["item_id"] for i in ranked["items"]] == ["a/b"]
+        assert ranked["catalog_version"] == answer.json()["catalog_version"]
+        hidden = client.delete("/v1/items/a/b").json()
+        assert hidden == {"item_id": "a/b", "catalog_version": first + ".2"}
+        assert client.get("/v1/items/a/b").status_code == 404
+        gone = client.delete("/v1/items/a/b")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "unknown_item")
+        wrong = client.post("/v1/items:rollback", json={"catalog_version": "x"})
+        assert wrong.json()["error"]["code"] == "unknown_catalog_version"
+        back = client.post("/v1/items:rollback", json={"catalog_version": first + ".1"})
+        assert back.json() == {"catalog_version": first + ".3", "restored": first + ".1"}
+        assert client.get("/v1/items/a/b").json()["catalog_version"] == first + ".3"
+        many = {"items": [{"item_id": str(n)} for n in range(1001)]}
+        assert client.put("/v1/items", content=json.dumps(many)).status_code == 422

@@ -1,0 +1,152 @@
+"""`auto`: exact while there is time, the head alone where there is not, and back again."""
+
+import time
+
+import pytest
+
+from recserve.batch.together import together
+from recserve.engine.engine import Engine
+from recserve.metrics import ShadowCounts
+from recserve.schemas.items import RecommendBody
+from recserve.search.plan_choice import NO_DRAFT, NOT_CALIBRATED
+from recserve.service import Service
+from recserve.service.recommend.choosing import Chooser
+from tests.support.tiny_bundle import shared_bundle
+
+ALL = ("beam", "dense", "nezha", "parallel", "speculative")
+
+
+def in_ms(milliseconds: float) -> float:
+    return time.monotonic() + milliseconds / 1e3
+
+
+@pytest.mark.parametrize(
+    "there,exact",
+    [
+        (ALL, "speculative"),
+        (("beam", "nezha"), "beam"),
+        (("beam", "parallel"), "beam"),
+        (("parallel",), "parallel"),
+    ],
+)
+def test_without_hurry_it_is_the_exact_one(there, exact):
+    chooser = Chooser(there)
+    assert chooser.choose(50, None).strategy == exact
+    assert chooser.choose(50, in_ms(1)).strategy == exact  # nothing is known yet
+    assert not chooser.choose(50, in_ms(1)).hurried
+
+
+def test_a_deadline_that_exact_answers_miss_takes_the_quick_one():
+    chooser = Chooser(ALL)
+    for _ in range(3):
+        chooser.took("speculative", 50, 0.4)
+    assert chooser.choose(50, in_ms(5000)).strategy == "speculative"
+    hurried = chooser.choose(50, in_ms(100))
+    assert (hurried.strategy, hurried.hurried) == ("nezha", True)
+    assert chooser.choose(2, in_ms(100)).strategy == "speculative"  # other widths, other times
+    chooser.took("nezha", 50, 0.3)
+    assert chooser.choose(50, in_ms(100)).strategy == "dense"
+    chooser.took("dense", 50, 0.3)
+    assert chooser.choose(50, in_ms(100)).strategy == "nezha"  # none is in time: the first of them
+
+
+def test_the_exact_one_is_tried_again():
+    chooser = Chooser(("beam", "nezha"))
+    chooser.took("beam", 50, 1.0)
+    turned_away = 0
+    while chooser.choose(50, in_ms(300)).hurried:
+        turned_away += 1
+        assert turned_away < 200
+    assert turned_away > 20
+
+
+def test_a_rising_load_is_seen():
+    chooser = Chooser(("beam", "nezha"))
+    chooser.took("beam", 50, 0.01)
+    for _ in range(60):
+        chooser.took("beam", 50, 0.5)
+    assert chooser.choose(50, in_ms(100)).hurried
+
+
+@pytest.fixture
+def service(tmp_path):
+    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as opened:
+        yield opened
+
+
+def test_an_answer_says_that_it_was_hurried(service):
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    body = RecommendBody(history=history, k=5)
+    calm = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
+    assert calm.exact and "hurried" not in calm.degraded
+    chooser = service._recommendations.chooser
+    if not chooser.quick:
+        pytest.fail("the tiny bundle should hold a quick strategy")
+    for _ in range(50):
+        chooser.took(chooser.exact, 50, 1e4)
+    hurried = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
+    assert hurried.strategy in chooser.quick and not hurried.exact
+    assert "hurried" in hurried.degraded
+
+
+def test_a_shadow_compares_and_changes_nothing(service):
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    body = RecommendBody(history=history, k=5, strategy="beam")
+    alone = service.recommend(body)
+    service.compare_with("speculative", 1.0)
+    for _ in range(3):
+        assert service.recommend(body).items == alone.items
+    for _ in range(200):
+        counts = service.gauges().shadow["speculative"]
+        if counts.answers == 3:
+            break
+        time.sleep(0.02)
+    assert (counts.answers, counts.shared, counts.identical) == (3, 3.0, 3)
+    assert counts.seconds > 0 and counts.given_seconds > 0
+    service.compare_with("beam", 1.0)
+    service.recommend(body)
+    assert service.gauges().shadow["beam"] == ShadowCounts()
+    with pytest.raises(ValueError, match="shadow is 'other'; this bundle offers"):
+        service.compare_with("other", 0.5)
+    with pytest.raises(ValueError, match="expected 0 to 1, got 2|shadow_share is 2"):
+        service.compare_with("beam", 2)
+
+
+def test_auto_says_beam_where_nothing_was_drafted(service):
+    """Same slate either way; whoever names a strategy gets that name back."""
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    strategy = service.runtime.engine._strategies["speculative"]
+    found = {}
+    for plan in (NO_DRAFT, NOT_CALIBRATED):
+        strategy.only = plan
+        for asked in ("auto", "speculative"):
+            answer = service.recommend(RecommendBody(history=history, k=5, strategy=asked))
+            found[plan, asked] = answer.strategy
+            assert answer.exact
+    assert found == {
+        (NO_DRAFT, "auto"): "beam",
+        (NO_DRAFT, "speculative"): "speculative",
+        (NOT_CALIBRATED, "auto"): "speculative",
+        (NOT_CALIBRATED, "speculative"): "speculative",
+    }
+
+
+def test_a_batch_job_has_beam_search_for_auto(service):
+    """What it answers must not depend on the clock."""
+    history = list(service.runtime.snapshot.catalog.items.ids[:5])
+    bodies = [RecommendBody(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
+    assert [a.strategy for a in together(service)(bodies)] == ["beam", "speculative"]
+
+
+def test_costs_are_measured_before_the_engine_answers(tmp_path, monkeypatch):
+    order = []
+    for name in ("prepare", "start"):
+        original = getattr(Engine, name)
+
+        def noted(self, *rest, name=name, original=original):
+            order.append((name, *rest))
+            return original(self, *rest)
+
+        monkeypatch.setattr(Engine, name, noted)
+    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as opened:
+        assert order == [("prepare", opened.runtime.snapshot.trie), ("start",)]

@@ -1,0 +1,141 @@
+"""Merged drafts: who proposed what, shared prefixes, shares of the budget, outcomes told apart."""
+
+import torch
+
+from recserve.kernels.tree import AUXILIARY
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.speculation.text_request import SamplingParams, Speculation
+from tests.support.text_loop import check_draft
+from tests.support.token_paths import paths
+
+
+def draft(tokens, parents, **columns) -> TextDraft:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return TextDraft(torch.tensor(tokens), torch.tensor(parents), max(depths, default=0), **columns)
+
+
+class Fixed:
+    """Proposes one draft, cut to nothing where the budget is too small; remembers what it heard."""
+
+    def __init__(self, own: TextDraft) -> None:
+        self.own, self.budgets, self.heard, self.forgotten = own, [], [], []
+
+    def propose(self, contexts, budgets):
+        self.budgets.append(budgets)
+        fits = [b.num_nodes >= len(self.own) and b.depth >= self.own.depth for b in budgets]
+        return [self.own if fit else empty_draft() for fit in fits]
+
+    def commit(self, outcomes):
+        self.heard += outcomes
+
+    def forget(self, context_id):
+        self.forgotten.append(context_id)
+
+
+def context(rule="sample", id=0) -> TextContext:
+    return TextContext(id, [1, 2], 2, SamplingParams(), Speculation("test", rule))
+
+
+FIRST = draft([5, 6, 7, 8], [-1, 0, 0, -1])
+#   5 -+- 6          5 -- 7 -- 9
+#   8  `- 7          4
+SECOND = draft([5, 7, 9, 4], [-1, 0, 1, -1])
+
+
+def outcome(whole: TextDraft, accepted: tuple[int, ...]) -> TextOutcome:
+    rows = torch.arange(len(whole) + 1)[:, None]
+    tokens = (*(int(whole.tokens[node]) for node in accepted), 3)
+    return TextOutcome(context(), whole, accepted, tokens, rows.double(), rows.float())
+
+
+def test_equal_prefixes_are_one_node_that_remembers_both():
+    merged = MergedDrafter([Fixed(FIRST), Fixed(SECOND)])
+    whole = merged.propose([context()], [Budget(20, 5)])[0]
+    check_draft(whole, Budget(20, 5), 10)
+    who = dict(zip(paths(whole), whole.proposers.tolist(), strict=True))
+    assert who == {(5,): 3, (5, 6): 1, (5, 7): 3, (5, 7, 9): 2, (8,): 1, (4,): 2}
+    assert whole.depth == 3 and whole.probs is None
+
+
+def test_every_source_hears_of_its_own_nodes():
+    sources = [Fixed(FIRST), Fixed(SECOND)]
+    merged = MergedDrafter(sources)
+    whole = merged.propose([context()], [Budget(20, 5)])[0]
+    order = paths(whole)
+    path = tuple(order.index(p) for p in ((5,), (5, 7), (5, 7, 9)))
+    merged.commit([outcome(whole, path)])
+    for source, accepted in zip(sources, ((0, 2), (0, 1, 2)), strict=True):
+        (heard,) = source.heard
+        assert heard.draft is source.own and heard.accepted == accepted
+        assert heard.tokens == (5, 7, 9, 3)
+        expected = [0, *(1 + order.index(p) for p in paths(source.own))]
+        assert heard.logits[:, 0].tolist() == expected and heard.hidden[:, 0].tolist() == expected
+    merged.forget(0)
+    assert [source.forgotten for source in sources] == [[0], [0]]
+
+
+def test_a_draft_that_was_not_scored_is_told_as_empty():
+    sources = [Fixed(FIRST), Fixed(SECOND)]
+    merged = MergedDrafter(sources)
+    merged.propose([context()], [Budget(20, 5)])
+    merged.commit([outcome(empty_draft(), ())])
+    assert all(len(source.heard[0].draft) == 0 for source in sources)
+    assert all(source.heard[0].logits.shape[0] == 1 for source in sources)
+
+
+def test_shares_of_the_budget():
+    sources = [Fixed(FIRST), Fixed(SECOND)]
+    merged = MergedDrafter(sources)
+    for nodes, first, second in ((20, 10, 16), (8, 4, 4), (7, 4, 3), (6, 3, 6), (0, 0, 0)):
+        whole = merged.propose([context()], [Budget(nodes, 5)])[0]
+        check_draft(whole, Budget(nodes, 5), 10)
+        assert sources[0].budgets[-1][0].num_nodes == first
+        assert sources[1].budgets[-1][0].num_nodes == second
+
+
+def test_rules_for_chains_get_the_first_source_that_has_something():
+    chain = draft([5, 6], [-1, 0])
+    for sources, expected in (
+        ([Fixed(empty_draft()), Fixed(chain)], 2),
+        ([Fixed(chain), Fixed(FIRST)], 1),
+    ):
+        whole = MergedDrafter(sources).propose([context("rejection")], [Budget(9, 5)])[0]
+        assert whole.tokens.tolist() == [5, 6]
+        assert whole.proposers.tolist() == [expected, expected]
+
+
+def test_drawn_drafts_stand_side_by_side():
+    """The same token drawn by both is two tries, each with its own distribution."""
+    drawn = [
+        draft([5, 6], [-1, 0], probs=torch.full((2, 10), 0.1)),
+        draft([5, 7], [-1, 0], probs=torch.full((2, 10), 0.2)),
+    ]
+    sources = [Fixed(d) for d in drawn]
+    merged = MergedDrafter(sources)
+    whole = merged.propose([context("multi_step")], [Budget(9, 5)])[0]
+    check_draft(whole, Budget(9, 5), 10)
+    assert whole.tokens.tolist() == [5, 6, 5, 7] and whole.parents.tolist() == [-1, 0, -1, 2]
+    assert whole.probs is not None and whole.proposers.tolist() == [1, 1, 2, 2]
+    assert torch.equal(whole.probs, torch.cat([d.probs for d in drawn]))
+    merged.commit([outcome(whole, (2, 3))])
+    assert [s.heard[0].accepted for s in sources] == [(), (0, 1)]
+
+
+def test_drawn_and_chosen_together_are_chosen():
+    drawn = draft([5], [-1], probs=torch.full((1, 10), 0.1))
+    whole = MergedDrafter([Fixed(drawn), Fixed(SECOND)]).propose([context()], [Budget(9, 5)])[0]
+    assert whole.probs is None and len(whole) == 4
+
+
+def test_auxiliary_nodes_are_never_shared():
+    kinds = torch.tensor([AUXILIARY, AUXILIARY])
+    window = draft([5, 6], [-1, 0], kinds=kinds)
+    sources = [Fixed(window), Fixed(SECOND), Fixed(window)]
+    whole = MergedDrafter(sources).propose([context(), context(id=1)], [Budget(30, 5)] * 2)[1]
+    check_draft(whole, Budget(30, 5), 10)
+    assert len(whole) == 8 and int((whole.kinds == AUXILIARY).sum()) == 4
+    who = zip(whole.tokens.tolist(), whole.kinds.tolist(), whole.proposers.tolist(), strict=True)
+    assert sorted(p for token, kind, p in who if kind == AUXILIARY) == [1, 1, 4, 4]

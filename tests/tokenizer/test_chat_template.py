@@ -1,0 +1,104 @@
+"""Chat templates: what models' templates use works, what a sandbox must refuse is refused."""
+
+import pytest
+
+from recserve.tokenizer import chat_template
+from recserve.tokenizer.chat_template import ChatTemplate, TemplateError
+
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is false %}
+        {{- '<think></think>' }}
+    {%- endif %}
+{%- endif %}
+"""
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi <b> "}]
+
+
+def test_a_chatml_template():
+    template = ChatTemplate(CHATML, {"eos_token": "</s>"})
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    user = "<|im_start|>user\nHi <b><|im_end|>\n"
+    assert template.render(MESSAGES) == f"{system}{user}<|im_start|>assistant\n"
+    assert template.render(MESSAGES, answer_follows=False) == system + user
+    quick = template.render(MESSAGES, {"enable_thinking": False})
+    assert quick.endswith("<|im_start|>assistant\n<think></think>")
+
+
+def test_what_templates_of_the_families_use():
+    source = (
+        "{% set ns = namespace(first=true) %}{% for m in messages %}{% if loop.index0 == 1 %}"
+        "{% break %}{% endif %}{{ bos_token }}{{ m | tojson }}{{ m.content.split(' ')[0] }}"
+        "{% endfor %}{{ strftime_now('%Y') | length }}{{ tools is none }}"
+    )
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(
+        [{"role": "user", "content": "é x"}, {}]
+    )
+    assert text == '<s>{"role": "user", "content": "é x"}é4True'
+
+
+BLOCKS = (
+    "{{ bos_token }}{% for m in messages %}{% if loop.index0 > 3 %}{% break %}{% endif %}"
+    "{% generation %}{{ m['content'] | trim }}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [CHATML, BLOCKS], ids=["chatml", "blocks"])
+@pytest.mark.parametrize("answer_follows", [True, False])
+def test_equal_to_transformers(source, answer_follows):
+    """transformers' own renderer, with loop controls and generation blocks."""
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    theirs, _ = utilities.render_jinja_template(
+        conversations=[MESSAGES],
+        chat_template=source,
+        add_generation_prompt=answer_follows,
+        bos_token="<s>",
+    )
+    ours = ChatTemplate(source, {"bos_token": "<s>"})
+    assert ours.render(MESSAGES, answer_follows=answer_follows) == theirs[0]
+
+
+def test_settings_replace_neither_messages_nor_special_tokens():
+    template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "<s>"})
+    assert template.render([{}], {"messages": [1, 2], "bos_token": "x"}) == "<s>1"
+
+
+def test_a_template_may_refuse_messages():
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        template.render([])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ messages[5].content.strip() }}",
+        "{{ 1 / 0 }}",
+        "{{ 'a' + 1 }}",
+        "{% include 'other' %}",
+    ],
+)
+def test_the_sandbox_refuses(source):
+    with pytest.raises(TemplateError) as caught:
+        print(repr(ChatTemplate(source, {}).render([{"content": "x"}])))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_damage_is_found_when_loading():
+    with pytest.raises(TemplateError, match="does not parse"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_output_is_bounded(monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARACTERS", 100)
+    with pytest.raises(TemplateError, match="over 100"):
+        ChatTemplate("{% for i in range(99999) %}xx{% endfor %}", {}).render([])
