@@ -163,7 +163,7 @@ def test_drafted_searches_are_those_of_beam(world):
 @pytest.mark.parametrize("strategy", ["beam", "speculative", "nezha"])
 def test_company_does_not_matter(world, strategy):
     """Capped and free requests together and alone: the same answers, rounds and work."""
-    requests = [world.drawn(seed, strategy=strategy) for seed in range(12)]
+    requests = [world.drawn(seed, strategy=strategy) for seed in range(8)]
     requests += [replace(r, caps=()) for r in requests[::3]]
     alone = [world.engine.run(request) for request in requests]
     together = world.engine.run_many(requests)

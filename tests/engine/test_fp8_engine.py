@@ -177,7 +177,7 @@ def test_it_is_a_setting_of_the_server(tmp_path):
     def answered(kv_dtype):
         config = ServerConfig(
             bundle=shared_bundle(), store=f"lmdb:{tmp_path}/{kv_dtype}", journal=tmp_path,
-            device="cpu", kv_dtype=kv_dtype,
+            device="cpu", kv_dtype=kv_dtype, kv_bytes=2**24,
         )  # fmt: skip
         served = load(config)
         try:

@@ -116,8 +116,9 @@ def test_shared_rows_are_seen_by_all():
     same(batch, query, keys, values, SOFTMAX)
 
 
-def test_8192_nodes_of_one_tree():
-    batch, query, keys, values = draw_batch([("branches", 8192)], [5], 1, 1, 8)
+@pytest.mark.parametrize("nodes", [2048, pytest.param(8192, marks=pytest.mark.slow)])
+def test_many_nodes_of_one_tree(nodes):
+    batch, query, keys, values = draw_batch([("branches", nodes)], [5], 1, 1, 8)
     same(batch, query, keys, values, SOFTMAX)
 
 

@@ -81,7 +81,7 @@ def score(model: Ranker, root: NodeInputs, candidates: NodeInputs, limits: Tenso
         return model.heads(hidden[0, len(root) :])
 
 
-@pytest.mark.parametrize("count", [63, 4096])
+@pytest.mark.parametrize("count", [63, 781, pytest.param(4096, marks=pytest.mark.slow)])
 def test_candidate_alone_scores_as_in_company_in_any_order(count: int) -> None:
     model, root = make_ranker(), make_root()
     candidates = rows(count, CANDIDATE, ROOT, seed=1)

@@ -25,6 +25,7 @@ from recserve.training.calibration import calibrate
 from recserve.training.cases import Cases
 from recserve.training.slates import SlateOptions, Slates
 from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
+from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.step_costs import DEAR, LINE, drafted_at, flat
 
@@ -32,11 +33,17 @@ SMALL = EngineConfig(kv_bytes=16 * 2**20)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["drawn", "from-target", "adversarial", "constant", "calibrated"])
-@pytest.mark.parametrize("form,normalization", FORMS)
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-def test_same_ids_order_and_scores_as_beam(codes, form, normalization, kind):
-    model, trie = make(codes, form, normalization)
+@pytest.mark.parametrize(
+    "codes,form,kind",
+    covering(
+        CATALOGUES,
+        FORMS,
+        ("drawn", "from-target", "adversarial", "constant", "calibrated"),
+        pairs=True,
+    ),
+)
+def test_same_ids_order_and_scores_as_beam(codes, form, kind):
+    model, trie = make(codes, *form)
     engine = Engine(model, config=SMALL, heads=Heads(make_head(model, kind)))
     rng = np.random.default_rng(0)
     requests = [

@@ -570,18 +570,19 @@ def drawn_value(rng, depth=0):
     return {rng.choice(keys): drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
+@pytest.mark.parametrize("count", [80, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_no_body_is_an_internal_error(server, engine, path):
-    """250 bodies per route: a valid one with one or two fields replaced by drawn values."""
+def test_no_body_is_an_internal_error(server, engine, path, count):
+    """So many bodies per route: a valid one with one or two fields replaced by drawn values."""
     rng = random.Random(path)
     good = {**ASK, "stream": False} if path == "completions" else {**CHAT, "stream": False}
     names = [*good, "n", "stop", "seed", "logit_bias", "logprobs", "speculation", "bad_words"]
     names += ["stream_options", "top_k", "echo", "suffix", "tools", "response_format", "metadata"]
     names += ["stop_token_ids", "chat_template_kwargs", "timeout_ms", "user", "temperature"]
     counts = {200: 0, 422: 0}
-    for _ in range(250):
+    for _ in range(count):
         body = {**good, **{rng.choice(names): drawn_value(rng) for _ in range(rng.randrange(1, 3))}}
         answer = server.post(f"/v1/{path}", content=json.dumps(body))
         assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
         counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
-    assert counts[200] > 10 and counts[422] > 50
+    assert counts[200] > count / 25 and counts[422] > count / 5

@@ -99,6 +99,7 @@ def test_sigterm_drains_and_loses_nothing(tmp_path):
         server.communicate()
 
 
+@pytest.mark.slow
 def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
     (tmp_path / "empty").mkdir()
     server = started(str(tmp_path / "empty"), f"lmdb:{tmp_path}/store", str(free_port()), "0")

@@ -193,7 +193,9 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
 
 
 def test_what_serve_is_told_is_what_is_served(folder):
-    config = ServerConfig(llm=folder, llm_name="tiny", drafters="ngram,suffix", device="cpu")
+    config = ServerConfig(
+        llm=folder, llm_name="tiny", drafters="ngram,suffix", device="cpu", kv_bytes=2**24
+    )
     served = load(config)
     try:
         (model,) = served.models()

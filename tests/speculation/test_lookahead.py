@@ -63,7 +63,14 @@ class PlainLookahead:
 
 
 @pytest.mark.parametrize(
-    "window,ngram,guesses", [(5, 4, 5), (1, 3, 2), (4, 2, 3), (3, 3, 1), (6, 5, 7)]
+    "window,ngram,guesses",
+    [
+        (5, 4, 5),
+        (1, 3, 2),
+        (4, 2, 3),
+        pytest.param(3, 3, 1, marks=pytest.mark.slow),
+        pytest.param(6, 5, 7, marks=pytest.mark.slow),
+    ],
 )
 @torch.inference_mode()
 def test_every_step_is_the_plain_algorithm_s(window, ngram, guesses):

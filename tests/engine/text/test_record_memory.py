@@ -66,6 +66,7 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     }
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_step_holds_so_many_tables(monkeypatch):
     """What the fused kernels need no memory for is not counted, as on a GPU."""

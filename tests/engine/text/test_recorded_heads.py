@@ -132,6 +132,7 @@ def test_a_request_s_own_tree_may_need_more_ranks(engines, model):
     assert recorded.asked <= 1
 
 
+@pytest.mark.slow
 def test_a_merged_drafter_takes_its_one_source_with_heads(model):
     asked = requests_of("hot", "both")
     found, asked_itself = [], []

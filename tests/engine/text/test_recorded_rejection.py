@@ -224,6 +224,7 @@ class DeviceDrafts:
         pass
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_a_step(monkeypatch):
     """On a pretended device: one look, no upload that is waited for."""
     from tests.support import triton_interpreter

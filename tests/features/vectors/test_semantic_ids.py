@@ -83,6 +83,7 @@ def test_agrees_with_the_trie_on_drawn_codes() -> None:
         assert sorted(index.decode(prefix[None])[0].tolist()) == under.tolist()
 
 
+@pytest.mark.slow
 def test_a_million_items_fit_in_100_mb() -> None:
     """Index and trie together, counted in bytes."""
     rng = np.random.default_rng(0)

@@ -216,7 +216,13 @@ def test_a_device_with_little_shared_memory_keeps_one_block_in_flight():
     assert launched(1, 1, 8192, small).stages == attention_launch.STAGES
 
 
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
+@pytest.mark.parametrize(
+    "kinds,roots,heads,kv_heads,dim",
+    [
+        pytest.param(*shape, marks=[pytest.mark.slow] if place % 3 else [])
+        for place, shape in enumerate(SHAPES[:-1])
+    ],
+)
 def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, dim, monkeypatch):
     """Roots in a table whose width is many times theirs: most splits have nothing to do, write
     nothing, and are not read; everything that is allocated starts as NaN.

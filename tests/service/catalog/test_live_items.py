@@ -471,7 +471,11 @@ def test_every_answer_is_of_the_version_it_names(tmp_path):
 def test_a_setting_names_the_folder_of_the_journal(tmp_path):
     folder = tmp_path / "kept"
     config = ServerConfig(
-        bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", device="cpu", journal=folder
+        bundle=shared_bundle(),
+        store=f"lmdb:{tmp_path}/store",
+        device="cpu",
+        journal=folder,
+        kv_bytes=2**24,
     )
     worker = create_app(config).state.worker
     worker.start()

@@ -247,7 +247,7 @@ def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
 def test_it_is_a_setting_of_the_server(tmp_path, monkeypatch, value):
     config = ServerConfig(
         bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", journal=tmp_path,
-        device="cpu", warm_drafts=value,
+        device="cpu", warm_drafts=value, kv_bytes=2**24,
     )  # fmt: skip
     served = load(config)
     try:
