@@ -122,4 +122,8 @@ def test_mixed_requests(count, load_aware):
         few = 1 if count < 1000 else len(MAKERS) + 2
         assert len({drafter for drafter, _ in drafted}) >= few
     else:
-        assert drafted == {*PAIRS} - {("none", "sample")}
+        # Which few requests end before they are cancelled differs between processors.
+        every = {*PAIRS} - {("none", "sample")}
+        assert drafted <= every and len(drafted) >= (
+            len(every) if count >= 1000 else len(every) // 2
+        )
