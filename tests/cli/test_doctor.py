@@ -5,7 +5,7 @@ import pytest
 from recserve.cli import doctor
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import cpu_attention, products
-from recserve.kernels.cpu.choice import Choice
+from recserve.kernels.cpu.choice import KernelChoice
 
 
 def test_this_machine_passes():
@@ -26,7 +26,7 @@ def test_this_machine_passes():
 def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "auto")
     for ratio, name in ((0.5, "C"), (2.0, "torch")):
-        choice = Choice("a test", (ratio,), (1.0,))
+        choice = KernelChoice("a test", (ratio,), (1.0,))
         monkeypatch.setattr(products, "total", lambda shapes, dtype, it=choice: it)
         monkeypatch.setattr(cpu_attention, "choose", lambda form, it=choice: it)
         monkeypatch.setattr(dispatch, "looks_up", lambda: True)

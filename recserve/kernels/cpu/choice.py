@@ -20,7 +20,7 @@ BUDGET_S = 0.05  # of one pair; at least two rounds are timed
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Times of C and of torch for the same work.
 
     work: what was measured, for people.
@@ -50,7 +50,7 @@ class Choice:
 
 def measure(
     work: str, c: Sequence[Callable[[], object]], torch: Sequence[Callable[[], object]]
-) -> Choice:
+) -> KernelChoice:
     """Times each pair of calls in turns.
 
     Args:
@@ -59,7 +59,7 @@ def measure(
         torch: The same work in torch.
     """
     pairs = [_best_ms(one, other) for one, other in zip(c, torch, strict=True)]
-    return Choice(work, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    return KernelChoice(work, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
 
 def _best_ms(one: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:

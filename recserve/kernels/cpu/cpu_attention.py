@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.cpu.choice import Choice, measure
+from recserve.kernels.cpu.choice import KernelChoice, measure
 from recserve.kernels.cpu.cpu_plan import TILE, Form, Part, Place, Whole, plan
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
@@ -118,7 +118,7 @@ class CpuTreeAttention:
         return out
 
 
-def choose(form: Form) -> Choice:
+def choose(form: Form) -> KernelChoice:
     """Attention of a tree below a root and of a prompt, in C and in torch.
 
     One choice for both: a row then has the same sums whatever else is in its batch.
@@ -127,7 +127,7 @@ def choose(form: Form) -> Choice:
 
 
 @functools.cache
-def _measured(form: Form, threads: int) -> Choice:
+def _measured(form: Form, threads: int) -> KernelChoice:
     kv = torch.zeros(MEASURED_ROWS, form.kv_heads, form.dim, dtype=form.dtype)
     rows = torch.zeros(MEASURED_ROWS, form.kv_heads * form.group, form.dim, dtype=form.dtype)
     # 14 branches of 4 nodes below a root, and a chain that fills the same slots.

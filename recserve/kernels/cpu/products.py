@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.cpu import choice, native
-from recserve.kernels.cpu.choice import Choice
+from recserve.kernels.cpu.choice import KernelChoice
 from recserve.kernels.cpu.native import TYPES, Panels
 
 ROWS = 64  # the layout for so many rows is as fast for one, and the same arithmetic for all
@@ -42,12 +42,12 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(_onednn()._is_mkldnn_bf16_supported())
 
 
-def choose(weights: Sequence[Tensor]) -> Choice:
+def choose(weights: Sequence[Tensor]) -> KernelChoice:
     """Products with some weights [n, m] of a type, in C and in torch, with the threads of now."""
     return total([(w.shape[0], w.shape[1]) for w in weights], weights[0].dtype)
 
 
-def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Choice:
+def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> KernelChoice:
     """The same for weights of these shapes (n, m): the sum of their times."""
     threads = torch.get_num_threads()
     c, plain = [0.0] * len(MEASURED_ROWS), [0.0] * len(MEASURED_ROWS)
@@ -59,11 +59,11 @@ def total(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Choice:
             plain[i] += found.torch_ms[i] * size / measured
     rows = " and ".join(map(str, MEASURED_ROWS))
     work = f"{len(shapes)} products of {str(dtype)[6:]}, {rows} rows, {threads} threads"
-    return Choice(work, tuple(c), tuple(plain))
+    return KernelChoice(work, tuple(c), tuple(plain))
 
 
 @functools.cache
-def _measured(size: int, inner: int, dtype: torch.dtype, threads: int) -> Choice:
+def _measured(size: int, inner: int, dtype: torch.dtype, threads: int) -> KernelChoice:
     with torch.inference_mode():
         weight = torch.ones(size, inner).to(dtype)
         xs = [torch.ones(rows, inner, dtype=dtype) for rows in MEASURED_ROWS]

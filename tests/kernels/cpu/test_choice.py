@@ -5,7 +5,7 @@ import torch
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import choice, cpu_attention, native, products
-from recserve.kernels.cpu.choice import MARGIN, Choice
+from recserve.kernels.cpu.choice import MARGIN, KernelChoice
 from recserve.kernels.cpu.cpu_attention import CpuTreeAttention
 from recserve.kernels.cpu.cpu_plan import Form
 from recserve.kernels.paged_kv import TreeBatch
@@ -14,8 +14,8 @@ from recserve.models import packing
 from recserve.models.config import DecoderConfig
 from recserve.models.packing import PackedLinear, fastest_dtype, pack_weights
 
-C_IS_FASTER = Choice("a test", (1.0, 1.0), (2.0, 2.0))
-TORCH_IS_FASTER = Choice("a test", (2.0, 2.0), (1.0, 1.0))
+C_IS_FASTER = KernelChoice("a test", (1.0, 1.0), (2.0, 2.0))
+TORCH_IS_FASTER = KernelChoice("a test", (2.0, 2.0), (1.0, 1.0))
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 needs_onednn = pytest.mark.skipif(
     not products.onednn_packs(torch.float32), reason="this torch has no oneDNN"
@@ -36,12 +36,12 @@ def measured(monkeypatch):
 
 
 def test_torch_is_chosen_only_where_it_is_clearly_faster_over_all_sizes():
-    assert Choice("", (1.0,), (1.0,)).in_c
-    assert Choice("", (MARGIN - 0.01,), (1.0,)).in_c
-    assert not Choice("", (MARGIN + 0.01,), (1.0,)).in_c
+    assert KernelChoice("", (1.0,), (1.0,)).in_c
+    assert KernelChoice("", (MARGIN - 0.01,), (1.0,)).in_c
+    assert not KernelChoice("", (MARGIN + 0.01,), (1.0,)).in_c
     # Twice as fast for few rows and a third slower for many is a gain; the reverse is a loss.
-    assert Choice("", (1.0, 40.0), (2.0, 30.0)).in_c
-    assert not Choice("", (1.3, 60.0), (1.0, 30.0)).in_c
+    assert KernelChoice("", (1.0, 40.0), (2.0, 30.0)).in_c
+    assert not KernelChoice("", (1.3, 60.0), (1.0, 30.0)).in_c
     assert str(C_IS_FASTER) == "a test: C (C 1 / 1 ms, torch 2 / 2 ms)"
 
 
