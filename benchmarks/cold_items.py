@@ -29,8 +29,8 @@ from recserve.bundle.bundle import Bundle
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, RollbackBody
 from recserve.service import Service
 from recserve.training.options import TrainOptions
-from recserve.training.recommender import train_recommender
-from recserve.training.retriever import train_retriever
+from recserve.training.recommender.recommender import train_recommender
+from recserve.training.recommender.retriever import train_retriever
 
 CUTOFFS = (10, 50)
 BEAM = 200

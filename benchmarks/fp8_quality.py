@@ -32,9 +32,9 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.service.loading import load_heads
 from recserve.speculation.text_request import SamplingParams, TextRequest
-from recserve.training.bundle_slates import BundleSlates
-from recserve.training.cases import leave_one_out_cases
-from recserve.training.metrics import ranks_of, slate_metrics
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.bundle_slates import BundleSlates
+from recserve.training.evaluation.cases import leave_one_out_cases
 
 BATCH = 256
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle, BundleError
 from recserve.features.tables.events import EventLog
 from recserve.training.options import TrainOptions
-from recserve.training.recommender import ITEMS, train_recommender
+from recserve.training.recommender.recommender import ITEMS, train_recommender
 
 JOINED = 22
 RECIPE = replace(

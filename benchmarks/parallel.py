@@ -35,7 +35,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.item_graph import LATEST, STEPS, latest_items
-from recserve.training.cases import leave_one_out_cases
+from recserve.training.evaluation.cases import leave_one_out_cases
 
 TOP = 10
 BATCH = 64

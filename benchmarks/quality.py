@@ -28,10 +28,10 @@ from matplotlib.figure import Figure
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.kernels.cpu.processor import processor
-from recserve.training.evaluate import evaluate_bundle
+from recserve.training.evaluation.evaluation import evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
-from recserve.training.sasrec import PLAIN, VECTORS, train_sasrec
+from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
+from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
 
 CUTOFFS = (5, 10)
 WIDTH = 50

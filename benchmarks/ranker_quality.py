@@ -35,10 +35,10 @@ from recserve.features.vectors.vectors import (
 )
 from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
-from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.options import TrainOptions
-from recserve.training.ranker import RankerRecipe, fit_ranker
-from recserve.training.ranking_quality import conversion_words, ranking_quality
+from recserve.training.ranker.ranker import RankerRecipe, fit_ranker
+from recserve.training.ranker.ranking_data import cross_fitted_vectors
+from recserve.training.ranker.ranking_quality import conversion_words, ranking_quality
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},

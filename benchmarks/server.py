@@ -38,7 +38,7 @@ from recserve.server.app import create_app
 from recserve.server.connection import connection_class
 from recserve.server.connection_limits import ConnectionLimits
 from recserve.service import Service
-from recserve.training.ranker import RankerRecipe, make_ranker
+from recserve.training.ranker.ranker import RankerRecipe, make_ranker
 
 WARM_UP = 50
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from recserve.speculation.drafters.text_drafters import DrafterWeights
 from recserve.tokenizer.tokenizer import TextTokenizer
-from recserve.training.corpus import read_texts
+from recserve.training.text.language_model import read_texts
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PLAIN = "none"

@@ -89,12 +89,12 @@ def train(
     """Train a model of the bundle, or one of text; the best checkpoint on validation is kept."""
     from recserve.bundle.bundle import Bundle
     from recserve.cli.language import train_from_text
-    from recserve.training.drafters import train_drafter
+    from recserve.training.item_drafters.draft_head import train_drafter
     from recserve.training.options import TrainOptions, TrainReport
-    from recserve.training.ranker import train_ranker
-    from recserve.training.recommender import train_recommender
-    from recserve.training.retriever import train_retriever
-    from recserve.training.sasrec import train_sasrec
+    from recserve.training.ranker.ranker import train_ranker
+    from recserve.training.recommender.recommender import train_recommender
+    from recserve.training.recommender.retriever import train_retriever
+    from recserve.training.recommender.sasrec import train_sasrec
 
     options = TrainOptions(
         epochs=epochs,
@@ -154,8 +154,8 @@ def evaluate(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
     from recserve.bundle.bundle import Bundle
-    from recserve.training.evaluate import Evaluation, evaluate_bundle
-    from recserve.training.fidelity import Fidelity, compare_strategies
+    from recserve.training.evaluation.evaluation import Evaluation, evaluate_bundle
+    from recserve.training.evaluation.fidelity import Fidelity, compare_strategies
     from recserve.training.options import TrainOptions
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
@@ -198,7 +198,7 @@ def calibrate(
 ) -> None:
     """Measure anew what drafts of the trained draft head are worth; training does so by itself."""
     from recserve.bundle.bundle import Bundle
-    from recserve.training.calibration import recalibrate
+    from recserve.training.item_drafters.calibration import recalibrate
     from recserve.training.options import TrainOptions
 
     found = recalibrate(Bundle.open(path), TrainOptions(device=device).torch_device())

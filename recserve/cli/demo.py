@@ -41,11 +41,14 @@ from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.served import Served
 from recserve.service.text.text_loading import TextSettings, load_text
-from recserve.training.corpus import standard_library
-from recserve.training.language_model import LanguageRecipe, train_language_model
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.ranker import RankerRecipe, train_ranker
-from recserve.training.recommender import ITEMS_MASKED, train_recommender
+from recserve.training.ranker.ranker import RankerRecipe, train_ranker
+from recserve.training.recommender.recommender import ITEMS_MASKED, train_recommender
+from recserve.training.text.language_model import (
+    LanguageRecipe,
+    standard_library,
+    train_language_model,
+)
 
 HOST = "127.0.0.1"
 MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}

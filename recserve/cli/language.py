@@ -21,9 +21,14 @@ def train_from_text(
     """
     from recserve.models.loading import load_language_model
     from recserve.tokenizer.tokenizer import TextTokenizer
-    from recserve.training.corpus import read_texts
-    from recserve.training.language_model import BOOKS, DRAFT, encode, train_language_model
-    from recserve.training.medusa import train_medusa
+    from recserve.training.text.language_model import (
+        BOOKS,
+        DRAFT,
+        encode,
+        read_texts,
+        train_language_model,
+    )
+    from recserve.training.text.medusa import train_medusa
 
     if not texts or out is None:
         raise typer.BadParameter(f"train {model} needs --text and --out")

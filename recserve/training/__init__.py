@@ -1,1 +1,1 @@
-"""Training: data, loss and loop of every model, and the evaluation all of them share."""
+"""Training and evaluation of every model; the loop and its options are shared by all of them."""

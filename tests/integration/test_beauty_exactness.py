@@ -24,10 +24,10 @@ from recserve.models.drafters.nezha import load_self_draft
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import load_recommender
 from recserve.search.heads import Heads
-from recserve.training.cases import leave_one_out_cases
-from recserve.training.drafters import DrafterRecipe, train_drafter
+from recserve.training.evaluation.cases import leave_one_out_cases
+from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions
-from recserve.training.recommender import ITEMS, train_recommender
+from recserve.training.recommender.recommender import ITEMS, train_recommender
 from recserve.training.schedule import Schedule
 from tests.support.grids import chosen
 from tests.support.paths import DATA

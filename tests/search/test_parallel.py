@@ -22,9 +22,9 @@ from recserve.schemas.items import Candidate, InvalidRequest, RankBody, Recommen
 from recserve.search import item_graph as draft_graph
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
-from recserve.training.evaluate import evaluate_bundle
+from recserve.training.evaluation.evaluation import evaluate_bundle
 from recserve.training.options import TrainOptions
-from recserve.training.recommender import CODES, PARALLEL, recipe_for, train_recommender
+from recserve.training.recommender.recommender import CODES, PARALLEL, recipe_for, train_recommender
 from recserve.training.schedule import Schedule
 from tests.support.recommenders import root_of
 

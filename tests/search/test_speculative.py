@@ -21,9 +21,9 @@ from recserve.search.heads import Heads
 from recserve.search.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
 from recserve.search.step_costs import StepCosts, further_rounds
 from recserve.search.strategies import SpeculativeStrategy, speculative
-from recserve.training.calibration import calibrate
-from recserve.training.cases import Cases
-from recserve.training.slates import SlateOptions, Slates
+from recserve.training.evaluation.cases import Cases
+from recserve.training.evaluation.slates import SlateOptions, Slates
+from recserve.training.item_drafters.calibration import calibrate
 from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make

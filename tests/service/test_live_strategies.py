@@ -17,7 +17,7 @@ from recserve.service import Service
 from recserve.service.catalog import live_items as live_items_module
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.training.options import TrainOptions
-from recserve.training.retriever import RetrieverRecipe, train_retriever
+from recserve.training.recommender.retriever import RetrieverRecipe, train_retriever
 from recserve.training.schedule import Schedule
 from tests.support.tiny_bundle import shared_bundle
 

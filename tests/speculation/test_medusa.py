@@ -18,9 +18,9 @@ from recserve.speculation.drafters.text_drafters import (
 )
 from recserve.speculation.text import Budget
 from recserve.speculation.text_request import SamplingParams, Speculation
-from recserve.training.medusa import MedusaRecipe, train_medusa
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
+from recserve.training.text.medusa import MedusaRecipe, train_medusa
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.text_loop import check_draft, generate, tiny_model
 

@@ -18,7 +18,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
-from recserve.training.ranker import RankerRecipe, make_ranker
+from recserve.training.ranker.ranker import RankerRecipe, make_ranker
 
 NUM_ITEMS, NUM_USERS = 500, 40
 

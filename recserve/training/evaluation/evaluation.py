@@ -1,0 +1,143 @@
+"""How good the slates of a bundle's models are: leave-one-out over all items, seen items kept and
+filtered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.models.sasrec import load_sasrec
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
+from recserve.training.evaluation.cases import Cases as Cases
+from recserve.training.evaluation.cases import leave_one_out_cases as leave_one_out_cases
+from recserve.training.evaluation.slates import dense_slates, sasrec_slates
+
+Ints = NDArray[np.int64]
+STRATEGIES = (
+    *("auto", "beam", "speculative", "nezha", "parallel", "dense", "specgr"),
+    *(EXHAUSTIVE, "dense_head", "sasrec"),
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics by column, `kept` and `filtered` for what happens to seen items, and what they are
+    of."""
+
+    model: str
+    strategy: str
+    split: str
+    users: int
+    width: int
+    dense_weight: float
+    columns: dict[str, dict[str, float]]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def __rich__(self) -> Table:
+        title = f"{self.model}, {self.strategy}, {self.split}, {self.users} users"
+        table = Table(title=title, title_justify="left")
+        table.add_column("seen items")
+        names = list(next(iter(self.columns.values())))
+        for name in names:
+            table.add_column(name, justify="right")
+        for column, metrics in self.columns.items():
+            table.add_row(column, *(f"{metrics[name]:.4f}" for name in names))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+
+def slate_columns(
+    cases: Cases,
+    slates: Callable[[Ints, bool], Ints],
+    cutoffs: Sequence[int],
+    batch: int = 256,
+    columns: Sequence[str] = ("kept", "filtered"),
+    shown: str | None = None,
+) -> dict[str, dict[str, float]]:
+    """Metrics of each column. slates: numbers of cases and whether seen items are filtered -> [n,
+    k] rows. shown: whose progress is shown."""
+    metrics: dict[str, dict[str, float]] = {}
+    for column in columns:
+        ranks = np.empty(len(cases), dtype=np.int64)
+        for which in cases.batches(batch, shown and f"{shown}, seen items {column}"):
+            ranks[which] = ranks_of(slates(which, column == "filtered"), cases.held[which])
+        metrics[column] = slate_metrics(ranks, cutoffs)
+    return metrics
+
+
+def evaluate_bundle(
+    bundle: Bundle,
+    split: Literal["valid", "test"] = "test",
+    strategy: str = "auto",
+    k: Sequence[int] = (5, 10),
+    *,
+    width: int = 50,
+    dense_weight: float | None = None,
+    users: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Evaluation:
+    """Evaluate a trained model of the bundle, seen items kept and filtered.
+
+    strategy: `beam`, `speculative`, `nezha`, `parallel`, `dense` and `specgr` are the engine's (the
+    item graph is made here where the bundle has none), `exhaustive` is `parallel` on all items,
+    `dense_head` the recommender's dense head alone, `sasrec` the baseline, `auto` beam search or,
+    where the model has learned none, `exhaustive`. dense_weight: None takes the bundle's. users:
+    that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown
+    strategy or cut-off, BundleError if the model was not trained.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
+    if not k or min(k) < 1 or max(k) > width:
+        raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
+    name = "sasrec" if strategy == "sasrec" else "recommender"
+    if not bundle.has(name):
+        raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
+    began = time.monotonic()
+    cases = leave_one_out_cases(bundle.events(), split)
+    if users is not None:
+        cases = cases.sample(users)
+    most, weight = max(k), 0.0
+    if strategy == "sasrec":
+        vectors = torch.from_numpy(bundle.catalog().vectors)
+        sasrec = load_sasrec(bundle.directory(name), vectors, device)
+
+        def slates(which: Ints, filtered: bool) -> Ints:
+            return sasrec_slates(sasrec, cases, which, most, filtered)
+    else:
+        answers = BundleSlates.open(bundle, device)
+        if strategy == "auto":
+            strategy = "beam" if answers.autoregressive else EXHAUSTIVE
+        if strategy == "dense_head":
+            model, codes = answers.slates.model, answers.slates.codes
+
+            def slates(which: Ints, filtered: bool) -> Ints:
+                return dense_slates(model, codes, cases, which, most, filtered)
+        else:
+            weight = answers.options(strategy, width, True, dense_weight).dense_weight
+
+            def slates(which: Ints, filtered: bool) -> Ints:
+                options = answers.options(strategy, width, filtered, dense_weight)
+                return answers.slates(cases, which, most, options)
+
+    columns = slate_columns(cases, slates, k, shown=strategy)
+    seconds = time.monotonic() - began
+    return Evaluation(name, strategy, split, len(cases), width, weight, columns, seconds)

@@ -1,0 +1,234 @@
+"""How the strategies of one bundle compare: quality, agreement with beam search, work and time.
+
+recserve evaluate --bundle B --strategy all [--plot F.png]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.core.request import Slate
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.bundle_slates import BundleSlates
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.slates import SlateOptions, rows_of
+
+Ints = NDArray[np.int64]
+ORDER = ("beam", "speculative", "nezha", "parallel", "dense", "specgr")
+REFERENCE = "beam"
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class StrategyFigures:
+    """One strategy on the same users. All shares are between 0 and 1.
+
+    metrics: NDCG and recall, seen items filtered. overlap: items shared with beam search's slate of
+    the largest cut-off. identical: slates with the same items in the same order. exact: answers
+    that claim it. illegal: returned items that were excluded, repeated or do not exist. rounds,
+    forwards, nodes: per request, tree work alone. warm_ms, cold_ms: median time of one request by
+    itself, the user's root cached or not; warm_p99_ms.
+    """
+
+    strategy: str
+    metrics: dict[str, float]
+    overlap: float
+    identical: float
+    exact: float
+    illegal: float
+    rounds: float
+    forwards: float
+    nodes: float
+    warm_ms: float
+    warm_p99_ms: float
+    cold_ms: float
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """All strategies of a bundle on the same `users`, whose seen items are excluded."""
+
+    split: str
+    users: int
+    timed_users: int
+    width: int
+    strategies: tuple[StrategyFigures, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def __rich__(self) -> Table:
+        title = f"{self.split}, {self.users} users, beam {self.width}, seen items filtered"
+        table = Table(title=title, title_justify="left")
+        table.add_column("strategy")
+        metrics = list(self.strategies[0].metrics)
+        heads = [*metrics, "overlap", "identical", "exact", "illegal", "rounds", "forwards"]
+        for name in [*heads, "nodes", "warm ms", "p99", "cold ms"]:
+            table.add_column(name, justify="right")
+        for s in self.strategies:
+            shares = (s.overlap, s.identical, s.exact, s.illegal)
+            work = (s.rounds, s.forwards)
+            times = (s.warm_ms, s.warm_p99_ms, s.cold_ms)
+            table.add_row(
+                s.strategy,
+                *(f"{s.metrics[name]:.4f}" for name in metrics),
+                *(f"{share:.3f}" for share in shares),
+                *(f"{value:.2f}" for value in work),
+                f"{s.nodes:.0f}",
+                *(f"{value:.1f}" for value in times),
+            )
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=170, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    def save_plot(self, path: Path) -> None:
+        """Quality over time: a point per strategy, warm and cold. Writes a PNG."""
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        name = list(self.strategies[0].metrics)[-1]
+        for s in self.strategies:
+            value = s.metrics[name]
+            (line,) = axes.plot([s.warm_ms, s.cold_ms], [value, value], linewidth=1, alpha=0.6)
+            color = line.get_color()
+            label = f"{s.strategy}: {s.overlap:.0%} of beam's items"
+            axes.scatter([s.warm_ms], [value], color=color, zorder=3, label=label)
+            axes.scatter([s.cold_ms], [value], edgecolors=color, facecolors="none", zorder=3)
+        axes.set(xlabel="ms per request, one at a time (filled: warm, open: cold)", ylabel=name)
+        axes.set_xscale("log")
+        axes.margins(0.1, 0.2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(fontsize=8, loc="center right")
+        axes.set_title(f"{self.split}, {self.users} users, beam {self.width}", fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+
+
+def compare_strategies(
+    bundle: Bundle,
+    split: Literal["valid", "test"] = "test",
+    k: Sequence[int] = (10,),
+    *,
+    width: int = 50,
+    users: int | None = None,
+    timed_users: int = 100,
+    device: torch.device | str = "cpu",
+) -> Fidelity:
+    """Every strategy that the bundle can answer with, on the same users.
+
+    users: None takes all. timed_users: so many of them are asked one at a time for the times.
+    Raises ValueError for a cut-off above the width, BundleError without a recommender that can do
+    beam search, which the others are compared with.
+    """
+    if not k or min(k) < 1 or max(k) > width:
+        raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
+    began = time.monotonic()
+    answers = BundleSlates.open(bundle, device)
+    there = answers.slates.engine.strategies
+    if REFERENCE not in there:
+        raise BundleError(f"{bundle.root}: this recommender cannot do beam search")
+    cases = leave_one_out_cases(bundle.events(), split)
+    cases = cases if users is None else cases.sample(users)
+    timed = cases.sample(timed_users)
+    found: list[StrategyFigures] = []
+    reference: list[Slate] = []
+    for name in (n for n in ORDER if n in there):
+        options = answers.options(name, width, True)
+        slates = _slates(answers, cases, max(k), options, name)
+        reference = reference or slates
+        cold, warm = _times(answers, timed, max(k), options)
+        illegal = illegal_share(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
+        found.append(_figures(name, cases, slates, reference, k, illegal, cold, warm))
+    seconds = time.monotonic() - began
+    return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
+
+
+def _slates(
+    answers: BundleSlates, cases: Cases, k: int, options: SlateOptions, shown: str
+) -> list[Slate]:
+    """One answer per case, in order."""
+    slates: list[Slate | None] = [None] * len(cases)
+    for which in cases.batches(BATCH, shown):
+        for case, answer in zip(
+            which.tolist(), answers.slates.answers(cases, which, k, options), strict=True
+        ):
+            slates[case] = answer
+    return [slate for slate in slates if slate is not None]
+
+
+def _times(
+    answers: BundleSlates, cases: Cases, k: int, options: SlateOptions
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each case alone: cold, then with its root cached."""
+    slates = answers.slates
+    times: tuple[list[float], list[float]] = ([], [])
+    for case in range(len(cases)):
+        which = np.array([case])
+        slates.forget(cases, which)
+        for part in times:
+            (answer,) = slates.answers(cases, which, k, options)
+            part.append(answer.timing.total_ms)
+    return times
+
+
+def _figures(
+    name: str,
+    cases: Cases,
+    slates: list[Slate],
+    reference: list[Slate],
+    k: Sequence[int],
+    illegal: float,
+    cold: list[float],
+    warm: list[float],
+) -> StrategyFigures:
+    most = max(k)
+    rows, best = rows_of(slates, most), rows_of(reference, most)
+    shared = ((rows[:, :, None] == best[:, None, :]) & (rows >= 0)[:, :, None]).any(-1).sum(1)
+    timings = [slate.timing for slate in slates]
+    return StrategyFigures(
+        name,
+        slate_metrics(ranks_of(rows, cases.held), k),
+        float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
+        float((rows == best).all(1).mean()),
+        float(np.mean([slate.exact for slate in slates])),
+        illegal,
+        float(np.mean([slate.rounds for slate in slates])),
+        float(np.mean([timing.forwards for timing in timings])),
+        float(np.mean([timing.nodes for timing in timings])),
+        float(np.median(warm)),
+        float(np.percentile(warm, 99)),
+        float(np.median(cold)),
+    )
+
+
+def illegal_share(cases: Cases, rows: Ints, num_items: int) -> float:
+    """Share of returned items that are in the history, repeated, or no row of the catalogue.
+
+    rows [n, k]: of each case, -1 where fewer were found. num_items: rows of the catalogue.
+    """
+    returned = illegal = 0
+    for case, slate in enumerate(rows):
+        items = slate[slate >= 0]
+        bad = np.isin(items, cases.history(case)) | (items >= num_items)
+        illegal += int(bad.sum()) + len(items) - len(np.unique(items))
+        returned += len(items)
+    return illegal / max(returned, 1)

@@ -1,0 +1,165 @@
+"""Slates for many histories at once: what a server with this model would say, and what baselines
+say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate, StrategyName
+from recserve.core.retrieval import VectorIndex
+from recserve.engine.engine import Engine
+from recserve.features.tables.encoding import root_tokens, window_start
+from recserve.kernels.trie.item_graph import ItemGraph
+from recserve.kernels.trie.trie import Trie
+from recserve.models.attention import DenseAttention
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender, RecommenderConfig
+from recserve.models.sasrec import SasRec
+from recserve.search.heads import Heads
+from recserve.training.evaluation.cases import Cases
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SlateOptions:
+    """How slates are made. width: of the beam. filtered: without the items of the history.
+    dense_weight: of the dense head's log-probability when finished beams are ranked. strategy: of
+    the engine. graph: of similar items, for `parallel`; None scores all of them. outcome [O]: mix
+    of `dense`, None for the retriever's own.
+    """
+
+    width: int = 50
+    filtered: bool = True
+    dense_weight: float = 0.0
+    strategy: StrategyName = "beam"
+    graph: ItemGraph | None = None
+    outcome: NDArray[np.float64] | None = None
+
+
+class Slates:
+    """The engine's answers to cases: what a server with this model would say."""
+
+    def __init__(
+        self,
+        model: Recommender,
+        trie: Trie,
+        codes: NDArray[np.generic],
+        heads: Heads | None = None,
+        index: VectorIndex | None = None,
+    ) -> None:
+        """codes: [I, L]. The engine is built here and reads the weights as they are now."""
+        self.model, self.trie, self.codes, self.index = model, trie, codes, index
+        model.pack_search()
+        for head in (heads.prefixes, heads.nezha) if heads else ():
+            if head is not None:
+                head.pack()
+        self.engine = Engine(model, heads=heads)
+
+    def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
+        """[n, k] item rows, best first, -1 where fewer were found."""
+        return rows_of(self.answers(cases, which, k, options), k)
+
+    def answers(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> list[Slate]:
+        """The engine's own answers, scores included."""
+        requests: list[Request] = [
+            self._request(cases.history(case), k, options) for case in which.tolist()
+        ]
+        return [answer for answer in self.engine.run_many(requests) if isinstance(answer, Slate)]
+
+    def forget(self, cases: Cases, which: Ints) -> None:
+        """Drop these cases' roots from the engine's cache: the next answers are to strangers."""
+        for case in which.tolist():
+            self.engine.forget(RootKeys(self._tokens(cases.history(case))))
+
+    def _request(self, history: Ints, k: int, options: SlateOptions) -> RecommendRequest:
+        tokens = self._tokens(history)
+        inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
+        return RecommendRequest(
+            Root(inputs, tokens),
+            self.trie,
+            k,
+            options.width,
+            options.strategy,
+            excluded=history if options.filtered else None,
+            dense_weight=options.dense_weight,
+            graph=options.graph,
+            index=self.index,
+            outcome=options.outcome,
+        )
+
+    def _tokens(self, history: Ints) -> Ints:
+        config = self.model.config
+        rows = _window(history, config)
+        return root_tokens(rows, self.codes, config.codebook_sizes, config.input)
+
+
+def rows_of(answers: list[Slate], k: int) -> Ints:
+    """[n, k] item rows of the answers, best first, -1 where fewer were found."""
+    slates = np.full((len(answers), k), -1, dtype=np.int64)
+    for slate, answer in zip(slates, answers, strict=True):
+        slate[: len(answer.rows)] = answer.rows
+    return slates
+
+
+def _window(history: Ints, config: RecommenderConfig) -> Ints:
+    """The part of a history that the model reads, as the server cuts it."""
+    size = config.max_history_items
+    return history[window_start(len(history), size, max(1, size // 4)) :]
+
+
+@torch.no_grad()
+def dense_log_p(
+    model: Recommender, codes: NDArray[np.generic], cases: Cases, which: Ints
+) -> NDArray[np.float32]:
+    """[n, I] log-probability of every item under the dense head, after each history."""
+    config, device = model.config, model.item_tokens.device
+    roots = [
+        torch.from_numpy(root_tokens(rows, codes, config.codebook_sizes, config.input))
+        for rows in (_window(cases.history(case), config) for case in which.tolist())
+    ]
+    tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True).to(device)
+    positions = torch.arange(tokens.shape[1], device=device)
+    hidden = model(tokens, positions, DenseAttention())
+    last = torch.tensor([len(root) - 1 for root in roots], device=device)
+    states = hidden[torch.arange(len(roots), device=device), last]
+    log_p: NDArray[np.float32] = model.dense_scores(states).cpu().numpy()
+    return log_p
+
+
+def dense_slates(
+    model: Recommender,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    which: Ints,
+    k: int,
+    filtered: bool,
+) -> Ints:
+    """[n, k] item rows, best first, of the dense head alone."""
+    scores = torch.from_numpy(dense_log_p(model, codes, cases, which))
+    seen = torch.from_numpy(cases.histories(which))
+    return best_items(scores, seen if filtered else seen[:, :0], k)
+
+
+@torch.no_grad()
+def sasrec_slates(model: SasRec, cases: Cases, which: Ints, k: int, filtered: bool) -> Ints:
+    """[n, k] item rows, best first."""
+    device = model.ids.weight.device
+    rows = torch.from_numpy(cases.histories(which, model.config.max_history_items)).to(device)
+    last = (rows >= 0).sum(1) - 1
+    hidden = model(rows.clamp(min=0))[torch.arange(rows.shape[0], device=device), last]
+    seen = torch.from_numpy(cases.histories(which)).to(device)
+    return best_items(model.scores(hidden), seen if filtered else seen[:, :0], k)
+
+
+def best_items(scores: Tensor, excluded: Tensor, k: int) -> Ints:
+    """[n, k] rows of the best items. scores: [n, I]. excluded: [n, X] rows, -1 where padded."""
+    which, where = (excluded >= 0).nonzero(as_tuple=True)
+    scores[which, excluded[which, where]] = -torch.inf
+    rows: Ints = scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu().numpy()
+    return rows

@@ -1,0 +1,1 @@
+"""Training and calibration of draft heads for item search (`speculative` and `nezha`)."""

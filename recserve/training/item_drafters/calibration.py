@@ -1,0 +1,83 @@
+"""Calibration of a draft head: validation users are asked with every margin, and with none."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.kernels.trie.trie import Trie
+from recserve.models.drafters.calibration import Calibration, DraftPlan
+from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.search.strategies.speculative import SpeculativeStrategy
+from recserve.training.evaluation.cases import Cases
+from recserve.training.evaluation.slates import SlateOptions, Slates
+from recserve.training.recommender.frozen_recommender import FrozenRecommender
+
+ASKED = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
+MARGINS = (0.0, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0)
+USERS = 100
+ENOUGH = 0.98  # share of proved answers after which a wider draft is not tried
+
+
+def calibrate(
+    head: PrefixHead,
+    target: Recommender,
+    trie: Trie,
+    codes: NDArray[np.generic],
+    cases: Cases,
+) -> Calibration:
+    """Plans for each of ASKED: every margin, and what it costs these users in nodes and rounds.
+
+    cases: up to USERS of them are asked.
+    """
+    cases = cases.sample(USERS)
+    slates = Slates(target, trie, codes, Heads(head))
+    plans: dict[tuple[int, int], tuple[DraftPlan, ...]] = {}
+    for width, k in ASKED:
+        found: list[DraftPlan] = []
+        for margin in MARGINS:
+            if found and found[-1].margin and found[-1].proved >= ENOUGH:
+                break
+            plan = DraftPlan(margin, 0.0, 0.0, 1.0)
+            slates.engine.offer("speculative", SpeculativeStrategy(target, head, plan, False))
+            found.append(_carried_out(plan, slates, cases, width, k))
+        plans[width, k] = tuple(found)
+    return Calibration(plans)
+
+
+def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
+    """Calibrate the bundle's draft head as it is, and record that.
+
+    Raises BundleError where no recommender or no draft head was trained.
+    """
+    section = "drafters/speculative"
+    frozen = FrozenRecommender.open(bundle, device)
+    if not bundle.has(section):
+        raise BundleError(f"{bundle.root}: no draft head; run `recserve train drafter` first")
+    directory = bundle.directory(section)
+    head = load_prefix_head(directory, frozen.model)
+    with torch.no_grad():
+        head.calibration = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
+    save_prefix_head(head, directory)
+    bundle.commit(section, bundle.manifest.sections[section])
+    return head.calibration
+
+
+def _carried_out(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:
+    options = SlateOptions(width, strategy="speculative")
+    answers = [
+        answer
+        for which in cases.batches(slates.engine.config.max_running)
+        for answer in slates.answers(cases, which, k, options)
+    ]
+    rounds = np.array([answer.rounds for answer in answers])
+    return DraftPlan(
+        plan.margin,
+        float(np.mean([answer.timing.nodes for answer in answers])),
+        float(np.maximum(rounds - 1, 0).mean()),
+        float((rounds <= 1).mean()),
+    )

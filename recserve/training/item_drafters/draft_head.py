@@ -1,0 +1,198 @@
+"""Training of the self-draft heads under a frozen recommender, which stays as it is.
+
+The target reads the training histories with the next item's codes hanging under each position, as
+in its own training; the head reads the position's hidden state (and, for `nezha`, those of its
+placeholders behind it) and the same codes. For `speculative` it is pulled towards the target's
+distribution alone, by their Kullback-Leibler divergence; for `nezha` also towards the true next
+item. Sources: AtSpeed, ICLR 2025, section 3; NEZHA, arXiv 2511.18793, for the learning rates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.kernels.trie.trie import Trie
+from recserve.models.drafters.level_draft import LevelDraftHead
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.cases import Cases
+from recserve.training.evaluation.slates import SlateOptions, Slates
+from recserve.training.item_drafters.calibration import calibrate
+from recserve.training.item_drafters.draft_head_loss import head_loss, read
+from recserve.training.loop import StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.recommender.frozen_recommender import FrozenRecommender
+from recserve.training.recommender.history_trees import HistoryTrees
+from recserve.training.recommender.objectives import node_paths
+from recserve.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """max_nodes: padded nodes of a batch. validation_users, validation_width: whose answers, with
+    which beam, show what the head is worth. surprise_weight: of the true next item beside the
+    target's distribution.
+    """
+
+    max_nodes: int = 8192
+    validation_users: int = 300
+    validation_width: int = 50
+    surprise_weight: float = 0.0
+    schedule: Schedule = field(
+        default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01, patience=0)
+    )
+
+
+RECIPES = {
+    "speculative": DrafterRecipe(),
+    "nezha": DrafterRecipe(
+        validation_users=1000,
+        surprise_weight=1.0,
+        schedule=Schedule(
+            6,
+            1e-4,
+            weight_decay=0.01,
+            rates=(("tokens.", 100.0), ("cells.", 10.0), ("placeholders", 100.0)),
+        ),
+    ),
+}
+
+
+class DrafterTrainee:
+    """A self-draft head under its frozen target, as the loop sees it."""
+
+    def __init__(
+        self,
+        name: Literal["speculative", "nezha"],
+        recipe: DrafterRecipe,
+        frozen: FrozenRecommender,
+        seed: int,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.name = name
+        self.selection = "ndcg@10" if name == "nezha" else "one_round"
+        self.recipe, self.seed = recipe, seed
+        self.target, self.trie, self.codes = frozen.model, frozen.trie, frozen.codes
+        self.cases = frozen.cases.sample(recipe.validation_users)
+        events, config = frozen.events, frozen.model.config
+        self.data = HistoryTrees(
+            events.offsets, events.item_rows, frozen.codes, frozen.trie, config
+        )
+        self.paths = node_paths(self.trie)
+        self.model = SelfDraftHead(
+            SelfDraftConfig(config.decoder.hidden_size, config.codebook_sizes, name == "nezha")
+        ).to(self.trie.device)
+        self.model.start_from(self.target)
+
+    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Tree numbers of each batch."""
+        return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
+
+    def loss(self, batch: NDArray[np.int64]) -> StepLoss:
+        """Summed over an item's levels, mean over predicted items."""
+        trees = self.data.batch(batch).to(self.trie.device)
+        reading = read(self.model, self.target, trees)
+        sums = head_loss(self.model, self.target, self.trie, self.paths, trees, reading)
+        count, weight = trees.trunk_rows.shape[0], self.recipe.surprise_weight
+        total = (sums.divergence + weight * sums.surprise) / count
+        parts = {"divergence": sums.divergence.detach() / count}
+        if weight:
+            parts["surprise"] = sums.surprise.detach() / count
+        return StepLoss(total, parts, count)
+
+    def validate(self) -> dict[str, float]:
+        """nezha: quality of its own slates. speculative: share of answers proved in one round, and
+        rounds on average.
+        """
+        width = self.recipe.validation_width
+        if self.name == "speculative":
+            return draft_metrics(self.model, self.target, self.trie, self.codes, self.cases, width)
+        slates = Slates(self.target, self.trie, self.codes, Heads(nezha=self.model))
+        options = SlateOptions(width, strategy="nezha")
+        ranks = [
+            ranks_of(slates(self.cases, which, 10, options), self.cases.held[which])
+            for which in self.cases.batches(256)
+        ]
+        return slate_metrics(np.concatenate(ranks), (10,))
+
+
+def train_drafter(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: DrafterRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train the self-draft head of the bundle's recommender and record it in the bundle, as
+    `drafters/` and the name in the options.
+
+    Raises BundleError if no recommender was trained, or one that has no beam search.
+    """
+    recipe = recipe or RECIPES[options.name]
+    section = f"drafters/{options.name}"
+    frozen = FrozenRecommender.open(bundle, options.torch_device())
+    if not frozen.model.config.autoregressive:
+        raise BundleError(f"{bundle.root}: a model of level heads alone has no beams to draft for")
+    if options.head == "levels":
+        return _level_heads(bundle, frozen, recipe)
+    trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
+    directory = bundle.directory(section)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    if options.name == "speculative":
+        trainee.model.calibration = calibrate(
+            trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
+        )
+    save_prefix_head(trainee.model, directory)
+    _record(bundle, section, report)
+    return report
+
+
+def _level_heads(bundle: Bundle, frozen: FrozenRecommender, recipe: DrafterRecipe) -> TrainReport:
+    """The recommender's level heads as drafter of `speculative`: only measured."""
+    model, began = frozen.model, time.monotonic()
+    if not model.config.level_heads:
+        raise BundleError(f"{bundle.root}: the recommender was trained without level heads")
+    cases = frozen.cases.sample(recipe.validation_users)
+    head, width = LevelDraftHead(model), recipe.validation_width
+    with torch.no_grad():
+        metrics = draft_metrics(head, model, frozen.trie, frozen.codes, cases, width)
+        head.calibration = calibrate(head, model, frozen.trie, frozen.codes, cases)
+    section = "drafters/speculative"
+    directory = bundle.directory(section)
+    save_prefix_head(head, directory)
+    seconds = time.monotonic() - began
+    report = TrainReport(0, 0, "one_round", metrics, "epochs", seconds, directory)
+    _record(bundle, section, report)
+    return report
+
+
+def _record(bundle: Bundle, section: str, report: TrainReport) -> None:
+    values = {"validation": report.metrics, "seconds": round(report.seconds, 1)}
+    bundle.commit(section, values | {"recommender": bundle.digest("recommender")})
+
+
+def draft_metrics(
+    head: PrefixHead,
+    target: Recommender,
+    trie: Trie,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    width: int,
+) -> dict[str, float]:
+    """Share of answers of `speculative` that are proved in one round, and rounds on average."""
+    slates = Slates(target, trie, codes, Heads(head))
+    options = SlateOptions(width, strategy="speculative")
+    found = [slates.answers(cases, which, 10, options) for which in cases.batches(256)]
+    rounds = np.array([answer.rounds for answers in found for answer in answers])
+    return {"one_round": float((rounds <= 1).mean()), "rounds": float(rounds.mean())}

@@ -1,0 +1,276 @@
+"""Training of the ranker: binary cross-entropy per task over candidates under shared roots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from recserve.bundle.bundle import Bundle
+from recserve.features.ranking.event_features import EVENT_COLUMNS, PROFILE_COLUMNS
+from recserve.features.ranking.ranking import LONG, RECENT, dense_names, max_root_rows
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables.events import EventLog
+from recserve.features.tables.items import ItemTable
+from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
+from recserve.training.loop import StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.ranker.ranking_data import BatchPlan, RankingData, cross_fitted_vectors
+from recserve.training.ranker.ranking_quality import (
+    RankingQuality,
+    attend_within,
+    conversion_words,
+    ranking_quality,
+)
+from recserve.training.schedule import Schedule
+
+SECTION = "ranker"
+STATISTICS_BATCHES = 8
+HELD_BACK = {"valid": 2, "test": 1}
+
+
+@dataclass(frozen=True)
+class RankerRecipe:
+    """Sizes and draws of a training; the defaults are the best found for minutes on a CPU.
+
+    long_items, recent_items, block: windows of a root. positives: events of a root that become
+    candidates; negatives: sampled items beside each. batch_roots: roots per step.
+    validation_users: at most so many, drawn once. ignored: dense columns that are not used.
+    """
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    dropout: float = 0.1
+    id_dropout: float = 0.5
+    normalizer: float = 32.0
+    long_items: int = 128
+    recent_items: int = 64
+    block: int = 32
+    negatives: int = 4
+    positives: int = 16
+    batch_roots: int = 64
+    validation_users: int = 2000
+    validation_popular_share: float = 0.5
+    ignored: tuple[str, ...] = ()
+    schedule: Schedule = Schedule(
+        epochs=4, learning_rate=2e-3, weight_decay=0.1, patience=2, averaging=0.98
+    )
+
+
+class RankerTrainee:
+    """A ranker, its batches and its validation, as the loop sees them."""
+
+    selection = "click_gauc"
+
+    def __init__(
+        self,
+        model: Ranker,
+        data: RankingData,
+        log: EventLog,
+        users: np.ndarray,
+        popular_share: float,
+    ) -> None:
+        self.model: nn.Module = model
+        self.ranker, self.data = model, data
+        self.log, self.users, self.popular_share = log, users, popular_share
+
+    def plan(self, epoch: int) -> Sequence[BatchPlan]:
+        """One entry per batch of the epoch."""
+        return self.data.plan(epoch)
+
+    def loss(self, batch: Any) -> StepLoss:
+        """Mean binary cross-entropy per candidate, summed over the tasks."""
+        ranker, device = self.ranker, self.ranker.group_embedding.weight.device
+        made = self.data.batch(batch).to(device)
+        assert made.inputs.groups is not None
+        attend = attend_within(ranker, made)
+        hidden = ranker(ranker.embed(made.inputs), made.inputs.groups, attend)
+        logits = ranker.heads(hidden.flatten(0, 1)[made.candidates]).float()
+        each = F.binary_cross_entropy_with_logits(logits, made.labels, reduction="none").mean(0)
+        parts = dict(zip(ranker.config.tasks, each.detach(), strict=True))
+        return StepLoss(each.sum(), parts, made.candidates.shape[0])
+
+    def validate(self) -> dict[str, float]:
+        """AUC and GAUC per task on the users' validation events."""
+        quality = ranking_quality(
+            self.ranker,
+            self.data.tables,
+            self.log,
+            self.users,
+            HELD_BACK["valid"],
+            popular_share=self.popular_share,
+        )
+        return quality.metrics
+
+
+def train_ranker(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: RankerRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train on the bundle's events (leave-one-out) and put the best ranker into it.
+
+    Raises ValueError if no user has three events, or a checkpoint to resume is of another recipe.
+    """
+    recipe = recipe or RankerRecipe()
+    catalog, log = bundle.catalog(), bundle.events()
+    directory = bundle.directory(SECTION)
+    built = bundle.manifest.build
+    fold_vectors = cross_fitted_vectors(
+        catalog.vectors,
+        log.leave_one_out().train,
+        built.get("collaborative_dim", 0),
+        built.get("collaborative_weight", 1.0),
+        built.get("seed", 0),
+    )
+    report = fit_ranker(
+        log, catalog.items, catalog.vectors, directory, options, recipe, fold_vectors, console
+    )
+    tables = RankingTables.load(directory, catalog.items, catalog.vectors)
+    bundle.commit(
+        SECTION,
+        {
+            "catalog_version": catalog.version,
+            "conversion": conversion_words(tables.settings),
+            "seed": options.seed,
+            "best_epoch": report.best_epoch,
+            "epochs": report.epochs,
+            "seconds": round(report.seconds, 1),
+            "validation": report.metrics,
+            "recipe": asdict(recipe),
+        },
+    )
+    return report
+
+
+def fit_ranker(
+    log: EventLog,
+    items: ItemTable,
+    vectors: np.ndarray,
+    directory: Path,
+    options: TrainOptions,
+    recipe: RankerRecipe,
+    fold_vectors: Sequence[np.ndarray] = (),
+    console: Console | None = None,
+) -> TrainReport:
+    """Train on all but the last two events of each user; writes ranker and tables to `directory`.
+
+    vectors: [I, F]. fold_vectors: see cross_fitting.py; needed where `vectors` were fitted on the
+    training events. Raises ValueError if no user has three events.
+    """
+    split = log.leave_one_out()
+    users = np.flatnonzero(split.valid_rows >= 0)
+    if not users.size:
+        raise ValueError("no user has a held-out event; events need at least three per user")
+    tables = RankingTables.fit(
+        split.train, items, vectors, recipe.long_items, recipe.recent_items, recipe.block
+    )
+    data = RankingData(
+        split.train,
+        tables,
+        options.seed,
+        recipe.negatives,
+        recipe.positives,
+        recipe.batch_roots,
+        fold_vectors,
+    )
+    noise = np.random.default_rng(options.seed)
+    chosen = np.sort(noise.permutation(users)[: recipe.validation_users])
+    model = make_ranker(tables, vectors, recipe, options.seed).to(options.torch_device())
+    fit_dense_columns(model, data, recipe.ignored)
+    trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
+    console = console or Console(stderr=True)
+    console.print(f"conversion: {conversion_words(tables.settings)}")
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    save_ranker(model, directory)
+    tables.save(directory)
+    return report
+
+
+def make_ranker(
+    tables: RankingTables, vectors: np.ndarray, recipe: RankerRecipe, seed: int
+) -> Ranker:
+    """An untrained ranker for these tables, item vectors [I, F] bound."""
+    torch.manual_seed(seed)
+    settings = tables.settings
+    model = Ranker(
+        RankerConfig(
+            num_items=settings.num_items,
+            vector_size=vectors.shape[1],
+            dense_size=len(dense_names(settings)),
+            num_types=len(settings.type_names),
+            hidden_size=recipe.hidden_size,
+            num_layers=recipe.num_layers,
+            num_heads=recipe.num_heads,
+            head_dim=recipe.hidden_size // recipe.num_heads,
+            max_positions=max_root_rows(settings) + 1,
+            normalizer=recipe.normalizer,
+            dropout=recipe.dropout,
+            id_dropout=recipe.id_dropout,
+        )
+    )
+    model.bind_items(torch.from_numpy(np.asarray(vectors, dtype=np.float32)))
+    return model
+
+
+def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] = ()) -> None:
+    """Standardise each dense column over the rows of its own token group, on a few batches.
+
+    ignored: names of columns that become zero. Raises ValueError for a name that is not there.
+    """
+    names = dense_names(data.tables.settings)
+    unknown = set(ignored) - set(names)
+    if unknown:
+        raise ValueError(f"unknown dense columns {sorted(unknown)}; there are {', '.join(names)}")
+    parts: tuple[list[Tensor], ...] = ([], [], [])
+    for plan in data.plan(0)[:STATISTICS_BATCHES]:
+        batch = data.batch(plan)
+        groups, dense = batch.inputs.groups, batch.inputs.dense
+        assert groups is not None and dense is not None
+        parts[0].append(dense[:, 0])
+        parts[1].append(dense[(groups == LONG) | (groups == RECENT)])
+        parts[2].append(dense.flatten(0, 1)[batch.candidates])
+    first = len(PROFILE_COLUMNS)
+    ranges = (slice(0, first), slice(first, first + len(EVENT_COLUMNS)))
+    mean, deviation = torch.zeros(2, model.config.dense_size)
+    for columns, rows in zip((*ranges, slice(ranges[1].stop, None)), parts, strict=True):
+        own = torch.cat(rows)[:, columns]
+        mean[columns], deviation[columns] = own.mean(0), own.std(0, correction=0)
+    deviation[[name in ignored for name in names]] = math.inf
+    model.fit_dense(mean, deviation)
+
+
+def evaluate_ranker(
+    bundle: Bundle,
+    split: str = "test",
+    popular_share: float = 0.0,
+    max_users: int | None = None,
+    seed: int = 0,
+) -> RankingQuality:
+    """AUC and GAUC of the bundle's ranker on the held-out events of a split.
+
+    max_users: a sample of so many users, None for all.
+    Raises ValueError for an unknown split or a bundle without a ranker.
+    """
+    if split not in HELD_BACK:
+        raise ValueError(f"split is {split!r}; choose one of {', '.join(HELD_BACK)}")
+    catalog, log = bundle.catalog(), bundle.events()
+    directory = bundle.directory(SECTION)
+    tables = RankingTables.load(directory, catalog.items, catalog.vectors)
+    model = load_ranker(directory, catalog.vectors)
+    users = np.flatnonzero(log.leave_one_out().valid_rows >= 0)
+    if max_users is not None:
+        users = np.sort(np.random.default_rng(seed).permutation(users)[:max_users])
+    return ranking_quality(
+        model, tables, log, users, HELD_BACK[split], seed, popular_share=popular_share
+    )

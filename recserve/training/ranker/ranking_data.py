@@ -1,0 +1,278 @@
+"""Training and test data of the ranker: one root per user window, many candidates under it.
+
+A training root holds a window of a user's history; each of up to `positives` events of its recent
+part is a candidate at its own exposure time, beside sampled items that the user never had. So one
+pass over a root pays for many labels, and no candidate sees itself or what came after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recserve.features.ranking.cross_features import Contexts, UserSide, cross_features
+from recserve.features.ranking.event_features import UserEvents, moment_features
+from recserve.features.ranking.ranking import (
+    Columns,
+    RankingRoot,
+    candidate_columns,
+    candidate_rows,
+    root_columns,
+    window_columns,
+)
+from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
+from recserve.features.tables.events import EventLog
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, unit
+from recserve.training.ranker.ranking_batch import RankingBatch, pack
+
+NUM_FOLDS = 4  # of the users, each with item vectors that do not know its events
+POPULAR_SHARE = 0.5
+POPULAR_POWER = 0.75
+
+
+@dataclass(frozen=True)
+class Window:
+    """A training root: long events start .. split - 1, recent ones split .. stop - 1 of a user."""
+
+    user: int
+    start: int
+    split: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What a batch is made of: its roots, all of one fold of users, and the key of its draws."""
+
+    windows: list[Window]
+    fold: int
+    key: tuple[int, int, int]
+
+
+class RankingData:
+    """Training windows of an event log, and negatives for them.
+
+    Draws are keyed by (seed, epoch, batch), so a resumed run reads the same data. `fold_vectors`
+    holds the item vectors of each fold of users (see `cross_fitted_vectors`). When it is empty, all
+    users get the vectors of the tables.
+    """
+
+    def __init__(
+        self,
+        train: EventLog,
+        tables: RankingTables,
+        seed: int,
+        negatives: int = 4,
+        positives: int = 16,
+        batch_roots: int = 64,
+        fold_vectors: Sequence[np.ndarray] = (),
+    ) -> None:
+        self.train, self.tables, self.seed = train, tables, seed
+        self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
+        self.sampler = NegativeSampler(train, tables)
+        self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
+
+    def plan(self, epoch: int) -> list[BatchPlan]:
+        """All windows of all users once; where the windows are cut differs between epochs."""
+        noise = np.random.default_rng((self.seed, epoch))
+        windows = list(self._windows(noise))
+        sizes = np.array([w.stop - w.start for w in windows]) * noise.uniform(
+            0.9, 1.1, len(windows)
+        )
+        folds = np.array([w.user % len(self.folds) for w in windows])
+        order = np.lexsort((sizes, folds))
+        batches = [
+            part[first : first + self.batch_roots]
+            for part in np.split(order, np.cumsum(np.bincount(folds))[:-1])
+            for first in range(0, part.size, self.batch_roots)
+        ]
+        return [
+            BatchPlan(
+                [windows[i] for i in batches[index]],
+                int(folds[batches[index][0]]),
+                (self.seed, epoch, int(index)),
+            )
+            for index in noise.permutation(len(batches))
+        ]
+
+    def _windows(self, noise: np.random.Generator) -> Iterator[Window]:
+        s = self.tables.settings
+        for user, length in enumerate(self.train.lengths().tolist()):
+            shift = int(noise.integers(0, s.recent_items // s.block)) * s.block
+            splits = [0, *range(shift or s.recent_items, length, s.recent_items)]
+            for split, stop in zip(splits, [*splits[1:], length], strict=True):
+                if stop > split:
+                    yield Window(user, max(0, split - s.long_items), split, stop)
+
+    def batch(self, plan: BatchPlan) -> RankingBatch:
+        """Roots, positives at their own exposure times, negatives and all their features."""
+        draw = np.random.default_rng(plan.key)
+        roots, places, own = [], [], []
+        for window in plan.windows:
+            events = UserEvents.of(self.train, window.user).slice(0, window.stop)
+            roots.append(window_columns(self.tables, events, window.start, window.split))
+            size = window.stop - window.split
+            chosen = draw.permutation(size)[: self.positives]
+            places.append(np.sort(chosen) + window.split)
+            own.append(np.full(chosen.size, window.user))
+        per_root = np.array([p.size for p in places])
+        where = self.train.offsets[np.concatenate(own)] + np.concatenate(places)
+        positive = self.train.item_rows[where].astype(np.int64)
+        negative = self.sampler.draw(np.concatenate(own), self.negatives, draw)
+        rows = np.concatenate([positive[:, None], negative], axis=1)
+        times = self.train.times[where]
+        limits, contexts, last = _contexts(roots, per_root, times)
+
+        width = 1 + self.negatives
+        own_values = np.full(rows.shape, np.nan, dtype=np.float32)
+        own_values[:, 0] = self.train.values[where]
+        owners = np.repeat(np.arange(rows.shape[0]), width)
+        tables = self.folds[plan.fold]
+        user = UserSide.of(tables, contexts)
+        cross = cross_features(tables, user, owners, rows.ravel(), own_values.ravel())
+        settings = self.tables.settings
+        # The moment is left out for half of the contexts: a request need not name one.
+        moments = moment_features(settings, times, last, limits > 1)
+        moments[draw.random(limits.size) < 0.5] = 0
+        every_limit = np.repeat(limits, width)
+        columns = candidate_rows(
+            self.tables, rows.ravel(), every_limit, cross, np.repeat(moments, width, axis=0)
+        )
+        labels = np.zeros((*rows.shape, 2), dtype=np.float32)
+        labels[:, 0, 0] = 1
+        labels[:, 0, 1] = settings.is_conversion(self.train.types[where], self.train.values[where])
+        return pack(roots, columns, every_limit, per_root * width, labels.reshape(-1, 2))
+
+
+class NegativeSampler:
+    """Items that a user never had: half of them uniform, half by popularity to the power 0.75."""
+
+    def __init__(self, train: EventLog, tables: RankingTables) -> None:
+        self.num_items = tables.num_items
+        weights = np.asarray(tables.item_counts, np.float64) ** POPULAR_POWER
+        self.cumulative = np.cumsum(weights) / max(weights.sum(), 1e-9)
+        self.had = np.unique(train.user_indices() * self.num_items + train.item_rows)
+
+    def draw(
+        self,
+        users: np.ndarray,
+        count: int,
+        noise: np.random.Generator,
+        popular_share: float = POPULAR_SHARE,
+    ) -> np.ndarray:
+        """[n, count] int64 item rows. users [n]. What a user had is drawn again, at most four
+        times."""
+        shape = (users.size, count)
+        rows = self._propose(shape, noise, popular_share)
+        for _ in range(4):
+            keys = users[:, None] * self.num_items + rows
+            at = np.searchsorted(self.had, keys).clip(max=self.had.size - 1)
+            taken = self.had[at] == keys
+            if not taken.any():
+                break
+            rows[taken] = self._propose((int(taken.sum()),), noise, popular_share)
+        return rows
+
+    def _propose(
+        self, shape: tuple[int, ...], noise: np.random.Generator, popular_share: float
+    ) -> np.ndarray:
+        uniform = noise.integers(0, self.num_items, shape)
+        popular = np.searchsorted(self.cumulative, noise.random(shape)).clip(max=self.num_items - 1)
+        return np.where(noise.random(shape) < popular_share, popular, uniform)
+
+
+def held_batches(
+    log: EventLog,
+    tables: RankingTables,
+    users: np.ndarray,
+    held_back: int,
+    sampler: NegativeSampler,
+    seed: int,
+    negatives: int = 99,
+    popular_share: float = 0.0,
+    batch_roots: int = 32,
+) -> Iterator[RankingBatch]:
+    """The event `held_back` from the end of each user against sampled items, columns as in serving.
+
+    log: all events. users: numbers of users with more than `held_back` events. The held event comes
+    first among its candidates. With timestamps, the exposure time is that of the held event.
+    """
+    noise = np.random.default_rng((seed, held_back))
+    order = users[np.argsort(log.lengths()[users], kind="stable")]
+    for first in range(0, order.size, batch_roots):
+        roots, parts, labels = [], [], []
+        chosen = order[first : first + batch_roots]
+        drawn = sampler.draw(chosen, negatives, noise, popular_share)
+        for user, others in zip(chosen.tolist(), drawn, strict=True):
+            events = UserEvents.of(log, user)
+            at = len(events) - held_back
+            root = root_columns(tables, events.slice(0, at))
+            rows = np.concatenate([events.rows[at : at + 1], others])
+            moment = np.full(rows.size, events.times[at]) if log.has_timestamps else None
+            roots.append(root)
+            parts.append(candidate_columns(tables, root, rows, moment))
+            label = np.zeros((rows.size, 2), dtype=np.float32)
+            held = events.slice(at, at + 1)
+            label[0] = 1, tables.settings.is_conversion(held.types, held.values)[0]
+            labels.append(label)
+        columns = Columns(
+            **{
+                name: np.concatenate([vars(p.columns)[name] for p in parts])
+                for name in vars(parts[0].columns)
+            }
+        )
+        limits = np.concatenate([p.root_limits for p in parts])
+        sizes = np.array([len(p.root_limits) for p in parts])
+        yield pack(roots, columns, limits, sizes, np.concatenate(labels))
+
+
+def _contexts(
+    roots: list[RankingRoot], per_root: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, Contexts, np.ndarray]:
+    """Root limits [n], contexts and time of the last event seen [n], of n exposures in order."""
+    limits, contexts, last = [], [], []
+    for root, moments in zip(roots, np.split(times, np.cumsum(per_root)[:-1]), strict=True):
+        recent = root.events.times[root.shared - 1 :]
+        limit = root.shared + np.searchsorted(recent, moments, side="left")
+        limits.append(limit)
+        contexts.append(Contexts.of(root.events.rows, root.events.values, limit - 1))
+        last.append(root.events.times[(limit - 2).clip(min=0)])
+    return np.concatenate(limits), Contexts.cat(contexts), np.concatenate(last)
+
+
+def cross_fitted_vectors(
+    vectors: np.ndarray, train: EventLog, collaborative_dim: int, weight: float, seed: int
+) -> list[np.ndarray]:
+    """Returns item vectors for each fold of users that are fitted without those users.
+
+    Collaborative vectors that are fitted on all training events are close to the positives that
+    they help to predict. A similarity feature would then look better in training than it is.
+    Vectors fitted without a fold are as uninformed about it as they are about future events.
+    The features read only cosines, so each fit may have its own axes.
+
+    Args:
+        vectors: [I, F] item vectors. The last `collaborative_dim` columns are collaborative.
+        train: Training events. Fold f holds users f, f + NUM_FOLDS, f + 2 * NUM_FOLDS, ...
+        collaborative_dim: Number of collaborative columns.
+        weight: Factor of the collaborative part when the parts are joined.
+        seed: Seed of the fits.
+
+    Returns:
+        NUM_FOLDS arrays [I, F], or an empty list if no column is collaborative.
+    """
+    if not collaborative_dim:
+        return []
+    content = unit(vectors[:, :-collaborative_dim])
+    users = train.user_indices()
+    return [
+        join_vectors(
+            content,
+            collaborative_vectors(
+                train.select(users % NUM_FOLDS != fold), len(vectors), collaborative_dim, seed
+            ),
+            weight,
+        )
+        for fold in range(NUM_FOLDS)
+    ]

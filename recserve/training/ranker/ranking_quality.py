@@ -1,0 +1,111 @@
+"""How well a ranker ranks: each user's held-out event against sampled items, AUC and GAUC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from recserve.features.ranking.ranking import dense_names
+from recserve.features.ranking.ranking_tables import RankingSettings, RankingTables
+from recserve.features.tables.events import EventLog
+from recserve.models.attention import DenseSiluAttention
+from recserve.models.ranker import Ranker
+from recserve.training.evaluation.accuracy import auc, gauc
+from recserve.training.ranker.ranking_batch import RankingBatch
+from recserve.training.ranker.ranking_data import NegativeSampler, held_batches
+
+BASELINES = {
+    "popularity": "log_count",
+    "vectors": "similarity_all",
+    "co-occurrence": "cooccurrence",
+}
+
+
+@dataclass(frozen=True)
+class RankingQuality:
+    """AUC and GAUC of held-out events among sampled items.
+
+    negatives: sampled items per event, a popular_share of them drawn by popularity. metrics:
+    `click_auc`, `click_gauc` and so on; a user whose held-out event is no conversion has no
+    positive there. baselines: GAUC of clicks of one feature alone.
+    """
+
+    users: int
+    negatives: int
+    popular_share: float
+    metrics: dict[str, float]
+    baselines: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def attend_within(model: Ranker, batch: RankingBatch) -> DenseSiluAttention:
+    """Attention of a padded batch under MTGR's mask."""
+    return DenseSiluAttention(batch.mask(), model.config.normalizer)
+
+
+@torch.no_grad()
+def ranking_quality(
+    model: Ranker,
+    tables: RankingTables,
+    log: EventLog,
+    users: np.ndarray,
+    held_back: int,
+    seed: int = 0,
+    negatives: int = 99,
+    popular_share: float = 0.0,
+) -> RankingQuality:
+    """Rank the event `held_back` from the end (1: test, 2: validation) of each user.
+
+    log: all events; sampled items are none that the user ever had. users: numbers of users in it.
+    Leaves the model in eval mode. Raises ValueError if there are no users.
+    """
+    if not users.size:
+        raise ValueError("no user has a held-out event; events need at least three per user")
+    sampler = NegativeSampler(log, tables)
+    batches = held_batches(log, tables, users, held_back, sampler, seed, negatives, popular_share)
+    labels, scores, features = _score(model.eval(), batches)
+    groups = np.arange(len(labels)) // (1 + negatives)
+    metrics = {}
+    for column, task in enumerate(model.config.tasks):
+        metrics[f"{task}_auc"] = auc(labels[:, column], scores[:, column])
+        metrics[f"{task}_gauc"] = gauc(labels[:, column], scores[:, column], groups)
+    names = dense_names(tables.settings)
+    baselines = {
+        name: gauc(labels[:, 0], features[:, names.index(feature)], groups)
+        for name, feature in BASELINES.items()
+    }
+    return RankingQuality(users.size, negatives, popular_share, metrics, baselines)
+
+
+def _score(
+    model: Ranker, batches: Iterable[RankingBatch]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels [M, tasks], scores [M, tasks] and dense columns [M, F] of all candidates."""
+    device = model.group_embedding.weight.device
+    model.freeze_items()
+    labels, scores, features = [], [], []
+    for batch in batches:
+        moved = batch.to(device)
+        assert moved.inputs.groups is not None and batch.inputs.dense is not None
+        hidden = model(model.embed(moved.inputs), moved.inputs.groups, attend_within(model, moved))
+        chosen = hidden.flatten(0, 1)[moved.candidates]
+        scores.append(model.heads(chosen).float().cpu().numpy())
+        labels.append(batch.labels.numpy())
+        features.append(batch.inputs.dense.flatten(0, 1)[batch.candidates].numpy())
+    return np.concatenate(labels), np.concatenate(scores), np.concatenate(features)
+
+
+def conversion_words(settings: RankingSettings) -> str:
+    """What counts as a conversion in this data, for reports."""
+    if settings.conversion_types:
+        return f"events of type {', '.join(settings.conversion_types)}"
+    if settings.conversion_value is not None:
+        return f"events with a value of {settings.conversion_value:g} or more"
+    return "every click: the events have no types or values that tell conversions apart"

@@ -1,0 +1,1 @@
+"""Training of the generative recommender and of what builds on its states: retriever, baseline."""

@@ -1,0 +1,46 @@
+"""A bundle's recommender that stays as it is while heads are trained on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.features.tables.events import EventLog
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.models.recommender import Recommender, load_recommender
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+
+
+@dataclass(frozen=True)
+class FrozenRecommender:
+    """model: without gradients, on the device of the trie. codes [I, L] of the catalogue. events:
+    the training part of the log; cases: the validation part.
+    """
+
+    model: Recommender
+    trie: Trie
+    codes: NDArray[np.generic]
+    events: EventLog
+    cases: Cases
+
+    @staticmethod
+    def open(bundle: Bundle, device: torch.device) -> FrozenRecommender:
+        """Raises BundleError if no recommender was trained."""
+        if not bundle.has("recommender"):
+            raise BundleError(f"{bundle.root}: no recommender was trained; a head stands on one")
+        catalog, events = bundle.catalog(), bundle.events()
+        codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+        model = load_recommender(
+            bundle.directory("recommender"), codes, torch.from_numpy(catalog.vectors), device
+        )
+        return FrozenRecommender(
+            model.requires_grad_(False),
+            build_trie(codes, model.config.codebook_sizes).to(device),
+            catalog.index.codes,
+            events.leave_one_out().train,
+            leave_one_out_cases(events, "valid"),
+        )

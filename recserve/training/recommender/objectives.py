@@ -1,0 +1,225 @@
+"""What a recommender is trained for: its levels, its dense head and its level heads.
+
+Every loss is the mean over predicted items; that of the levels sums over an item's levels, so it is
+the negative log-probability of the item that the server reports as a score. A model that is not
+autoregressive has no such loss: its level heads are its trunk's own, and their loss is the mean
+over the levels (RPG, KDD 2025, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recserve.kernels.trie.trie import Trie
+from recserve.models.attention import DenseAttention
+from recserve.models.recommender import BOS, Recommender
+from recserve.training.recommender.full_softmax import full_softmax_loss
+from recserve.training.recommender.history_trees import TreeBatch
+
+MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the parts.
+
+    mask_seen: items of the history (and prefixes that lead to nothing else) are taken out of the
+    softmax, which is how a server that filters them reads the model. dense_weight, heads_weight: 0
+    leaves that part out.
+    """
+
+    label_smoothing: float = 0.0
+    mask_seen: bool = True
+    dense_weight: float = 0.0
+    heads_weight: float = 0.0
+    item_dropout: float = 0.0
+    dense_negatives: int = 16_384
+
+
+@dataclass(frozen=True)
+class Losses:
+    """total is what is minimised; the parts are detached means per predicted item."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+
+def tree_losses(
+    model: Recommender, trie: Trie, paths: Tensor, batch: TreeBatch, objective: Objective
+) -> Losses:
+    """One pass over the trees of a batch, and every loss that hangs on it. paths: of
+    `node_paths`."""
+    tokens = batch.tokens
+    if objective.item_dropout and model.training:
+        hide = torch.rand(tokens.shape, device=tokens.device) < objective.item_dropout
+        tokens = torch.where(hide & (tokens >= model.config.num_code_tokens), BOS, tokens)
+    hidden = model(tokens, batch.positions, DenseAttention(batch.mask())).flatten(0, 1)
+    items = batch.trunk_rows.shape[0]
+    trunk = hidden[batch.trunk_nodes]
+    if model.config.autoregressive:
+        total = level_loss(model, trie, paths, batch, hidden, objective) / items
+        parts = {"levels": total.detach()}
+    else:
+        total = heads_loss(model, batch, trunk) / (items * model.config.num_levels)
+        parts = {"heads": total.detach()}
+    if objective.dense_weight:
+        dense = dense_loss(model, batch, trunk, objective) / items
+        total = total + objective.dense_weight * dense
+        parts["dense"] = dense.detach()
+    if model.config.autoregressive and objective.heads_weight:
+        heads = heads_loss(model, batch, trunk.detach()) / items
+        total = total + objective.heads_weight * heads
+        parts["heads"] = heads.detach()
+    return Losses(total, parts)
+
+
+def level_loss(
+    model: Recommender,
+    trie: Trie,
+    paths: Tensor,
+    batch: TreeBatch,
+    hidden: Tensor,
+    objective: Objective,
+) -> Tensor:
+    """Summed negative log-likelihood of all targets. hidden [B * N, E], paths [I, L + 1] nodes of
+    each item."""
+    total = hidden.new_zeros((), dtype=torch.float32)
+    counts = torch.bincount(batch.target_levels, minlength=model.config.num_levels).tolist()
+    start = 0
+    for level, count in enumerate(counts):
+        part = slice(start, start + count)
+        start += count
+        if not count:
+            continue
+        states = hidden[batch.target_nodes[part]]
+        rows = batch.target_rows[part]
+        if model.config.normalization == "vocabulary":
+            target = model.item_tokens[rows, level]
+            logits = model.full_logits(states).float()
+            total = total + F.cross_entropy(
+                logits, target, reduction="sum", label_smoothing=objective.label_smoothing
+            )
+            continue
+        parents, targets = paths[rows, level], paths[rows, level + 1]
+        children = trie.children(parents)
+        logits = model.level_logits(states, level).float().gather(1, children.codes.long())
+        slots = targets - trie.first_child[parents].long()
+        valid = children.valid
+        if objective.mask_seen:
+            valid = valid & ~_seen_children(trie, paths, batch, part, level, valid.shape[1])
+            valid[torch.arange(count, device=valid.device), slots] = True
+        total = total + _cross_entropy(logits, slots, valid, objective.label_smoothing)
+    return total
+
+
+def dense_loss(model: Recommender, batch: TreeBatch, trunk: Tensor, objective: Objective) -> Tensor:
+    """Summed negative log-likelihood of the next items over all bound items. trunk: [q, E]."""
+    seen = batch.histories[_tree_of(batch, batch.trunk_nodes)]
+    index = torch.arange(seen.shape[1], device=seen.device)
+    before = (index < batch.trunk_steps[:, None]) & (seen != batch.trunk_rows[:, None])
+    if not objective.mask_seen:
+        before = torch.zeros_like(before)
+    which, where = before.nonzero(as_tuple=True)
+    hidden = torch.stack([which, seen[which, where]], dim=1)
+    query = model.dense_query_rows(trunk)
+    if model.num_bound_items > 4 * objective.dense_negatives:
+        return sampled_softmax_loss(model, query, batch.trunk_rows, hidden, objective)
+    items = model.dense_item_rows()
+    return full_softmax_loss(query, items, batch.trunk_rows, hidden)
+
+
+def sampled_softmax_loss(
+    model: Recommender, query: Tensor, targets: Tensor, hidden: Tensor, objective: Objective
+) -> Tensor:
+    """Estimate of the summed cross-entropy over all items, from items drawn evenly with
+    replacement.
+
+    query: [q, E]. targets: [q]. hidden: [x, 2] pairs (row of query, item row) that are no
+    negatives. Each drawn item stands for I / drawn of them. Source: Bengio and Senecal 2008,
+    uniform proposal.
+    """
+    items, drawn = model.num_bound_items, objective.dense_negatives
+    sample = torch.randint(items, (drawn,), device=query.device).sort().values
+    weight = math.log(items / drawn)
+    logits = F.linear(query, model.dense_item_rows(sample)).float() + weight
+    which = torch.cat([torch.arange(len(targets)).to(targets), hidden[:, 0]])
+    logits = logits.masked_fill(
+        hits(sample, which, torch.cat([targets, hidden[:, 1]]), len(targets)), MASKED
+    )
+    own = (query * model.dense_item_rows(targets)).sum(-1, keepdim=True).float()
+    first = torch.zeros_like(targets)
+    return F.cross_entropy(torch.cat([own, logits], dim=1), first, reduction="sum")
+
+
+def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
+    """[num_queries, n] bool: where a query meets an item that is no negative of it.
+
+    sample: [n] item rows, ascending, repeats allowed. which, rows [x]: pairs of query and item row.
+    """
+    first = torch.searchsorted(sample, rows)
+    count = torch.searchsorted(sample, rows, right=True) - first
+    pair = torch.repeat_interleave(count)
+    inside = torch.arange(len(pair)).to(pair) - (count.cumsum(0) - count)[pair]
+    found = torch.zeros(num_queries, sample.shape[0], dtype=torch.bool, device=sample.device)
+    found[which[pair], first[pair] + inside] = True
+    return found
+
+
+def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:
+    """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E]."""
+    total = trunk.new_zeros((), dtype=torch.float32)
+    offsets = model.config.level_offsets
+    for level, offset in enumerate(offsets):
+        logits = model.parallel_logits(trunk, level).float()
+        target = model.item_tokens[batch.trunk_rows, level] - offset
+        total = total + F.cross_entropy(logits, target, reduction="sum")
+    return total
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy over the valid columns, the smoothed part spread over those alone."""
+    log_p = logits.masked_fill(~valid, MASKED).log_softmax(-1)
+    loss = -log_p.gather(1, targets[:, None]).sum()
+    if smoothing:
+        spread = -(log_p * valid).sum(-1) / valid.sum(-1)
+        loss = (1 - smoothing) * loss + smoothing * spread.sum()
+    return loss
+
+
+def _seen_children(
+    trie: Trie, paths: Tensor, batch: TreeBatch, targets: slice, level: int, width: int
+) -> Tensor:
+    """[m, width] children under which the history holds every item."""
+    known = batch.histories >= 0
+    seen = paths[batch.histories.clamp(min=0)]
+    child, parent = seen[..., level + 1], seen[..., level]
+    same = (child[:, :, None] == child[:, None, :]) & known[:, None, :]
+    earlier = same.tril().sum(-1)
+    size = trie.last_leaf[child] - trie.first_leaf[child]
+    complete = (earlier >= size) & known
+    tree = _tree_of(batch, batch.target_nodes[targets])
+    parents = paths[batch.target_rows[targets], level]
+    index = torch.arange(known.shape[1], device=known.device)
+    hit = complete[tree] & (index < batch.target_steps[targets, None])
+    hit &= parent[tree] == parents[:, None]
+    which, where = hit.nonzero(as_tuple=True)
+    slots = child[tree[which], where] - trie.first_child[parents[which]]
+    mask = torch.zeros(tree.shape[0], width, dtype=torch.bool, device=known.device)
+    mask[which, slots.long()] = True
+    return mask
+
+
+def _tree_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
+    return nodes // batch.tokens.shape[1]
+
+
+def node_paths(trie: Trie) -> Tensor:
+    """[I, L + 1] trie node of each prefix of each item, the empty one first."""
+    rows = torch.arange(trie.num_items, device=trie.device)
+    nodes = trie.nodes_of_items(rows).long()
+    return torch.cat([torch.zeros_like(nodes[:, :1]), nodes], dim=1)

@@ -1,0 +1,213 @@
+"""Training of the dense retriever: from each state of a frozen recommender, what comes later.
+
+    loss of a group = min over its items i of -log( e^s(q,i) / (e^s(q,i) + sum_j e^s(q,j) / n_j) )
+
+q is the vector of the group's outcome and time offset, s the scaled cosine, j runs over the items
+that came in the same batch and over items drawn evenly, and n_j is how many j one expects among
+them, its frequency from a count-min sketch: so the sum estimates that over the whole catalogue.
+The minimum is taken at the nearest of the group's items, since all share q. Source: PinRec,
+arXiv 2504.10507, windowed relaxation and sampled softmax with frequency correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from recserve.bundle.bundle import Bundle
+from recserve.features.tables.count_min import CountMinSketch
+from recserve.features.vectors.vector_index import FaissIndex
+from recserve.models.attention import DenseAttention
+from recserve.models.dense_retriever import (
+    DenseRetriever,
+    RetrieverConfig,
+    item_vectors,
+    save_retriever,
+)
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.slates import SlateOptions, Slates
+from recserve.training.loop import StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.recommender.frozen_recommender import FrozenRecommender
+from recserve.training.recommender.futures import FutureBatch, Futures
+from recserve.training.recommender.objectives import MASKED, hits
+from recserve.training.schedule import Schedule
+
+SECTION = "retriever"
+LOOKAHEADS = (0.0, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class RetrieverRecipe:
+    """What a retriever is trained with.
+
+    horizon: events of a window. drawn, in_batch: negatives of either kind. max_nodes: padded tokens
+    of a batch. sketch_width, sketch_depth: of the count-min sketch. width: of the hidden layers, in
+    multiples of the recommender's size. validation_users: who is looked at between epochs.
+    """
+
+    horizon: int = 8
+    drawn: int = 2048
+    in_batch: int = 2048
+    max_nodes: int = 2048
+    sketch_width: int = 1 << 18
+    sketch_depth: int = 4
+    width: int = 2
+    validation_users: int = 1000
+    schedule: Schedule = field(default_factory=lambda: Schedule(2, 1e-3, weight_decay=0.05))
+
+
+class RetrieverTrainee:
+    """A retriever beside its frozen recommender, as the loop sees it."""
+
+    selection = "ndcg@10"
+
+    def __init__(
+        self,
+        recipe: RetrieverRecipe,
+        frozen: FrozenRecommender,
+        seed: int,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.recipe, self.seed = recipe, seed
+        self.target, self.trie, self.codes = frozen.model, frozen.trie, frozen.codes
+        self.cases = frozen.cases.sample(recipe.validation_users)
+        target, events = frozen.model, frozen.events
+        self.data = Futures(events, frozen.codes, target.config, recipe.horizon)
+        self.sketch = CountMinSketch(recipe.sketch_width, recipe.sketch_depth)
+        self.sketch.add(events.item_rows)
+        size = target.config.decoder.hidden_size
+        counts = np.bincount(events.types, minlength=len(events.type_names))
+        config = RetrieverConfig(
+            size,
+            recipe.width * size,
+            events.type_names,
+            tuple((counts / counts.sum()).tolist()),
+            self.data.unit,
+            self.data.bounds,
+            self.data.next_shares,
+        )
+        self.model = DenseRetriever(config).to(self.trie.device)
+        self.model.start_from(target)
+
+    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Numbers of the histories of each batch."""
+        return self.data.epoch(self.seed, epoch, self.recipe.max_nodes)
+
+    def loss(self, batch: NDArray[np.int64]) -> StepLoss:
+        """Mean over the groups of the batch; the recommender keeps its dropout, as a noise that
+        the head must stand.
+        """
+        futures = self.data.batch(batch).to(self.trie.device)
+        with torch.no_grad():
+            positions = torch.arange(futures.tokens.shape[1], device=self.trie.device)
+            hidden = self.target.train()(futures.tokens, positions, DenseAttention())
+        states = hidden.flatten(0, 1)[futures.state_nodes]
+        negatives = self._negatives(futures)
+        mean = retrieval_loss(self.model, self.target, states, futures, negatives)
+        return StepLoss(mean, {"retrieval": mean.detach()}, futures.outcomes.shape[0])
+
+    def validate(self) -> dict[str, float]:
+        """Slates of the server's kind for the validation users, seen items filtered."""
+        index = FaissIndex(item_vectors(self.model, self.target.eval()).numpy())
+        slates = Slates(self.target, self.trie, self.codes, Heads(retriever=self.model), index)
+        which = np.arange(len(self.cases))
+        rows = slates(self.cases, which, 10, SlateOptions(strategy="dense"))
+        return slate_metrics(ranks_of(rows, self.cases.held), (10,))
+
+    def look_ahead(self) -> dict[str, float]:
+        """Choose how far slates look ahead, by validation: from the offsets of next events alone
+        to those of the whole window. Returns the metric of each choice.
+        """
+        tried: dict[str, float] = {}
+        configs = {}
+        ends = np.array([self.data.next_shares, self.data.window_shares])
+        for ahead in LOOKAHEADS:
+            shares = (1 - ahead) * ends[0] + ahead * ends[1]
+            name = f"{ahead:g}"
+            configs[name] = replace(self.model.config, offset_shares=tuple(shares.tolist()))
+            self.model.config = configs[name]
+            tried[name] = self.validate()[self.selection]
+        self.model.config = configs[max(tried, key=lambda name: tried[name])]
+        return tried
+
+    def _negatives(self, futures: FutureBatch) -> Negatives:
+        recipe, num_items = self.recipe, self.target.num_bound_items
+        device = futures.tokens.device
+        came = futures.futures[:, 0]
+        came = came[torch.randperm(came.shape[0], device=device)[: recipe.in_batch]]
+        drawn = torch.randint(num_items, (recipe.drawn,), device=device)
+        rows = torch.cat([came, drawn]).sort().values
+        share = self.sketch.estimate(rows.cpu().numpy()) / self.sketch.total
+        expected = came.shape[0] * share + recipe.drawn / num_items
+        return Negatives(rows, torch.from_numpy(np.log(expected)).float().to(device))
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """Sampled items. rows [n]: ascending, repeats allowed. log_expected [n]: log of how many of the
+    item one expects in such a sample.
+    """
+
+    rows: Tensor
+    log_expected: Tensor
+
+
+def retrieval_loss(
+    retriever: DenseRetriever,
+    recommender: Recommender,
+    states: Tensor,
+    batch: FutureBatch,
+    negatives: Negatives,
+) -> Tensor:
+    """Mean loss of the groups. states [s, E] of the batch's states."""
+    query = retriever.queries(states[batch.group_states], batch.outcomes, batch.offsets)
+    query = query * retriever.scale
+    targets = retriever.items(recommender.embed_items(batch.target_rows))
+    own = (query[batch.target_groups] * targets).sum(-1).float()
+    groups = query.shape[0]
+    nearest = own.new_full((groups,), MASKED)
+    nearest = nearest.scatter_reduce(0, batch.target_groups, own, "amax")
+    items = retriever.items(recommender.embed_items(negatives.rows))
+    logits = F.linear(query, items).float() - negatives.log_expected
+    window = batch.futures[batch.group_states]
+    which, where = (window >= 0).nonzero(as_tuple=True)
+    logits = logits.masked_fill(hits(negatives.rows, which, window[which, where], groups), MASKED)
+    first = torch.zeros(groups, dtype=torch.int64, device=logits.device)
+    return F.cross_entropy(torch.cat([nearest[:, None], logits], dim=1), first)
+
+
+def train_retriever(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: RetrieverRecipe | None = None,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train the dense retriever of the bundle's recommender and record it in the bundle.
+
+    Raises BundleError if no recommender was trained.
+    """
+    recipe = recipe or RetrieverRecipe()
+    frozen = FrozenRecommender.open(bundle, options.torch_device())
+    trainee = RetrieverTrainee(recipe, frozen, options.seed)
+    directory = bundle.directory(SECTION)
+    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    with torch.no_grad():
+        ahead = trainee.look_ahead()
+    save_retriever(trainee.model, directory)
+    values = {
+        "validation": report.metrics,
+        "look_ahead": ahead,
+        "seconds": round(report.seconds, 1),
+    }
+    bundle.commit(SECTION, values | {"recommender": bundle.digest("recommender")})
+    return report

@@ -1,0 +1,156 @@
+"""Training the SASRec baseline in the recommender's harness: same split, same loop, same
+validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from recserve.bundle.bundle import Bundle
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.tables.events import EventLog
+from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec
+from recserve.training.evaluation.cases import Cases, leave_one_out_cases
+from recserve.training.evaluation.evaluation import slate_columns
+from recserve.training.evaluation.slates import sasrec_slates
+from recserve.training.loop import StepLoss, fit
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.recommender.full_softmax import full_softmax_loss
+from recserve.training.recommender.history_trees import bucketed, windows
+from recserve.training.schedule import Schedule
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SasRecRecipe:
+    """What SASRec is trained with. mask_seen: items of the history are no negatives.
+
+    max_nodes: padded positions of a batch. validation_users: users of the validation between
+    epochs.
+    """
+
+    hidden_size: int = 192
+    num_layers: int = 2
+    num_heads: int = 2
+    dropout: float = 0.4
+    item_vectors: bool = True
+    cosine: bool = True
+    mask_seen: bool = True
+    max_history_items: int = 50
+    max_nodes: int = 1536
+    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
+    validation_users: int = 4000
+
+
+PLAIN = SasRecRecipe(hidden_size=128, item_vectors=False, cosine=False, mask_seen=False)
+VECTORS = SasRecRecipe()
+
+
+class SasRecTrainee:
+    """SASRec and its histories, as the loop sees them."""
+
+    selection = "ndcg@10"
+
+    def __init__(
+        self,
+        recipe: SasRecRecipe,
+        catalog: Catalog,
+        events: EventLog,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.recipe, self.seed, self.device = recipe, seed, device
+        config = SasRecConfig(
+            num_items=len(catalog),
+            hidden_size=recipe.hidden_size,
+            num_layers=recipe.num_layers,
+            num_heads=recipe.num_heads,
+            dropout=recipe.dropout,
+            max_history_items=recipe.max_history_items,
+            vector_dim=catalog.vectors.shape[1] if recipe.item_vectors else 0,
+            cosine=recipe.cosine,
+        )
+        self.model = SasRec(config).to(device)
+        self.model.bind_vectors(torch.from_numpy(catalog.vectors))
+        train = events.leave_one_out().train
+        starts = windows(train.offsets, recipe.max_history_items + 1)
+        useful = np.diff(starts) >= 2
+        self.starts, self.stops = starts[:-1][useful], starts[1:][useful]
+        if not useful.any():
+            raise ValueError("no user has two training events; there is no next item to learn")
+        self.rows = train.item_rows.astype(np.int64)
+        self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
+
+    def plan(self, epoch: int) -> Sequence[Ints]:
+        """Numbers of the histories of each batch."""
+        return bucketed(self.stops - self.starts - 1, self.seed, epoch, self.recipe.max_nodes)
+
+    def loss(self, batch: Ints) -> StepLoss:
+        """Cross-entropy over all items at every position of these histories."""
+        cases = Cases(self.rows, self.starts[batch], self.stops[batch], batch, batch)
+        rows = torch.from_numpy(cases.histories(np.arange(len(batch)))).to(self.device)
+        hidden = self.model(rows[:, :-1].clamp(min=0))
+        tree, step = (rows[:, 1:] >= 0).nonzero(as_tuple=True)
+        targets = rows[tree, step + 1]
+        none = torch.zeros(0, 2, dtype=torch.int64, device=self.device)
+        seen = _seen_pairs(rows, tree, step, targets) if self.recipe.mask_seen else none
+        query, keys = self.model.queries(hidden[tree, step]), self.model.keys()
+        loss = full_softmax_loss(query, keys, targets, seen) / len(targets)
+        return StepLoss(loss, {"items": loss.detach()}, len(targets))
+
+    def validate(self) -> dict[str, float]:
+        """NDCG and recall at 10 over all items."""
+        column = "filtered" if self.recipe.mask_seen else "kept"
+
+        def slates(which: Ints, filtered: bool) -> Ints:
+            return sasrec_slates(self.model, self.cases, which, 10, filtered)
+
+        return slate_columns(self.cases, slates, (10,), columns=(column,))[column]
+
+
+def _seen_pairs(rows: Tensor, tree: Tensor, step: Tensor, targets: Tensor) -> Tensor:
+    """[x, 2] target number and item of its history, the target itself left out."""
+    seen = rows[tree]
+    index = torch.arange(rows.shape[1], device=rows.device)
+    before = (index <= step[:, None]) & (seen != targets[:, None])
+    which, where = before.nonzero(as_tuple=True)
+    return torch.stack([which, seen[which, where]], dim=1)
+
+
+def train_sasrec(
+    bundle: Bundle,
+    options: TrainOptions,
+    recipe: SasRecRecipe = VECTORS,
+    console: Console | None = None,
+) -> TrainReport:
+    """Train, keep the best epoch on validation and record it in the bundle.
+
+    Raises ValueError if the bundle's events hold nothing out to validate on, or for a checkpoint of
+    another run.
+    """
+    recipe = replace(recipe, schedule=recipe.schedule.asked(options))
+    device = options.torch_device()
+    trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
+    directory = bundle.directory("sasrec")
+    report = fit(trainee, recipe.schedule, options, directory, console)
+    save_sasrec(trainee.model, directory)
+    bundle.commit(
+        "sasrec",
+        {
+            "seed": options.seed,
+            "epochs": report.epochs,
+            "best_epoch": report.best_epoch,
+            "validation": report.metrics,
+            "seconds": round(report.seconds, 1),
+            "recipe": asdict(recipe),
+        },
+    )
+    return report

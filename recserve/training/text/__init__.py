@@ -1,0 +1,1 @@
+"""Training of the language model and of its Medusa draft heads."""

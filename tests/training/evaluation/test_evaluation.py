@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.models.attention import DenseAttention
+from recserve.models.recommender import Recommender
+from recserve.training.evaluation.cases import leave_one_out_cases
+from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
+from recserve.training.options import TrainOptions
+from recserve.training.recommender.objectives import Objective
+from recserve.training.recommender.recommender import (
+    CODES,
+    ITEMS,
+    RecommenderTrainee,
+    train_recommender,
+)
+from recserve.training.recommender.sasrec import PLAIN, train_sasrec
+from recserve.training.schedule import Schedule
+from tests.support.grids import chosen
+
+CPU = TrainOptions(device="cpu", precision="float32")
+SMALL = {"hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 items in a ring; each of 80 users walks along it, so that the next item is certain."""
+    folder = tmp_path_factory.mktemp("ring")
+    items = [f"i{row:02}" for row in range(60)]
+    words = [f"word{row // 6} item{row % 6}" for row in range(60)]
+    pq.write_table(pa.table({"item_id": items, "title": words}), folder / "items.parquet")
+    noise = np.random.default_rng(0)
+    events: dict[str, list[object]] = {"user_id": [], "item_id": [], "position": []}
+    for user in range(80):
+        start, length = noise.integers(60), noise.integers(5, 12)
+        for step in range(length):
+            events["user_id"].append(f"u{user:02}")
+            events["item_id"].append(items[(start + step) % 60])
+            events["position"].append(step)
+    pq.write_table(pa.table(events), folder / "events.parquet")
+    build_bundle(
+        BuildOptions(
+            folder / "items.parquet",
+            folder / "events.parquet",
+            folder / "bundle",
+            levels=2,
+            codes=8,
+            text_dim=16,
+            collaborative_dim=16,
+        ),
+        log=lambda line: None,
+    )
+    return folder / "bundle"
+
+
+def model_of(bundle: Bundle, **values: object) -> RecommenderTrainee:
+    recipe = replace(ITEMS, **SMALL, **values)
+    trainee = RecommenderTrainee(recipe, bundle.catalog(), bundle.events(), 0, torch.device("cpu"))
+    for parameter in trainee.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return trainee
+
+
+def brute_force(trainee: RecommenderTrainee, history: np.ndarray, weight: float) -> np.ndarray:
+    """[I] score of every item after a history, each by itself and by the definition."""
+    model: Recommender = trainee.model.eval()
+    codes = torch.from_numpy(trainee.codes.astype(np.int64))
+    start = model.config.num_code_tokens
+    root = [0, *(start + int(row) for row in history)]
+    scores = np.zeros(len(codes))
+    with torch.no_grad():
+        for row, path in enumerate(codes):
+            tokens = torch.tensor([[*root, *model.item_tokens[row, :-1].tolist()]])
+            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[0]
+            for level, code in enumerate(path):
+                peers = codes[(codes[:, :level] == path[:level]).all(1), level].unique()
+                logits = model.level_logits(hidden[len(root) - 1 + level][None], level)[0]
+                scores[row] += float(logits[code] - logits[peers].logsumexp(0))
+        dense = model.dense_scores(hidden[len(root) - 1][None])[0].numpy()
+    return scores + weight * dense
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["kept", "filtered"])
+def test_slates_of_a_wide_beam_equal_brute_force(built: Path, filtered: bool) -> None:
+    """Beam 60 over 60 items misses nothing, so the slate is the order of all scores."""
+    trainee = model_of(Bundle.open(built))
+    cases = trainee.cases
+    slates = Slates(trainee.model.eval(), trainee.trie, trainee.codes)
+    got = slates(cases, np.arange(3), 8, SlateOptions(60, filtered, 0.5))
+    for case in range(3):
+        scores = brute_force(trainee, cases.history(case), 0.5)
+        if filtered:
+            scores[cases.history(case)] = -np.inf
+        assert got[case].tolist() == np.argsort(-scores)[:8].tolist()
+
+
+def test_dense_slates_follow_the_dense_scores(built: Path) -> None:
+    trainee = model_of(Bundle.open(built))
+    model, cases = trainee.model.eval(), trainee.cases
+    got = dense_slates(model, trainee.codes, cases, np.arange(5), 60, False)
+    for case in range(5):
+        tokens = torch.from_numpy(cases.history(case) + model.config.num_code_tokens)
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])[None]
+        with torch.no_grad():
+            hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[0, -1:]
+            order = model.dense_scores(hidden)[0].argsort(descending=True)
+        assert got[case].tolist() == order.tolist()
+    filtered = dense_slates(model, trainee.codes, cases, np.arange(5), 8, True)
+    for case in range(5):
+        assert not set(filtered[case]) & set(cases.history(case).tolist())
+
+
+def test_cases_hold_out_the_last_two_events(built: Path) -> None:
+    events = Bundle.open(built).events()
+    valid, test = (leave_one_out_cases(events, split) for split in ("valid", "test"))
+    rows = events.rows_of(4).tolist()
+    assert valid.history(4).tolist() == rows[:-2] and valid.held[4] == rows[-2]
+    assert test.history(4).tolist() == rows[:-1] and test.held[4] == rows[-1]
+    assert len(valid.sample(7)) == 7
+    np.testing.assert_array_equal(valid.sample(7).held, valid.sample(7).held)
+    with pytest.raises(ValueError, match="split is 'train'"):
+        leave_one_out_cases(events, "train")
+
+
+@pytest.mark.parametrize("input", chosen(("items", "codes"), "items"))
+def test_training_learns_the_ring_and_the_bundle_keeps_it(
+    built: Path, tmp_path: Path, copied: Callable[[Path], Path], input: str
+) -> None:
+    path = copied(built)
+    bundle = Bundle.open(path)
+    recipe = replace(
+        ITEMS if input == "items" else CODES,
+        **SMALL,
+        dropout=0.0,
+        objective=Objective(0.0, input == "items", 0.5 if input == "items" else 0.0, 0.1),
+        schedule=Schedule(16, 1e-2, 0.01),
+        max_nodes=256,
+    )
+    report = train_recommender(bundle, CPU, recipe, Console(quiet=True))
+    assert report.metrics["ndcg@10"] > 0.9
+    opened = Bundle.open(path)
+    opened.verify()
+    assert opened.manifest.recommender["input"] == input
+    evaluation = evaluate_bundle(opened, "test", "beam", (1, 10), width=20)
+    assert evaluation.columns["filtered"]["recall@1"] > 0.8
+    assert evaluation.users == 80
+    assert "recall@1" in str(evaluation) and "filtered" in str(evaluation)
+    few = evaluate_bundle(opened, "test", "auto", (5,), users=20)
+    assert (few.users, few.strategy) == (20, "beam")
+    assert (path / "recommender" / "training.png").exists()
+
+
+def test_sasrec_learns_the_ring(built: Path, copied: Callable[[Path], Path]) -> None:
+    bundle = Bundle.open(copied(built))
+    with pytest.raises(BundleError, match="no sasrec was trained"):
+        evaluate_bundle(bundle, "test", "sasrec")
+    recipe = replace(
+        PLAIN, hidden_size=32, dropout=0.0, schedule=Schedule(40, 1e-2, 0.01), max_nodes=128
+    )
+    train_sasrec(bundle, CPU, recipe, Console(quiet=True))
+    evaluation = evaluate_bundle(bundle, "test", "sasrec", (1, 10))
+    assert evaluation.columns["kept"]["recall@10"] > 0.8
+    assert evaluation.dense_weight == 0.0
+
+
+def test_interrupted_training_goes_on_as_if_it_had_not_been(
+    built: Path, copied: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs, a break, two more: the same losses and slates as four in one go."""
+    recipe = replace(ITEMS, **SMALL, schedule=Schedule(4, 5e-3), max_nodes=256)
+    straight = train_recommender(Bundle.open(copied(built)), CPU, recipe, Console(quiet=True))
+    broken = copied(built)
+    whole_plan = RecommenderTrainee.plan
+
+    def breaks(trainee: RecommenderTrainee, epoch: int) -> object:
+        if epoch == 2:
+            raise KeyboardInterrupt
+        return whole_plan(trainee, epoch)
+
+    monkeypatch.setattr(RecommenderTrainee, "plan", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        train_recommender(Bundle.open(broken), CPU, recipe, Console(quiet=True))
+    monkeypatch.undo()
+    bundle = Bundle.open(broken)
+    assert not bundle.has("recommender")
+    options = replace(CPU, resume=True)
+    resumed = train_recommender(bundle, options, recipe, Console(quiet=True))
+    assert [r.losses for r in resumed.history] == [r.losses for r in straight.history]
+    assert [r.metrics for r in resumed.history] == [r.metrics for r in straight.history]
+
+
+def test_evaluation_refuses(built: Path) -> None:
+    bundle = Bundle.open(built)
+    with pytest.raises(ValueError, match="strategy is 'greedy'; choose one of"):
+        evaluate_bundle(bundle, "test", "greedy")
+    with pytest.raises(ValueError, match=r"k is \(5, 100\); cut-offs lie between 1 and"):
+        evaluate_bundle(bundle, "test", "beam", (5, 100))
+    with pytest.raises(BundleError, match="no recommender was trained"):
+        evaluate_bundle(bundle)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[Path], Path]:
+    """Copies a bundle, so that a test may train in it."""
+    import shutil
+
+    count = iter(range(100))
+
+    def copy(path: Path) -> Path:
+        return Path(shutil.copytree(path, tmp_path / f"bundle{next(count)}"))
+
+    return copy

@@ -1,0 +1,62 @@
+"""`recserve evaluate --strategy all`: what it says of each strategy, checked by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from recserve.bundle.bundle import Bundle
+from recserve.cli.app import app
+from recserve.core.request import Slate
+from recserve.training.evaluation.cases import Cases
+from recserve.training.evaluation.fidelity import _figures, compare_strategies, illegal_share
+from tests.support.tiny_bundle import shared_bundle
+
+CASES = Cases(np.arange(10), np.array([0, 4]), np.array([3, 8]), np.array([7, 1]), np.arange(2))
+
+
+def slate(*rows: int) -> Slate:
+    return Slate(np.array(rows), np.zeros(len(rows), np.float32), True, 1)
+
+
+def test_shares_are_counted_as_they_are_named():
+    reference = [slate(7, 5, 6), slate(3, 1, 9)]
+    drafted = [slate(5, 7, 8), slate(3, 1, 9)]
+    found = _figures("x", CASES, drafted, reference, (3,), 0.0, [3.0, 1.0, 2.0], [1.0])
+    assert found.overlap == pytest.approx((2 / 3 + 1) / 2)
+    assert found.identical == 0.5
+    assert found.cold_ms == 2.0
+    assert found.metrics["ndcg@3"] == pytest.approx(1 / np.log2(3))
+
+
+def test_seen_repeated_and_missing_items_are_illegal():
+    assert illegal_share(CASES, np.array([[5, 6, 7], [0, 1, 2]]), 10) == 0
+    assert illegal_share(CASES, np.array([[5, 5, 7], [0, 4, 10]]), 10) == pytest.approx(3 / 6)
+    assert illegal_share(CASES, np.array([[5, -1, -1], [0, -1, -1]]), 10) == 0
+
+
+def test_every_strategy_of_the_bundle_is_compared(tmp_path):
+    result = CliRunner().invoke(
+        app,
+        ["evaluate", "--bundle", str(shared_bundle()), "--strategy", "all", "-k", "5,10"]
+        + ["--users", "12", "--beam-width", "12", "--json", str(tmp_path / "a.json")]
+        + ["--plot", str(tmp_path / "a.png")],
+    )
+    assert result.exit_code == 0, result.output
+    rows = {
+        row["strategy"]: row for row in json.loads((tmp_path / "a.json").read_text())["strategies"]
+    }
+    assert list(rows)[:2] == ["beam", "speculative"]
+    for name in ("beam", "speculative"):
+        assert rows[name]["overlap"] == rows[name]["identical"] == rows[name]["exact"] == 1
+        assert rows[name]["metrics"] == rows["beam"]["metrics"]
+    assert all(row["illegal"] == 0 for row in rows.values())
+    assert all(name in result.output for name in rows)
+    assert Image.open(tmp_path / "a.png").size[0] > 400
+
+
+def test_cut_offs_beyond_the_beam_are_refused():
+    with pytest.raises(ValueError, match="beam width 5"):
+        compare_strategies(Bundle.open(shared_bundle()), k=(10,), width=5)
