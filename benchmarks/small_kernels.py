@@ -1,4 +1,4 @@
-"""Acceptance, path move, RoPE with write, grouped norm, heads' top-k and the trie step: calls to
+"""Acceptance, path move, RoPE with write, heads' top-k and the trie step: calls to
 time, with the bytes that they must move, beside the torch twin on the same device.
 """
 
@@ -90,8 +90,6 @@ def cases(device: str, smoke: bool = False) -> Iterator[Case]:
     rows, heads = (5, 4) if smoke else (1024, 32)
     for word in ("", "fp8 "):
         yield case(f"rope_write {word}{rows} tokens", _rope_write, rows, heads, bool(word))
-    sizes = (5, 3, 50) if smoke else (1024, 4, 2560)
-    yield case(f"grouped_rms_norm {' x '.join(map(str, sizes))}", _grouped_rms_norm, *sizes)
     sizes = (3, 2, 48, 300) if smoke else (16, 5, 2560, 151_936)
     yield case(
         f"head_topk {sizes[0]} x {sizes[1]} heads, vocabulary {sizes[3]}", _head_topk, *sizes
@@ -143,15 +141,6 @@ def _rope_write(drawn: Drawn, rows: int, heads: int, fp8: bool) -> Calls:
         lambda: roped(pool, dispatch.rope_write),
         lambda: roped(twin_pool, reference.rope_write),
         moved,
-    )
-
-
-def _grouped_rms_norm(drawn: Drawn, rows: int, groups: int, size: int) -> Calls:
-    hidden, weight = drawn.normal(rows, groups, size), drawn.normal(groups, size)
-    return Calls(
-        lambda: (dispatch.grouped_rms_norm(hidden, weight, 1e-6),),
-        lambda: (reference.grouped_rms_norm(hidden, weight, 1e-6),),
-        2 * hidden.numel() * hidden.element_size(),
     )
 
 

@@ -179,15 +179,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.grouped_rms_norm`."""
-    if not in_triton(x):
-        return reference.grouped_rms_norm(x, weight, eps)
-    from recserve.kernels.triton import grouped_rms_norm as kernel
-
-    return kernel.grouped_rms_norm(x, weight, eps)
-
-
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     """`reference.head_topk`."""
     if not in_triton(hidden):

@@ -147,13 +147,6 @@ def rope_write(
     return query.to(qkv.dtype)
 
 
-def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, G, E], weight [G, E] -> [T, G * E] in x's dtype, every [E] normalised by itself."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return normed.to(x.dtype).flatten(1)
-
-
 @dataclass(frozen=True)
 class HeadTopK:
     """Best tokens of n rows under P heads: values [n, P, k] logits in descending order, tokens
