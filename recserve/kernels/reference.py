@@ -150,12 +150,11 @@ def rope_write(
 @dataclass(frozen=True)
 class HeadTopK:
     """Best tokens of n rows under P heads: values [n, P, k] logits in descending order, tokens
-    [n, P, k], the lowest first among equals, log_sums [n, P] log-sum-exp of all logits; float32.
+    [n, P, k], the lowest first among equals; float32.
     """
 
     values: Tensor
     tokens: Tensor
-    log_sums: Tensor
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
@@ -166,4 +165,4 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
         "npe,pve->npv", hidden.float(), weight.float().expand(hidden.shape[1], -1, -1)
     )
     values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return HeadTopK(values[..., :k], tokens[..., :k], torch.logsumexp(logits, -1))
+    return HeadTopK(values[..., :k], tokens[..., :k])

@@ -123,7 +123,7 @@ def small_kernels(dtype):
         "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
         "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
     }, {
-        "hidden": "*" + dtype, "weight": "*" + dtype, "lse": "*fp32",
+        "hidden": "*" + dtype, "weight": "*" + dtype,
         "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
     }  # fmt: skip
 
