@@ -22,7 +22,7 @@ from recserve.kernels.trie import trie_children
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import leaf_bits
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
@@ -198,27 +198,27 @@ def _trie(drawn: Drawn, form: str, items: int, codes: int, beams: int, requests:
     g, device = torch.Generator().manual_seed(0), drawn.device
     ids = torch.unique(torch.randint(0, codes**4, (items,), generator=g))
     levels = torch.stack([ids // codes**k % codes for k in (3, 2, 1, 0)], dim=1)
-    trie: AnyTrie = build_trie(levels, (codes,) * 4).to(device)
+    trie: TrieView = build_trie(levels, (codes,) * 4).to(device)
     start, stop = trie.level_starts[1:3]
     nodes = torch.randint(start, stop, (requests, beams), generator=g).to(device)
     log_probs = -torch.rand(requests, beams, generator=g).to(device)
     logits = torch.randn(requests * beams, codes, generator=g).to(device)
-    filters = {}
+    filters = trie_children.EVERYTHING
     if form == ", filtered":
         allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
         bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
-        filters = {"allowed": trie_children.Allowed(bits)}
+        filters = trie_children.ChildFilter(allowed=trie_children.Allowed(bits))
     elif form == ", live":
         later = torch.randint(0, codes, (max(items // 100, 20), 4), generator=g).unique(dim=0)
         rows = torch.arange(len(later)) + trie.num_rows
         count = trie.num_rows + len(later)
         trie = overlay_trie(trie, later.to(device), rows.to(device), count)
     width = trie.widths[1]
-    arguments = (trie, nodes, log_probs, logits, width, beams)
+    query = trie_children.ChildQuery(nodes, log_probs, logits, width, beams, filters=filters)
     return Calls(
-        lambda: (dispatch.best_children(*arguments, **filters).log_probs,),
-        lambda: (trie_children.best_children(*arguments, **filters).log_probs,),
-        requests * beams * width * (24 + (24 if filters else 0)),
+        lambda: (dispatch.best_children(trie, query).log_probs,),
+        lambda: (trie_children.best_children(trie, query).log_probs,),
+        requests * beams * width * (24 + (24 if filters.allowed else 0)),
     )
 
 

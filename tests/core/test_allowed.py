@@ -11,7 +11,7 @@ from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.kernels import dispatch
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import _remaining
+from recserve.kernels.trie.trie_children import ChildFilter
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.search.filtering import leaf_filter
 from recserve.search.request_filters import RequestFilters
@@ -74,7 +74,7 @@ def test_what_is_left_at_every_node_is_counted(changed, kernels, monkeypatch):
     filters, usable = draw_filters(changed, draw)
     together = RequestFilters(changed.overlay, tuple(filters)).in_bits()
     nodes = changed.node.expand(len(filters), -1)
-    in_bits = _remaining(changed.overlay, nodes, None, together)
+    in_bits = ChildFilter(allowed=together).remaining(changed.overlay, nodes)
     for b, (own, left) in enumerate(zip(filters, usable, strict=True)):
         expected = left_at(changed, left)
         assert in_bits[b].tolist() == expected
@@ -88,7 +88,7 @@ def test_lists_alone_are_read_as_lists(changed):
     plain = [f for f in filters if f is None or f.all]
     left = RequestFilters(changed.overlay, tuple(plain)).left
     assert left.allowed is None and left.excluded is not None
-    found = _remaining(changed.overlay, changed.node.expand(2, -1), left.excluded, None)
+    found = left.remaining(changed.overlay, changed.node.expand(2, -1))
     assert [row.tolist() for row in found] == [left_at(changed, usable[b]) for b in (0, 2)]
     nothing = RequestFilters(changed.rebuilt, (None, None)).left
     assert nothing.allowed is None and nothing.excluded is None

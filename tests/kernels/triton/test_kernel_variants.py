@@ -15,7 +15,7 @@ from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
 from recserve.kernels.tree import merge
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import Allowed, leaf_bits
+from recserve.kernels.trie.trie_children import Allowed, ChildFilter, ChildQuery, leaf_bits
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.triton import (
     accept,
@@ -218,8 +218,9 @@ def step(trie, batch, beams, codes, width, g):
     """A level without a filter, with exclusions and with bits of what is allowed."""
     nodes = slid(torch.zeros(batch * beams, dtype=torch.int64), g).view(batch, beams)
     scores = slid(torch.zeros(batch * beams), g).view(batch, beams)
-    arguments = trie, nodes, scores, torch.zeros(batch * beams, codes), width, 5
+    logits = torch.zeros(batch * beams, codes)
     excluded = slid(torch.zeros(batch * 21, dtype=torch.int32), g).view(batch, 21)
     allowed = Allowed(leaf_bits(torch.ones(batch, trie.base.num_items, dtype=torch.bool)))
-    for options in ({}, {"excluded": excluded}, {"allowed": allowed}):
-        trie_topk.best_children(*arguments, **options)
+    for filters in (ChildFilter(), ChildFilter(excluded), ChildFilter(allowed=allowed)):
+        query = ChildQuery(nodes, scores, logits, width, 5, filters=filters)
+        trie_topk.best_children(trie, query)
