@@ -23,7 +23,7 @@ from recserve.engine.items.fixed_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.engine.runtime.cuda_recorder import CudaRecorder
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
@@ -55,7 +55,7 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
 def recorded(
     engine: Engine,
     model: Recommender,
-    trie: AnyTrie,
+    trie: TrieView,
     shapes: tuple[SearchShape, ...],
     room: int,
     record: Any = None,
@@ -217,7 +217,7 @@ def larger(device: str) -> float:
 
 
 def requests_of(
-    model: Recommender, trie: AnyTrie, strategy: Any, cell: tuple[int, int], events: int, seed: int
+    model: Recommender, trie: TrieView, strategy: Any, cell: tuple[int, int], events: int, seed: int
 ) -> list[RecommendRequest]:
     """As many as the cell says, with so many beams, each user with so many drawn events."""
     batch, width = cell
@@ -323,7 +323,7 @@ def lost(
     name: str,
     engine: Engine,
     model: Recommender,
-    trie: AnyTrie,
+    trie: TrieView,
     shapes: tuple[SearchShape, ...],
     room: int,
 ) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Acceptance, path move, RoPE with write, grouped norm, heads' top-k and the trie step: calls to
+"""Acceptance, path move, RoPE with write, heads' top-k and the trie step: calls to
 time, with the bytes that they must move, beside the torch twin on the same device.
 """
 
@@ -22,7 +22,7 @@ from recserve.kernels.trie import trie_children
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import leaf_bits
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,6 @@ def cases(device: str, smoke: bool = False) -> Iterator[Case]:
     rows, heads = (5, 4) if smoke else (1024, 32)
     for word in ("", "fp8 "):
         yield case(f"rope_write {word}{rows} tokens", _rope_write, rows, heads, bool(word))
-    sizes = (5, 3, 50) if smoke else (1024, 4, 2560)
-    yield case(f"grouped_rms_norm {' x '.join(map(str, sizes))}", _grouped_rms_norm, *sizes)
     sizes = (3, 2, 48, 300) if smoke else (16, 5, 2560, 151_936)
     yield case(
         f"head_topk {sizes[0]} x {sizes[1]} heads, vocabulary {sizes[3]}", _head_topk, *sizes
@@ -146,20 +144,11 @@ def _rope_write(drawn: Drawn, rows: int, heads: int, fp8: bool) -> Calls:
     )
 
 
-def _grouped_rms_norm(drawn: Drawn, rows: int, groups: int, size: int) -> Calls:
-    hidden, weight = drawn.normal(rows, groups, size), drawn.normal(groups, size)
-    return Calls(
-        lambda: (dispatch.grouped_rms_norm(hidden, weight, 1e-6),),
-        lambda: (reference.grouped_rms_norm(hidden, weight, 1e-6),),
-        2 * hidden.numel() * hidden.element_size(),
-    )
-
-
 def _head_topk(drawn: Drawn, rows: int, heads: int, size: int, vocabulary: int) -> Calls:
     wide, matrix = drawn.normal(rows, heads, size), drawn.normal(1, vocabulary, size)
     return Calls(
-        lambda: (lambda t: (t.values, t.log_sums))(dispatch.head_topk(wide, matrix, 8)),
-        lambda: (lambda t: (t.values, t.log_sums))(reference.head_topk(wide, matrix, 8)),
+        lambda: (dispatch.head_topk(wide, matrix, 8).values,),
+        lambda: (reference.head_topk(wide, matrix, 8).values,),
         matrix.numel() * matrix.element_size(),
         2 * rows * heads * size * vocabulary,
     )
@@ -209,27 +198,27 @@ def _trie(drawn: Drawn, form: str, items: int, codes: int, beams: int, requests:
     g, device = torch.Generator().manual_seed(0), drawn.device
     ids = torch.unique(torch.randint(0, codes**4, (items,), generator=g))
     levels = torch.stack([ids // codes**k % codes for k in (3, 2, 1, 0)], dim=1)
-    trie: AnyTrie = build_trie(levels, (codes,) * 4).to(device)
+    trie: TrieView = build_trie(levels, (codes,) * 4).to(device)
     start, stop = trie.level_starts[1:3]
     nodes = torch.randint(start, stop, (requests, beams), generator=g).to(device)
     log_probs = -torch.rand(requests, beams, generator=g).to(device)
     logits = torch.randn(requests * beams, codes, generator=g).to(device)
-    filters = {}
+    filters = trie_children.EVERYTHING
     if form == ", filtered":
         allowed = leaf_bits(torch.rand(requests, trie.num_items, generator=g) < 0.5)
         bits = trie_children.LeafBits(allowed.words.to(device), allowed.counts.to(device))
-        filters = {"allowed": trie_children.Allowed(bits)}
+        filters = trie_children.ChildFilter(allowed=trie_children.Allowed(bits))
     elif form == ", live":
         later = torch.randint(0, codes, (max(items // 100, 20), 4), generator=g).unique(dim=0)
         rows = torch.arange(len(later)) + trie.num_rows
         count = trie.num_rows + len(later)
         trie = overlay_trie(trie, later.to(device), rows.to(device), count)
     width = trie.widths[1]
-    arguments = (trie, nodes, log_probs, logits, width, beams)
+    query = trie_children.ChildQuery(nodes, log_probs, logits, width, beams, filters=filters)
     return Calls(
-        lambda: (dispatch.best_children(*arguments, **filters).log_probs,),
-        lambda: (trie_children.best_children(*arguments, **filters).log_probs,),
-        requests * beams * width * (24 + (24 if filters else 0)),
+        lambda: (dispatch.best_children(trie, query).log_probs,),
+        lambda: (trie_children.best_children(trie, query).log_probs,),
+        requests * beams * width * (24 + (24 if filters.allowed else 0)),
     )
 
 

@@ -37,7 +37,13 @@ from recserve.kernels.trie.native_search import (
 )
 from recserve.kernels.trie.native_trie import Prefixes
 from recserve.kernels.trie.trie import Trie, build_trie
-from recserve.kernels.trie.trie_children import Allowed, BestChildren, best_children
+from recserve.kernels.trie.trie_children import (
+    Allowed,
+    BestChildren,
+    ChildFilter,
+    ChildQuery,
+    best_children,
+)
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.search.filtering import leaf_filter
@@ -146,8 +152,9 @@ def step_of(
     nodes = torch.randint(start, stop, (1, beams), generator=g)
     log_probs = -torch.rand(1, beams, generator=g)
     logits = torch.randn(beams, trie.codebook_sizes[level], generator=g)
-    arguments = (trie, nodes, log_probs, logits, trie.widths[level], width)
-    return partial(best_children, *arguments, allowed=allowed)
+    filters = ChildFilter(allowed=allowed)
+    query = ChildQuery(nodes, log_probs, logits, trie.widths[level], width, filters=filters)
+    return partial(best_children, trie, query)
 
 
 def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[], Levels]:

@@ -19,7 +19,7 @@ from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie import Trie
 from recserve.kernels.trie.trie_children import LeafBits
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 NO_ROWS, NOTHING_SAID = np.empty(0, np.int64), np.empty(0, bool)
 
@@ -45,7 +45,7 @@ class AllowedLeaves:
     bits. added, removed: ascending ranks int64; hidden items are in neither, or removed.
     """
 
-    trie: weakref.ref[AnyTrie]
+    trie: weakref.ref[TrieView]
     base: BaseLeaves
     added: Tensor
     removed: Tensor
@@ -111,7 +111,7 @@ class AllowedItems:
             held += self._leaves.added.nbytes + self._leaves.removed.nbytes
         return held
 
-    def leaves(self, trie: AnyTrie) -> AllowedLeaves:
+    def leaves(self, trie: TrieView) -> AllowedLeaves:
         """The allowed leaves of the version's trie; made once.
 
         Raises ValueError for a trie of another number of rows.
@@ -121,7 +121,7 @@ class AllowedItems:
             self._leaves = found = self._leaves_of(trie)
         return found
 
-    def _leaves_of(self, trie: AnyTrie) -> AllowedLeaves:
+    def _leaves_of(self, trie: TrieView) -> AllowedLeaves:
         if self.num_rows != trie.num_rows:
             raise ValueError(
                 f"allowed is of {self.num_rows} rows; the catalogue has {trie.num_rows} items"
@@ -132,9 +132,9 @@ class AllowedItems:
         rows = self._changed_rows(trie, base)
         nodes = trie.leaf_nodes(on_device(rows, trie.device))
         now = on_device(self.at(rows), trie.device)
-        if trie.hidden is not None:
-            nodes = torch.cat([nodes, trie.hidden_nodes])
-            now = torch.cat([now, now.new_zeros(trie.hidden.shape[0])])
+        if trie.overlay is not None and trie.overlay.hidden is not None:
+            nodes = torch.cat([nodes, trie.overlay.hidden_nodes])
+            now = torch.cat([now, now.new_zeros(trie.overlay.hidden.shape[0])])
         inside = (nodes >= 0) & (nodes < trie.base.num_nodes)
         was = inside & base.say(torch.where(inside, nodes - trie.any_leaf, 0))
         changed = (nodes >= 0) & (now != was)
@@ -150,24 +150,25 @@ class AllowedItems:
             bits = packed_rows(np.pad(mask, (0, max(0, base.num_rows - len(mask)))))
         return BaseLeaves(weakref.ref(base), dispatch.leaf_bits(bits, base.leaf_items), self._rows)
 
-    def _changed_rows(self, trie: AnyTrie, base: BaseLeaves) -> np.ndarray:
+    def _changed_rows(self, trie: TrieView, base: BaseLeaves) -> np.ndarray:
         """[n] rows that are not gone and whose leaves may be allowed otherwise than the base says,
         repeats among them.
         """
         parts = [self._rows]
         if base.rows is not self._rows:
             parts.append(base.rows)
-        if trie.came is not None:
-            parts.append(trie.came.cpu().numpy())
+        if trie.overlay is not None:
+            parts.append(trie.overlay.changed_rows.cpu().numpy())
         rows = np.concatenate(parts)
         return np.asarray(rows[~is_gone(trie, rows)])
 
 
-def is_gone(trie: AnyTrie, rows: np.ndarray) -> np.ndarray:
+def is_gone(trie: TrieView, rows: np.ndarray) -> np.ndarray:
     """[n] bool: rows that must not be returned, or whose semantic ids are others' now."""
-    if trie.gone_on_host is None:
+    on_host = None if trie.overlay is None else trie.overlay.gone_on_host
+    if on_host is None:
         return np.zeros(rows.shape, dtype=bool)
-    gone = trie.gone_on_host.numpy()
+    gone = on_host.numpy()
     at = np.minimum(np.searchsorted(gone, rows), gone.size - 1)
     return np.asarray(gone[at] == rows)
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
 class PrefixGroups:
     """Groups as in core/diversity.py; items are alike whose codes are the same up to `level`."""
 
-    trie: AnyTrie
+    trie: TrieView
     level: int
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

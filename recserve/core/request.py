@@ -11,7 +11,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.trie.item_graph import ItemGraph
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 
 StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]
@@ -47,7 +47,7 @@ class RecommendRequest:
     """
 
     root: Root
-    trie: AnyTrie
+    trie: TrieView
     k: int
     beam_width: int
     strategy: StrategyName = "beam"
@@ -83,7 +83,7 @@ class LikelihoodRequest:
     """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
 
     root: Root
-    trie: AnyTrie
+    trie: TrieView
     rows: np.ndarray
     deadline_s: float | None = None
 

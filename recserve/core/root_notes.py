@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from recserve.core.request import RecommendRequest
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class KeptDraft:
     behind them. trimmed: none of them is known to be of no use.
     """
 
-    trie: weakref.ref[AnyTrie]
+    trie: weakref.ref[TrieView]
     width: int
     k: int
     dense_weight: float

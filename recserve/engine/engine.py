@@ -35,7 +35,7 @@ from recserve.engine.text.graphs import cuda_graphs
 from recserve.engine.text.text_lane import TextLane, TextLimits
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
@@ -156,14 +156,14 @@ class Engine:
         if searches is not None:
             searches.serve(self._strategies)
 
-    def record(self, trie: AnyTrie) -> None:
+    def record(self, trie: TrieView) -> None:
         """Record searches over this catalogue and what comes after it, where they are recorded at
         all; requests are answered in between. Safe from any thread.
         """
         if self.searches is not None:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
-    def prepare(self, trie: AnyTrie) -> None:
+    def prepare(self, trie: TrieView) -> None:
         """Record searches and measure what steps cost, so that no request measures anything."""
         self.record(trie)
         if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):

@@ -28,8 +28,8 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation, HeadTopK
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import trie_children
-from recserve.kernels.trie.trie_children import Allowed, BestChildren, LeafBits
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, LeafBits
+from recserve.kernels.trie.trie_view import TrieView
 
 log = logging.getLogger(__name__)
 
@@ -179,15 +179,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.grouped_rms_norm`."""
-    if not in_triton(x):
-        return reference.grouped_rms_norm(x, weight, eps)
-    from recserve.kernels.triton import grouped_rms_norm as kernel
-
-    return kernel.grouped_rms_norm(x, weight, eps)
-
-
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     """`reference.head_topk`."""
     if not in_triton(hidden):
@@ -197,24 +188,13 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     return kernel.head_topk(hidden, weight, k)
 
 
-def best_children(
-    trie: AnyTrie,
-    nodes: Tensor,
-    log_probs: Tensor,
-    logits: Tensor,
-    width: int,
-    keep: int,
-    normalizers: Tensor | None = None,
-    excluded: Tensor | None = None,
-    allowed: Allowed | None = None,
-) -> BestChildren:
+def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
     """`trie_children.best_children`."""
-    options = (normalizers, excluded, allowed)
-    if not in_triton(nodes):
-        return trie_children.best_children(trie, nodes, log_probs, logits, width, keep, *options)
+    if not in_triton(query.nodes):
+        return trie_children.best_children(trie, query)
     from recserve.kernels.triton import trie_topk
 
-    return trie_topk.best_children(trie, nodes, log_probs, logits, width, keep, *options)
+    return trie_topk.best_children(trie, query)
 
 
 def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:

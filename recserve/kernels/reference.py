@@ -147,22 +147,14 @@ def rope_write(
     return query.to(qkv.dtype)
 
 
-def grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, G, E], weight [G, E] -> [T, G * E] in x's dtype, every [E] normalised by itself."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return normed.to(x.dtype).flatten(1)
-
-
 @dataclass(frozen=True)
 class HeadTopK:
     """Best tokens of n rows under P heads: values [n, P, k] logits in descending order, tokens
-    [n, P, k], the lowest first among equals, log_sums [n, P] log-sum-exp of all logits; float32.
+    [n, P, k], the lowest first among equals; float32.
     """
 
     values: Tensor
     tokens: Tensor
-    log_sums: Tensor
 
 
 def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
@@ -173,4 +165,4 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
         "npe,pve->npv", hidden.float(), weight.float().expand(hidden.shape[1], -1, -1)
     )
     values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return HeadTopK(values[..., :k], tokens[..., :k], torch.logsumexp(logits, -1))
+    return HeadTopK(values[..., :k], tokens[..., :k])

@@ -28,7 +28,6 @@ class TokenTree:
     ends [T]: packed index one past the last node of the node's subtree.
     offsets [B+1]: tree b holds the nodes `offsets[b] : offsets[b + 1]`.
     kinds [T]: CANDIDATE or AUXILIARY (scored, never accepted); None means all CANDIDATE.
-    gates [T]: adapter on or off for this token; None means all off.
     root_limits [T]: how many root tokens the node may see; None means all of them.
     shared [B]: the first nodes of a tree that every node of it sees; None means none.
     """
@@ -39,7 +38,6 @@ class TokenTree:
     ends: Tensor
     offsets: Tensor
     kinds: Tensor | None = None
-    gates: Tensor | None = None
     root_limits: Tensor | None = None
     shared: Tensor | None = None
 
@@ -158,7 +156,7 @@ def from_parents(tokens: Tensor, parents: Tensor) -> TokenTree:
 
 def merge(trees: list[TokenTree]) -> TokenTree:
     """Pack several trees into one, in order; an optional field that some lack is filled with its
-    neutral value (candidate, gate off, whole root, nothing shared).
+    neutral value (candidate, whole root, nothing shared).
     """
     if len(trees) == 1:
         return trees[0]
@@ -184,7 +182,6 @@ def merge(trees: list[TokenTree]) -> TokenTree:
         torch.cat([t.ends + s for t, s in shifted]),
         torch.cat([trees[0].offsets[:1], *(t.offsets[1:] + s for t, s in shifted)]),
         packed("kinds", CANDIDATE),
-        packed("gates", 0),
         packed("root_limits", torch.iinfo(torch.int64).max),
         packed("shared", 0, per_tree=True),
     )

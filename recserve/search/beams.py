@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.search.request_filters import RequestFilters
 from recserve.search.scored import Scored
 
@@ -70,7 +70,7 @@ class Beams:
 
     sequences: tuple[Sequence, ...]
     filters: RequestFilters
-    trie: AnyTrie
+    trie: TrieView
     level: int
     nodes: Tensor
     log_probs: Tensor

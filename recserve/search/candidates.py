@@ -12,7 +12,7 @@ from torch import Tensor
 from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest, TextScoreRequest
 from recserve.kernels.tree import TokenTree, merge, root_branch
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
 
@@ -52,7 +52,7 @@ def propose_texts(requests: Seq[TextScoreRequest], device: torch.device) -> Draf
 
 
 def propose_paths(
-    trie: AnyTrie,
+    trie: TrieView,
     trie_nodes: Tensor,
     owners: Tensor,
     num_trees: int,
@@ -72,7 +72,7 @@ def propose_paths(
     return draft_of_keys(trie, keys, num_trees, level_offsets)
 
 
-def needed_prefixes(trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
     """Keys (as in Scored) of the prefixes that decide the items' log-probabilities, the root aside.
 
     trie_nodes [M, L], owners [M], skip: as in `propose_paths`. Returns [n].

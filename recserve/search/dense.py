@@ -22,6 +22,7 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import RecommendRequest
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.host import on_device
+from recserve.kernels.trie.trie_view import gone_rows
 from recserve.models.dense_retriever import DenseRetriever
 
 ALIKE = 0.98  # cosine from which two vectors are one
@@ -158,7 +159,8 @@ def first_depth(request: RecommendRequest, num_items: int) -> int:
     As large a share is taken to be gone or filtered away near a vector as in the whole index.
     """
     trie = request.trie
-    num_gone = 0 if trie.gone is None else trie.gone.shape[0]
+    gone = gone_rows(trie)
+    num_gone = 0 if gone is None else gone.shape[0]
     wanted = OVERFETCH * request.k * num_items / max(trie.num_rows - num_gone, 1)
     if request.allowed is not None:
         wanted *= trie.num_rows / max(request.allowed.count, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie_children import DEAD, BestChildren
+from recserve.kernels.trie.trie_children import DEAD, BestChildren, ChildQuery
 from recserve.search.beams import Beams
 from recserve.search.bounds import above_bound
 
@@ -30,18 +30,16 @@ def best_children(
     """
     trie, width = beams.trie, beams.nodes.shape[1]
     widest = trie.widths[beams.level]
-    left = beams.filters.left
-    found = dispatch.best_children(
-        trie,
-        beams.nodes,
-        beams.log_probs,
-        logits,
-        widest,
-        min(max(widths), width * widest),
-        normalizers,
-        left.excluded,
-        left.allowed,
+    query = ChildQuery(
+        nodes=beams.nodes,
+        log_probs=beams.log_probs,
+        logits=logits,
+        width=widest,
+        keep=min(max(widths), width * widest),
+        normalizers=normalizers,
+        filters=beams.filters.left,
     )
+    found = dispatch.best_children(trie, query)
     return deeper(beams, found.nodes, still_of_use(beams, found, widths), found.parents)
 
 

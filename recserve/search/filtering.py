@@ -13,13 +13,13 @@ from torch import Tensor
 from recserve.core.allowed import AllowedItems, is_gone
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
 
 NOTHING = np.empty(0, np.int64)
 
 
 def leaf_filter(
-    trie: AnyTrie, excluded: np.ndarray | None, allowed: AllowedItems | None
+    trie: TrieView, excluded: np.ndarray | None, allowed: AllowedItems | None
 ) -> LeafFilter | None:
     """Filter of one request; None where it allows everything.
 
@@ -28,7 +28,7 @@ def leaf_filter(
     """
     _check(trie, excluded)
     leaves = None if allowed is None else allowed.leaves(trie)
-    hidden = trie.hidden if leaves is None else leaves.removed
+    hidden = hidden_leaves(trie) if leaves is None else leaves.removed
     lists = () if hidden is None or not hidden.shape[0] else (hidden,)
     if excluded is not None and excluded.size:
         rows = np.unique(excluded)
@@ -41,13 +41,16 @@ def leaf_filter(
     return LeafFilter(lists) if lists else None
 
 
-def excluded_ranks(trie: AnyTrie, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
+def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
     """[B, X] int64 leaf ranks that requests without a bitmap leave out, ascending and each once,
     filled up with `past`; in a few operators, however many requests. None: nobody leaves one out.
 
     lists: excluded item rows of each request, as for `leaf_filter`, and the same errors.
     """
-    hidden, own = trie.hidden, [NOTHING if rows is None else np.unique(rows) for rows in lists]
+    hidden, own = (
+        hidden_leaves(trie),
+        [NOTHING if rows is None else np.unique(rows) for rows in lists],
+    )
     width = max(rows.size for rows in own)
     if not width and hidden is None:
         return None
@@ -64,7 +67,7 @@ def excluded_ranks(trie: AnyTrie, lists: Seq[np.ndarray | None], past: int) -> T
     return ranks.sort(1).values
 
 
-def _check(trie: AnyTrie, excluded: np.ndarray | None) -> None:
+def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
     if excluded is None or not excluded.size:
         return
     low, high = int(excluded.min()), int(excluded.max())
@@ -72,7 +75,7 @@ def _check(trie: AnyTrie, excluded: np.ndarray | None) -> None:
         raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
 
 
-def _ranks(trie: AnyTrie, rows: np.ndarray) -> Tensor:
+def _ranks(trie: TrieView, rows: np.ndarray) -> Tensor:
     """Ascending leaf ranks of item rows, the number of items for one without a leaf."""
     ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
     return torch.where(ranks >= 0, ranks, trie.num_items).sort().values

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.host import on_device
+from recserve.kernels.trie.trie_view import gone_rows
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.search.beams import Beams
 from recserve.search.candidates import needed_prefixes
@@ -78,8 +79,8 @@ def _open_below(beams: Beams, b: int, judged: np.ndarray) -> np.ndarray:
     edges.index_add_(0, leaves.last.long(), -torch.ones_like(leaves.last, dtype=torch.int64))
     below = torch.zeros(trie.num_rows, dtype=torch.bool, device=trie.device)
     below[trie.leaf_rows.long()] = edges.cumsum(0)[:-1] > 0
-    if trie.gone is not None:
-        below[trie.gone] = False
+    if (gone := gone_rows(trie)) is not None:
+        below[gone] = False
     open_ = below.cpu().numpy()
     if request.allowed is not None:
         open_ &= request.allowed.mask()

@@ -10,7 +10,7 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_search import ANY, KNOWN
 from recserve.kernels.trie.trie_children import child_log_probs
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.search.beams import Beams
@@ -70,7 +70,7 @@ def likely_prefixes(
 
 def item_log_probs(
     head: SelfDraftHead,
-    trie: AnyTrie,
+    trie: TrieView,
     owners: Tensor,
     rows: Tensor,
     tails: Tensor,
@@ -111,7 +111,7 @@ def _step(before: Beams, beams: Beams, states: Tensor, head: PrefixHead) -> Tens
     return head.step(before.level, states[parents], _codes(beams.trie, beams.nodes, before.level))
 
 
-def _codes(trie: AnyTrie, nodes: Tensor, level: int) -> Tensor:
+def _codes(trie: TrieView, nodes: Tensor, level: int) -> Tensor:
     """[n] the last code of each beam of a level [B, W], any of the level's where it is dead, which
     is a leaf.
     """

@@ -18,6 +18,7 @@ from recserve.core.request import RecommendRequest
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.item_graph import search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all
+from recserve.kernels.trie.trie_view import gone_rows
 
 STEPS = 3
 LATEST = 8
@@ -65,7 +66,7 @@ def usable_items(
     requests: Seq[RecommendRequest], items: int, device: torch.device
 ) -> Tensor | None:
     """[B, I] bool: what each request and the catalogue allow; None: everything."""
-    gone = requests[0].trie.gone
+    gone = gone_rows(requests[0].trie)
     open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
     if open_ and gone is None:
         return None

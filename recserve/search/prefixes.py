@@ -10,8 +10,8 @@ from torch import Tensor
 from recserve.core.drafting import Draft
 from recserve.kernels import dispatch
 from recserve.kernels.trie.native_layout import lay_out
-from recserve.kernels.trie.trie_overlay import AnyTrie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 from recserve.search.scored import Scored
 
@@ -34,7 +34,11 @@ class PrefixDraft(Draft):
 
 
 def draft_of_keys(
-    trie: AnyTrie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None = None
+    trie: TrieView,
+    keys: Tensor,
+    num_trees: int,
+    level_offsets: Tensor,
+    before: Scored | None = None,
 ) -> PrefixDraft:
     """The nodes of these keys as token trees; those scored before are only read.
 
@@ -56,7 +60,7 @@ def draft_of_keys(
 
 
 def _laid_out(
-    trie: AnyTrie, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None
+    trie: TrieView, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None
 ) -> PrefixDraft:
     """The same in C."""
     known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)

@@ -11,72 +11,68 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from recserve.kernels.trie.leaf_filter import LeafFilter
-from recserve.kernels.trie.trie_children import Allowed, counted
-from recserve.kernels.trie.trie_overlay import AnyTrie
-
-
-@dataclass(frozen=True)
-class Left:
-    """What B requests allow: one of the two, or neither.
-
-    excluded [B, X] int32: leaf ranks, ascending, padded with the number of items.
-    """
-
-    excluded: Tensor | None = None
-    allowed: Allowed | None = None
+from recserve.kernels.trie.trie_children import Allowed, ChildFilter, counted
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
 class RequestFilters:
     """Filters of B requests over one trie. each: None: the request allows everything."""
 
-    trie: AnyTrie
+    trie: TrieView
     each: tuple[LeafFilter | None, ...]
 
     @cached_property
-    def left(self) -> Left:
+    def left(self) -> ChildFilter:
         """As lists where they say it, else as bits; made once per search."""
         if all(f is None for f in self.each):
-            return Left()
+            return ChildFilter()
         if all(f is None or f.all for f in self.each):
-            return Left(self._excluded().int())
-        return Left(None, self.in_bits())
+            return ChildFilter(self._excluded().int())
+        return ChildFilter(allowed=self.in_bits())
 
     def in_bits(self) -> Allowed:
         """As bits of the base's leaves, what is excluded and added already in them, and a list of
         the later leaves; in a few operators, however many requests.
         """
-        trie = self.trie
+        trie, inserted = self.trie, self._inserted
         place = (trie.base.num_items // 32 + 1,)
         everything = torch.full(place, -1, dtype=torch.int32, device=trie.device)
         words, added = [], []
         for f in self.each:
             if f is None or f.all:
                 words.append(everything)
-                added.append(trie.later)
+                added.append(inserted)
             else:
                 words.append(everything.new_zeros(place) if f.bits is None else f.bits.words[0])
-                added.append(trie.later[:0] if f.added is None else f.added)
+                added.append(inserted[:0] if f.added is None else f.added)
         bits, excluded = torch.stack(words), self._excluded()
         more = self._padded(added)
         is_later = self._flip(bits, more, 1)
         self._flip(bits, excluded, -1)
-        if not trie.later.shape[0]:
+        if not inserted.shape[0]:
             return Allowed(counted(bits))
         kept = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
-        return Allowed(counted(bits), kept.sort().values[:, : trie.later.shape[0]])
+        return Allowed(counted(bits), kept.sort().values[:, : inserted.shape[0]])
 
     def _flip(self, words: Tensor, ranks: Tensor, sign: int) -> Tensor:
         """Add or take the bits of leaves, in place, as far as the base has them; [B, n] bool: of
         which it has none. words [B, m], ranks [B, n], each once.
         """
-        later = self.trie.later
-        below = torch.searchsorted(later, ranks)
-        is_later = torch.searchsorted(later, ranks, right=True) > below
+        below = torch.searchsorted(self._inserted, ranks)
+        is_later = torch.searchsorted(self._inserted, ranks, right=True) > below
         at = ranks - below
         bits = (1 << (at & 31).int()).masked_fill(is_later | (ranks >= self.trie.num_items), 0)
         words.scatter_add_(1, (at >> 5).clamp(max=words.shape[1] - 1), sign * bits)
         return is_later
+
+    @cached_property
+    def _inserted(self) -> Tensor:
+        """Ascending leaf ranks that the base does not have."""
+        overlay, device = self.trie.overlay, self.trie.device
+        if overlay is None:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return overlay.inserted_ranks
 
     def _excluded(self) -> Tensor:
         nothing = torch.empty(0, dtype=torch.int64, device=self.trie.device)

@@ -20,7 +20,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.native_search import NativeSearch
 from recserve.kernels.trie.trie_children import DEAD
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams, Rivals
 from recserve.search.candidates import needed_prefixes
@@ -35,10 +35,12 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     requests = beams.requests
     if not any(r.dense_weight for r in requests):
         return beams
-    dense = model.dense_scores(beams.tails, beams.trie.num_rows, beams.trie.replaced)
+    overlay = beams.trie.overlay
+    replaced = None if overlay is None else overlay.replaced
+    dense = model.dense_scores(beams.tails, beams.trie.num_rows, replaced)
     open_scores = dense.clone()
-    if beams.trie.gone is not None:
-        open_scores[:, beams.trie.gone] = DEAD
+    if overlay is not None and overlay.gone is not None:
+        open_scores[:, overlay.gone] = DEAD
     for b, request in enumerate(requests):
         if request.excluded is not None and request.excluded.size:
             open_scores[b, torch.from_numpy(request.excluded).to(dense.device).long()] = DEAD
@@ -115,7 +117,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
     return torch.cat(scores)
 
 
-def _only(trie: AnyTrie, rows: Tensor) -> LeafFilter:
+def _only(trie: TrieView, rows: Tensor) -> LeafFilter:
     """Only these items."""
     return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
 

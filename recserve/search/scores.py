@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.kernels.trie.trie_overlay import AnyTrie, padding_of
+from recserve.kernels.trie.trie_view import TrieView, padding_of
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 from recserve.search.scored import Scored
@@ -28,7 +28,7 @@ def label_scores(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor
 
 
 def root_scores(
-    trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, tails: Tensor, model: Recommender
+    trie: TrieView, trie_nodes: Tensor, owners: Tensor, tails: Tensor, model: Recommender
 ) -> Tensor:
     """Log-probability of each candidate's first code.
 
@@ -43,7 +43,7 @@ def root_scores(
 
 
 def path_scores(
-    trie: AnyTrie, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
+    trie: TrieView, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
 ) -> Tensor:
     """Log-probability of each candidate's codes after the first.
 

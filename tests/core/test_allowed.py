@@ -11,10 +11,11 @@ from recserve.core.request import LikelihoodRequest, RecommendRequest
 from recserve.kernels import dispatch
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import _remaining
+from recserve.kernels.trie.trie_children import ChildFilter
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.search.filtering import leaf_filter
 from recserve.search.request_filters import RequestFilters
+from tests.support.leaf_counts import remaining
 from tests.support.recommenders import draw_root
 from tests.support.tries import SHAPES, Changed, engine_of
 
@@ -73,12 +74,12 @@ def test_what_is_left_at_every_node_is_counted(changed, kernels, monkeypatch):
     filters, usable = draw_filters(changed, draw)
     together = RequestFilters(changed.overlay, tuple(filters)).in_bits()
     nodes = changed.node.expand(len(filters), -1)
-    in_bits = _remaining(changed.overlay, nodes, None, together)
+    in_bits = ChildFilter(allowed=together).remaining(changed.overlay, nodes)
     for b, (own, left) in enumerate(zip(filters, usable, strict=True)):
         expected = left_at(changed, left)
         assert in_bits[b].tolist() == expected
         if own is not None:
-            assert own.remaining(changed.overlay, changed.node).tolist() == expected
+            assert remaining(own, changed.overlay, changed.node).tolist() == expected
 
 
 def test_lists_alone_are_read_as_lists(changed):
@@ -87,7 +88,7 @@ def test_lists_alone_are_read_as_lists(changed):
     plain = [f for f in filters if f is None or f.all]
     left = RequestFilters(changed.overlay, tuple(plain)).left
     assert left.allowed is None and left.excluded is not None
-    found = _remaining(changed.overlay, changed.node.expand(2, -1), left.excluded, None)
+    found = left.remaining(changed.overlay, changed.node.expand(2, -1))
     assert [row.tolist() for row in found] == [left_at(changed, usable[b]) for b in (0, 2)]
     nothing = RequestFilters(changed.rebuilt, (None, None)).left
     assert nothing.allowed is None and nothing.excluded is None
@@ -109,7 +110,7 @@ def test_versions_share_the_bits_and_nothing_that_changed(changed):
         leaves = items.leaves(changed.overlay)
         assert leaves.base is shared and items.leaves(changed.overlay) is leaves
         found = leaf_filter(changed.overlay, None, items)
-        left = found.remaining(changed.overlay, changed.node)
+        left = remaining(found, changed.overlay, changed.node)
         assert left.tolist() == left_at(changed, bitmap), step
         earlier = items
     words, bitmap = draw_items(draw, known, known, earlier)  # of the base's own trie
@@ -117,7 +118,7 @@ def test_versions_share_the_bits_and_nothing_that_changed(changed):
     ranges = base.leaves(every)
     rows = bitmap[base.leaf_rows.numpy()]
     left = [rows[a:b].sum() for a, b in zip(ranges.first, ranges.last, strict=True)]
-    assert found.remaining(base, every).tolist() == left
+    assert remaining(found, base, every).tolist() == left
     assert {ranks.dtype for ranks in (found.added, *found.excluded)} == {torch.int64}
     again = AllowedItems(first.bits, known, earlier=earlier)
     assert again.leaves(base).base is shared
@@ -127,7 +128,7 @@ def test_versions_share_the_bits_and_nothing_that_changed(changed):
         items, bitmap = draw_items(draw, changed.num_rows, known, earlier)
         found = leaf_filter(folded, None, items)
         every = torch.arange(changed.rebuilt.num_nodes)
-        assert found.remaining(folded, every).tolist() == left_at(changed, bitmap), step
+        assert remaining(found, folded, every).tolist() == left_at(changed, bitmap), step
         assert items.leaves(folded).base is not shared
         earlier = items
 

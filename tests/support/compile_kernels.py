@@ -17,7 +17,6 @@ from recserve.kernels.triton import (
     accept,
     accept_drawn,
     attention_launch,
-    grouped_rms_norm,
     head_topk,
     path_move,
     rope_write,
@@ -120,15 +119,11 @@ def small_kernels(dtype):
         }, {
             **pool, "qkv": "*" + dtype, "query": "*" + dtype, "cos": "*fp32", "sin": "*fp32"
         }  # fmt: skip
-    yield grouped_rms_norm.norm_kernel, {"SIZE": 2560, "BLOCK": 4096}, {
-        **dict.fromkeys(["x", "weight", "out"], "*" + dtype), "eps": "fp32",
-        "row_stride": "i32", "group_stride": "i32",
-    }  # fmt: skip
     yield head_topk.head_kernel, {
         "K": 8, "SIZE": 2560, "BLOCK_ROWS": head_topk.MAX_ROWS,
         "BLOCK_TOKENS": head_topk.BLOCK_TOKENS, "BLOCK_SIZE": head_topk.BLOCK_SIZE,
     }, {
-        "hidden": "*" + dtype, "weight": "*" + dtype, "lse": "*fp32",
+        "hidden": "*" + dtype, "weight": "*" + dtype,
         "rows": "i32", "heads": "i32", "vocabulary": "i32", "weight_stride": "i64",
     }  # fmt: skip
 

@@ -25,7 +25,8 @@ from recserve.engine.engine import Engine, EngineConfig
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.trie_overlay import TrieOverlay
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -125,7 +126,7 @@ class Recommending:
         roots = [self.root(n) for n in events]
         if strategy == "warm":
             return [WarmRequest(root, "recommender") for root in roots]
-        trie: AnyTrie = self.live if how == "live" else self.trie
+        trie: TrieView = self.live if how == "live" else self.trie
         if strategy == "likelihood":
             rows = np.arange(7) * 5
             return [LikelihoodRequest(root, trie, rows[b:]) for b, root in enumerate(roots)]

@@ -20,11 +20,19 @@ from recserve.core.sequence import Sequence
 from recserve.engine.items.search_scorers import Scorer, Step
 from recserve.kernels import dispatch
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
-from recserve.kernels.trie.trie_children import DEAD, Allowed, LeafBits, child_log_probs, counted
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_children import (
+    DEAD,
+    Allowed,
+    ChildFilter,
+    ChildQuery,
+    LeafBits,
+    child_log_probs,
+    counted,
+)
+from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
 from recserve.search.beams import Beams
 from recserve.search.filtering import excluded_ranks, leaf_filter
-from recserve.search.request_filters import Left, RequestFilters
+from recserve.search.request_filters import RequestFilters
 from recserve.search.strategies.beam import request_of
 
 
@@ -68,7 +76,7 @@ class Asked:
     @staticmethod
     def of(requests: Seq[RecommendRequest]) -> Asked:
         """Counted on the host."""
-        hidden = requests[0].trie.hidden
+        hidden = hidden_leaves(requests[0].trie)
         excluded: int | None = None
         if all(request.allowed is None for request in requests):
             excluded = max(0 if r.excluded is None else r.excluded.size for r in requests)
@@ -113,23 +121,23 @@ class FixedFilter:
         device = trie.base.device
         self._clean = True
         if excluded is not None:
-            self.left = Left(torch.full((requests, excluded), NOWHERE, device=device))
+            self.left = ChildFilter(torch.full((requests, excluded), NOWHERE, device=device))
             return
         size = requests, trie.base.num_items // 32 + 1
         bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
         added = torch.full((requests, trie.trie.inserted.shape[0]), NOWHERE, device=device)
-        self.left = Left(None, Allowed(bits, added))
+        self.left = ChildFilter(allowed=Allowed(bits, added))
 
-    def of(self, requests: int) -> Left:
+    def of(self, requests: int) -> ChildFilter:
         """Of the first requests."""
         if self.left.excluded is not None:
-            return Left(self.left.excluded[:requests])
+            return ChildFilter(self.left.excluded[:requests])
         allowed = self.left.allowed
         assert allowed is not None and allowed.added is not None
         words, counts = allowed.bits.words[:requests], allowed.bits.counts[:requests]
-        return Left(None, Allowed(LeafBits(words, counts), allowed.added[:requests]))
+        return ChildFilter(allowed=Allowed(LeafBits(words, counts), allowed.added[:requests]))
 
-    def load(self, version: AnyTrie, requests: Seq[RecommendRequest]) -> None:
+    def load(self, version: TrieView, requests: Seq[RecommendRequest]) -> None:
         """Those of requests over this version; for requests that are not there it does not
         matter.
         """
@@ -198,8 +206,8 @@ class FixedSearch:
         for level, children in enumerate(self.trie.widths):
             logits, normalizers = self.scorer.logits(states, level)
             keep = columns[level + 1]
-            options = normalizers, left.excluded, left.allowed
-            found = dispatch.best_children(trie, nodes, log_probs, logits, children, keep, *options)
+            query = ChildQuery(nodes, log_probs, logits, children, keep, normalizers, left)
+            found = dispatch.best_children(trie, query)
             rank = torch.arange(keep, device=nodes.device)
             log_probs = found.log_probs.masked_fill(rank >= widths, DEAD)
             nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)

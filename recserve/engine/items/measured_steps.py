@@ -15,7 +15,7 @@ from recserve.core.drafting import Strategy
 from recserve.core.request import RecommendRequest, Root, Slate
 from recserve.engine.items.lane import Lane
 from recserve.engine.runtime.costs import forward_cost, scratch_runner
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
 from recserve.search.step_costs import StepCosts, Ways
@@ -27,7 +27,7 @@ HISTORY = 16  # items
 SEARCH_S = 0.6
 
 
-def learn_costs(strategy: SpeculativeStrategy, trie: AnyTrie) -> None:
+def learn_costs(strategy: SpeculativeStrategy, trie: TrieView) -> None:
     """Measure for a strategy what its steps cost, where it can make use of that."""
     ways = strategy.ways()
     if ways is not None:
@@ -35,7 +35,7 @@ def learn_costs(strategy: SpeculativeStrategy, trie: AnyTrie) -> None:
 
 
 @torch.inference_mode()
-def step_costs(model: Recommender, ways: Ways, trie: AnyTrie) -> StepCosts:
+def step_costs(model: Recommender, ways: Ways, trie: TrieView) -> StepCosts:
     """Measure, a few seconds. trie: of the catalogue that is served, or one like it."""
     forward = forward_cost(model)
     asked = {beams: _requests(model, trie, beams) for beams in BEAMS}
@@ -66,7 +66,7 @@ def step_costs(model: Recommender, ways: Ways, trie: AnyTrie) -> StepCosts:
     return StepCosts(forward, around(ways.beam, None), around(ways.drafted, kept), kept)
 
 
-def _requests(model: Recommender, trie: AnyTrie, beams: int) -> list[RecommendRequest]:
+def _requests(model: Recommender, trie: TrieView, beams: int) -> list[RecommendRequest]:
     """So many that they keep this number of beams in all."""
     width, rows = min(beams, WIDEST), model.num_bound_items
     generator = torch.Generator().manual_seed(0)

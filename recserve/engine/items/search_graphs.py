@@ -33,8 +33,7 @@ from recserve.engine.runtime.cuda_recorder import CudaRecorder
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.step_lock import StepLock
 from recserve.kernels.trie.fixed_trie import ROOM, FixedTrie
-from recserve.kernels.trie.trie import Trie
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
@@ -131,13 +130,13 @@ class SearchGraphs:
         self._recording = threading.Lock()
 
     @torch.inference_mode()
-    def record(self, version: AnyTrie, stepping: StepLock, go_on: Callable[[], bool]) -> None:
+    def record(self, version: TrieView, stepping: StepLock, go_on: Callable[[], bool]) -> None:
         """Record for the base of a version; these replace the records that there were.
 
         stepping: held while one is made; between two it is free for as long as the last one took.
         go_on: whether they are still wanted.
         """
-        base = version if isinstance(version, Trie) else version.base
+        base = version.base
         with self._recording:
             made, weighs = list[RecordedSearch](), self.model.config.dense_head
             buckets = buckets_of(weighs, self.head is not None, self.limits.shapes)

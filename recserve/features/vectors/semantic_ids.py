@@ -132,16 +132,6 @@ class SemanticIdIndex:
                 place += 1
         return found
 
-    def rows_of_codes(self, codes: np.ndarray) -> np.ndarray:
-        """[n] int32 row of each full semantic id, -1 where no item has it. codes: [n, L]."""
-        if codes.ndim != 2 or codes.shape[1] != self.num_levels:
-            raise ValueError(f"codes have shape {codes.shape}; expected [n, {self.num_levels}]")
-        decoded = self.decode(codes)
-        found = np.full(len(codes), -1, dtype=np.int32)
-        known = np.diff(decoded.offsets) > 0
-        found[known] = decoded.rows
-        return found
-
     def decode(self, codes: np.ndarray) -> PackedRows:
         """All items under each code tuple, in lexicographic order of their semantic ids.
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie, Grown, TrieOverlay
+from recserve.kernels.trie.trie_overlay import Grown, TrieOverlay
+from recserve.kernels.trie.trie_view import TrieView
 
 NOWHERE = 2**62  # past every node number and leaf rank
 SEARCHED = 2
@@ -46,23 +47,23 @@ class FixedTrie:
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
         # Twice as many as now, so that a version may have more.
         self.widths = tuple(min(2 * width, size) for width, size in sizes)
-        self._loaded: weakref.ref[AnyTrie] = weakref.ref(base)
+        self._loaded: weakref.ref[TrieView] = weakref.ref(base)
 
-    def holds(self, version: AnyTrie) -> bool:
+    def holds(self, version: TrieView) -> bool:
         """Whether a version stands on this base and there is room for it."""
-        if isinstance(version, Trie):
-            return version is self.base
         if version.base is not self.base:
             return False
-        sizes = zip(_sizes(version), _sizes(self.trie), strict=True)
+        if version.overlay is None:
+            return True
+        sizes = zip(_sizes(version.overlay), _sizes(self.trie), strict=True)
         widths = zip(version.widths, self.widths, strict=True)
         return all(size <= most for size, most in (*sizes, *widths))
 
-    def load(self, version: AnyTrie) -> None:
+    def load(self, version: TrieView) -> None:
         """Let recorded searches read this version, which fits."""
         if self._loaded() is version:
             return
-        own = self._nothing if isinstance(version, Trie) else version
+        own = version.overlay or self._nothing
         columns = zip(_columns(self.trie), _columns(own), strict=True)
         for number, (place, column) in enumerate(columns):
             count = column.shape[0]

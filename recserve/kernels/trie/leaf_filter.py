@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from recserve.kernels.trie.trie import Leaves
-from recserve.kernels.trie.trie_children import LeafBits, listed
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_children import LeafBits
 
 
 @dataclass(frozen=True)
@@ -36,16 +33,3 @@ class LeafFilter:
     def all(self) -> bool:
         """Whether all leaves are allowed but the excluded ones."""
         return self.bits is None and self.added is None
-
-    def remaining(self, trie: AnyTrie, nodes: Tensor) -> Tensor:
-        """Allowed leaves under each node [n]."""
-        leaves = trie.leaves(nodes)
-        left = leaves.last - leaves.first if self.all else torch.zeros_like(nodes)
-        if self.bits is not None:
-            base = trie.base_leaves(nodes)
-            left = left + self.bits.within(Leaves(base.first[None], base.last[None]))[0]
-        if self.added is not None:
-            left = left + listed(self.added, leaves)
-        for ranks in self.excluded:
-            left = left - listed(ranks, leaves)
-        return left

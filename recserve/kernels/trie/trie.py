@@ -46,8 +46,8 @@ class Leaves:
 class Trie:
     """Prefix tree of all semantic ids of one catalogue version.
 
-    `trie_overlay.py` has the same methods for a catalogue that changes; whoever may get
-    either calls the methods and leaves the arrays alone.
+    `TrieOverlay` has the same methods for a catalogue that changes. Code that accepts both takes a
+    `TrieView` and calls the methods instead of reading the arrays.
 
     first_child [nodes + 1]: children of node p are `first_child[p] : first_child[p + 1]`; node 0 is
         the empty prefix; leaves have no children.
@@ -121,44 +121,14 @@ class Trie:
         return self.level_starts[self.num_levels]
 
     @property
-    def hidden(self) -> Tensor | None:
-        """Ascending ranks of the leaves whose items must not be returned; None: there are none."""
-        return None
-
-    @property
-    def gone(self) -> Tensor | None:
-        """Item rows that must not be returned: hidden or replaced; None: there are none."""
-        return None
-
-    @property
-    def replaced(self) -> Tensor | None:
-        """Those of `gone` that have no semantic id, so that no version's scores depend on them."""
-        return None
-
-    @property
-    def came(self) -> Tensor | None:
-        """Item rows whose semantic ids came after the base; None: there are none."""
-        return None
-
-    @property
-    def later(self) -> Tensor:
-        """Ascending leaf ranks of the ids that came after the base."""
-        return self.leaf_items[:0].long()
-
-    @property
-    def hidden_nodes(self) -> Tensor:
-        """Leaf nodes of the hidden items."""
-        return self.leaf_items[:0].long()
-
-    @property
-    def gone_on_host(self) -> Tensor | None:
-        """The gone rows on the CPU."""
-        return None
-
-    @property
     def base(self) -> Trie:
-        """What an overlay would stand on."""
+        """Itself."""
         return self
+
+    @property
+    def overlay(self) -> None:
+        """None: nothing has changed since this trie was built."""
+        return None
 
     @property
     def leaf_rows(self) -> Tensor:

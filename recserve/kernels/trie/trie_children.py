@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Leaves
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 DEAD = float("-inf")
 LOW = 0xFFFFFFFF
@@ -48,6 +48,71 @@ class Allowed:
 
     bits: LeafBits
     added: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChildFilter:
+    """Which leaves B requests allow: all of them, or what one of the two fields says.
+
+    Attributes:
+        excluded: [B, X] int, ascending leaf ranks that are not allowed, padded with the number of
+            items or more.
+        allowed: Leaves that are allowed. The excluded leaves have no bits there.
+
+    Raises:
+        ValueError: If both fields are given.
+    """
+
+    excluded: Tensor | None = None
+    allowed: Allowed | None = None
+
+    def __post_init__(self) -> None:
+        if self.excluded is not None and self.allowed is not None:
+            raise ValueError(
+                "excluded and allowed were both given; clear the excluded leaves' bits"
+            )
+
+    def remaining(self, trie: TrieView, nodes: Tensor) -> Tensor | None:
+        """Returns a number that is positive where a node [B, n] has an allowed leaf.
+
+        None: every node has one.
+        """
+        if self.excluded is not None:
+            leaves = trie.leaves(nodes)
+            return (leaves.last - leaves.first) - listed(self.excluded, leaves)
+        if self.allowed is None:
+            return None
+        left = self.allowed.bits.within(trie.base_leaves(nodes))
+        added = self.allowed.added
+        return left if added is None else left + listed(added, trie.leaves(nodes))
+
+
+EVERYTHING = ChildFilter()
+
+
+@dataclass(frozen=True)
+class ChildQuery:
+    """Beams of one level of a trie, and how many of their children are wanted.
+
+    Attributes:
+        nodes: [B, W] trie nodes of the beams.
+        log_probs: [B, W] float32 of the beams, -inf where a beam is dead.
+        logits: [B * W, C] of the level's codes at each beam. A beam with one child may have any
+            finite row.
+        width: Most children of a node of this level (`Trie.widths`).
+        keep: Children wanted of each request.
+        normalizers: [B * W] subtracted from the logits. None: their log-sum-exp over the children
+            of the beam, whether allowed or not.
+        filters: Leaves that the requests allow.
+    """
+
+    nodes: Tensor
+    log_probs: Tensor
+    logits: Tensor
+    width: int
+    keep: int
+    normalizers: Tensor | None = None
+    filters: ChildFilter = EVERYTHING
 
 
 def leaf_bits(allowed: Tensor) -> LeafBits:
@@ -113,7 +178,7 @@ def packed(log_probs: Tensor, nodes: Tensor) -> Tensor:
 
 
 def child_log_probs(
-    trie: AnyTrie,
+    trie: TrieView,
     parents: Tensor,
     nodes: Tensor,
     logits: Tensor,
@@ -123,7 +188,7 @@ def child_log_probs(
     """[n, m] log-probabilities of m children of each of n nodes; some number or NaN where it is
     none of its children.
 
-    parents [n], nodes [n, m]. logits [n, C], width, normalizers [n]: as for `best_children`.
+    parents [n], nodes [n, m]. logits [n, C], width, normalizers [n]: as in `ChildQuery`.
     """
     logits, last = logits.float(), logits.shape[1] - 1
     if normalizers is not None:
@@ -136,55 +201,20 @@ def child_log_probs(
     return gain.gather(1, places.long().clamp(0, width - 1))
 
 
-def best_children(
-    trie: AnyTrie,
-    nodes: Tensor,
-    log_probs: Tensor,
-    logits: Tensor,
-    width: int,
-    keep: int,
-    normalizers: Tensor | None = None,
-    excluded: Tensor | None = None,
-    allowed: Allowed | None = None,
-) -> BestChildren:
-    """The `keep` best allowed children of every request.
-
-    nodes, log_probs [B, W]: beams of one level, -inf where dead. logits [B * W, C]: of the level's
-    codes at each beam (any finite row where a beam has one child). width: most children of a node
-    of this level (`Trie.widths`). normalizers [B * W]: subtracted from the logits; None: their
-    log-sum-exp over the children of the beam, whether allowed or not. excluded [B, X]: leaf ranks,
-    ascending, padded with the number of items. allowed: leaves instead. Raises ValueError for both.
-    """
+def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
+    """Returns the `keep` best children of every request that have an allowed leaf."""
+    nodes, width = query.nodes, query.width
     batch = nodes.shape[0]
     children = trie.children(nodes.flatten(), width)
-    gain = logits.float().gather(1, children.codes.long())
-    if normalizers is None:
+    gain = query.logits.float().gather(1, children.codes.long())
+    if query.normalizers is None:
         gain = gain.masked_fill(~children.valid, DEAD).log_softmax(-1)
     else:
-        gain = gain - normalizers[:, None]
-    total = (log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
+        gain = gain - query.normalizers[:, None]
+    total = (query.log_probs.flatten()[:, None] + gain).masked_fill(~children.valid, DEAD)
     total, child = total.view(batch, -1), children.nodes.view(batch, -1)
-    if excluded is not None or allowed is not None:
-        left = _remaining(trie, child, excluded, allowed)
+    left = query.filters.remaining(trie, child)
+    if left is not None:
         total = total.masked_fill(left <= 0, DEAD)
     # A dead beam's children are -inf - x or NaN.
-    return unpacked(packed(total.nan_to_num(DEAD, neginf=DEAD), child), width, keep)
-
-
-def _remaining(
-    trie: AnyTrie, nodes: Tensor, excluded: Tensor | None, allowed: Allowed | None
-) -> Tensor:
-    """A number that is positive where a node still has an allowed item. nodes [B, n].
-
-    Raises ValueError if both filters are given: an excluded item may lie outside the allowed ones.
-    """
-    leaves = trie.leaves(nodes)
-    if allowed is not None:
-        if excluded is not None:
-            raise ValueError(
-                "excluded and allowed were both given; clear the excluded leaves' bits"
-            )
-        left = allowed.bits.within(trie.base_leaves(nodes))
-        return left if allowed.added is None else left + listed(allowed.added, leaves)
-    assert excluded is not None
-    return (leaves.last - leaves.first) - listed(excluded, leaves)
+    return unpacked(packed(total.nan_to_num(DEAD, neginf=DEAD), child), width, query.keep)

@@ -84,6 +84,11 @@ class TrieOverlay:
     descent: Descent
 
     @property
+    def overlay(self) -> TrieOverlay:
+        """Itself."""
+        return self
+
+    @property
     def codebook_sizes(self) -> tuple[int, ...]:
         """C of each level."""
         return self.base.codebook_sizes
@@ -145,13 +150,13 @@ class TrieOverlay:
         return torch.sort(self.leaves(nodes).first).values if nodes.shape[0] else None
 
     @property
-    def came(self) -> Tensor | None:
-        """Item rows whose semantic ids came after the base, or changed hands."""
+    def changed_rows(self) -> Tensor:
+        """Item rows whose semantic ids are newer than the base, or had another owner in it."""
         return torch.cat([self.rows, self.taken_rows])
 
     @cached_property
-    def later(self) -> Tensor:
-        """Ascending leaf ranks of the ids that came after the base."""
+    def inserted_ranks(self) -> Tensor:
+        """Ascending leaf ranks of the inserted ids."""
         return self.inserted + torch.arange(self.inserted.shape[0], device=self.device)
 
     @cached_property
@@ -181,9 +186,9 @@ class TrieOverlay:
         base[self.taken_leaves] = self.taken_rows
         merged = torch.empty(self.num_items, dtype=torch.int64, device=self.device)
         kept = torch.ones(self.num_items, dtype=torch.bool, device=self.device)
-        kept[self.later] = False
+        kept[self.inserted_ranks] = False
         merged[kept] = base
-        merged[self.later] = self.rows
+        merged[self.inserted_ranks] = self.rows
         return merged
 
     @cached_property
@@ -325,13 +330,3 @@ class TrieOverlay:
         if not own.shape[0]:
             return values
         return torch.where(nodes < size, values, own[(nodes - size).clamp(min=0)])
-
-
-AnyTrie = Trie | TrieOverlay
-
-
-def padding_of(trie: AnyTrie, level: int) -> int | None:
-    """To how many the children of some nodes of a level are padded: where the host does not wait
-    for the device, as many as any node of the level has; else the widest of the nodes, None.
-    """
-    return None if trie.device.type == "cpu" else trie.widths[level]

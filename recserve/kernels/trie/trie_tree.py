@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TrieTree:
     index: Tensor
 
 
-def tree_of_nodes(trie: AnyTrie, keys: Tensor, num_trees: int) -> TrieTree:
+def tree_of_nodes(trie: TrieView, keys: Tensor, num_trees: int) -> TrieTree:
     """One token tree per request out of sets of trie nodes.
 
     keys: [n] `tree number * nodes of the trie + trie node`, duplicates allowed; with a node all

@@ -1,7 +1,7 @@
 """The best tokens of many heads without writing their logits.
 
-    logits[n, p] = weight[p] hidden[n, p];   of every tile of the vocabulary its k best and its
-    log-sum-exp;   the k best of those, and the log-sum-exp of all
+    logits[n, p] = weight[p] hidden[n, p];   of every tile of the vocabulary its k best;
+    the k best of those
 
 Bytes moved: the weights once (P V E elements; heads that share one matrix are rows of one head, and
 blocks of rows that need the same tile run beside each other and find it in L2), and per row k of
@@ -25,7 +25,7 @@ BLOCK_SIZE = 64
 
 @triton.jit(do_not_specialize=["rows"])
 def head_kernel(
-    hidden, weight, best, lse, rows, heads, vocabulary, weight_stride,
+    hidden, weight, best, rows, heads, vocabulary, weight_stride,
     K: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -50,11 +50,7 @@ def head_kernel(
         )  # fmt: skip
         logits += tl.dot(x, tl.trans(w), input_precision="tf32x3")
     logits = tl.where(in_tokens[None, :], logits, float("-inf"))
-    peak = tl.max(logits, 1)
-    total = tl.sum(tl.exp(logits - peak[:, None]), 1)
-    tiles = tl.num_programs(1)
-    tl.store(lse + place * tiles + tile, peak + tl.log(total), mask=in_rows)
-    out = (place * tiles + tile) * K
+    out = (place * tl.num_programs(1) + tile) * K
     for rank in tl.static_range(K):
         peak = tl.max(logits, 1)
         # The lowest of equals; a tile with fewer than K tokens ends in -inf at no token.
@@ -76,12 +72,11 @@ def head_topk(hidden: Tensor, weight: Tensor, k: int) -> HeadTopK:
     tiles = triton.cdiv(vocabulary, BLOCK_TOKENS)
     block_rows = max(min(triton.next_power_of_2(rows), MAX_ROWS), 16)
     best = torch.empty(*shape, tiles * k, dtype=torch.int64, device=device)
-    lse = torch.empty(*shape, tiles, device=device)
     head_kernel[triton.cdiv(rows, block_rows), tiles, heads](
-        hidden, weight.contiguous(), best, lse, rows, heads, vocabulary, vocabulary * size,
+        hidden, weight.contiguous(), best, rows, heads, vocabulary, vocabulary * size,
         K=k, SIZE=size, BLOCK_ROWS=block_rows, BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_SIZE=BLOCK_SIZE,
     )  # fmt: skip
     keys = best.topk(k, dim=-1).values
     ordered = (keys >> 32).int()
     values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-    return HeadTopK(values, 4294967295 - (keys & 4294967295), torch.logsumexp(lse, -1))
+    return HeadTopK(values, 4294967295 - (keys & 4294967295))

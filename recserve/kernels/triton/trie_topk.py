@@ -14,11 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from recserve.kernels.trie.trie import Trie
-from recserve.kernels.trie.trie_children import Allowed, BestChildren, unpacked
-from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.trie_children import BestChildren, ChildQuery, unpacked
+from recserve.kernels.trie.trie_view import TrieView
 
 NO_FILTER, EXCLUDED, ALLOWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What differs from level to level and from version to version: one code serves.
@@ -165,20 +163,10 @@ def children_kernel(
         tl.store(keys + row * width + step, key, mask=step < width)
 
 
-def best_children(
-    trie: AnyTrie,
-    nodes: Tensor,
-    log_probs: Tensor,
-    logits: Tensor,
-    width: int,
-    keep: int,
-    normalizers: Tensor | None = None,
-    excluded: Tensor | None = None,
-    allowed: Allowed | None = None,
-) -> BestChildren:
+def best_children(trie: TrieView, query: ChildQuery) -> BestChildren:
     """As `trie_children.best_children`: one launch and one top-k."""
-    if excluded is not None and allowed is not None:
-        raise ValueError("excluded and allowed were both given; clear the excluded leaves' bits")
+    nodes, width, normalizers = query.nodes, query.width, query.normalizers
+    excluded, allowed = query.filters.excluded, query.filters.allowed
     batch, beams = nodes.shape
     keys = torch.empty(batch, beams * width, dtype=torch.int64, device=nodes.device)
     kind, ranks, unused, words = NO_FILTER, None, nodes, (nodes, nodes)
@@ -189,20 +177,18 @@ def best_children(
         kind, ranks, bits = ALLOWED, allowed.added, allowed.bits
         words, num_words = (bits.words.contiguous(), bits.counts.contiguous()), bits.words.shape[1]
     num_ranks = 0 if ranks is None else ranks.shape[1]
-    base, overlay, sizes = trie, (unused,) * 7, (0, 0)
-    if isinstance(trie, TrieOverlay):
-        base, grown = trie.base, trie.grown
-        overlay = (*vars(grown).values(), trie.codes, trie.inserted)
-        sizes = grown.nodes.shape[0], trie.inserted.shape[0]
-    assert isinstance(base, Trie)
+    base, overlay, sizes = trie.base, (unused,) * 7, (0, 0)
+    if (own := trie.overlay) is not None:
+        overlay = (*vars(own.grown).values(), own.codes, own.inserted)
+        sizes = own.grown.nodes.shape[0], own.inserted.shape[0]
     children_kernel[(batch * beams,)](
         base.first_child, base.node_codes, base.first_leaf, base.last_leaf, *overlay,
-        nodes.contiguous(), log_probs.contiguous(), logits.contiguous(),
-        log_probs if normalizers is None else normalizers,
-        unused if ranks is None else ranks.contiguous(), *words, keys, beams, logits.shape[1],
+        nodes.contiguous(), query.log_probs.contiguous(), query.logits.contiguous(),
+        query.log_probs if normalizers is None else normalizers,
+        unused if ranks is None else ranks.contiguous(), *words, keys, beams, query.logits.shape[1],
         width, num_ranks, num_words, base.num_nodes, *sizes, num_ranks.bit_length(),
         max(sizes).bit_length(),
         BLOCK=min(triton.next_power_of_2(width), MOST_CHILDREN), FILTER=kind.value,
-        NORMALIZED=normalizers is not None, OVERLAY=base is not trie,
+        NORMALIZED=normalizers is not None, OVERLAY=own is not None,
     )  # fmt: skip
-    return unpacked(keys, width, keep)
+    return unpacked(keys, width, query.keep)

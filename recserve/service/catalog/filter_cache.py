@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from recserve.core.allowed import AllowedItems
 from recserve.features.catalog.catalog_version import CatalogVersion
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 
 CAPACITY_BYTES = 256 << 20
 # Python objects and tensor headers of one entry, measured as growth of the process: 2.9 kB. Of a
@@ -24,7 +24,7 @@ class Kept:
     """
 
     items: weakref.ref[CatalogVersion]
-    trie: weakref.ref[AnyTrie]
+    trie: weakref.ref[TrieView]
     allowed: AllowedItems
 
 

@@ -20,7 +20,7 @@ from recserve.features.vectors.grown_index import GrownIndex
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.kernels.trie.trie_overlay import AnyTrie, TrieOverlay
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.service.catalog.filter_cache import FilterCache, Kept
 from recserve.service.recommend.diversity import BundleCategories
 
@@ -39,7 +39,7 @@ class Snapshot:
 
     items: CatalogVersion
     base_trie: Trie
-    trie: AnyTrie
+    trie: TrieView
     filters: ItemFilters
     asked: FilterCache
     categories: BundleCategories
@@ -69,7 +69,7 @@ class Snapshot:
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
             torch.from_numpy(items.gone),
-            self.trie if isinstance(self.trie, TrieOverlay) else None,
+            self.trie.overlay,
         )
         return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
 

@@ -11,7 +11,7 @@ import numpy as np
 from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
-from recserve.kernels.trie.trie_overlay import AnyTrie
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.schemas.items import Diversity, InvalidRequest
 
 
@@ -118,7 +118,7 @@ class CategoryGroups:
 
 
 def caps_of(
-    diversity: Diversity | None, version: CatalogVersion, trie: AnyTrie, bundle: BundleCategories
+    diversity: Diversity | None, version: CatalogVersion, trie: TrieView, bundle: BundleCategories
 ) -> tuple[Cap, ...]:
     """What a request's `diversity` limits. Raises InvalidRequest for a level there is not."""
     if diversity is None:

@@ -38,16 +38,16 @@ def test_no_collisions_no_level() -> None:
 
 def test_decode_with_and_without_the_disambiguation_level() -> None:
     index, _ = build_index(IDS, CODES, (2, 4), np.array([1, 0, 5, 0, 1]))
-    assert index.rows_of_codes(index.codes).tolist() == [0, 1, 2, 3, 4]
-    assert index.rows_of_codes(np.array([[1, 2, 7], [9, 9, 9], [0, 3, 0]])).tolist() == [-1, -1, 1]
+    full = index.decode(index.codes)
+    assert full.rows.tolist() == [0, 1, 2, 3, 4] and full.offsets.tolist() == [0, 1, 2, 3, 4, 5]
+    some = index.decode(np.array([[1, 2, 7], [9, 9, 9], [0, 3, 0]]))
+    assert [some[i].tolist() for i in range(3)] == [[], [], [1]]
     decoded = index.decode(np.array([[1, 2], [0, 3], [1, 3]]))
     assert [decoded[i].tolist() for i in range(len(decoded))] == [[2, 0, 4], [1], []]
     assert index.decode(np.array([[0]]))[0].tolist() == [3, 1]
     assert len(index.decode(np.empty((0, 3), np.int64))) == 0
     with pytest.raises(ValueError, match="expected .n, 1..3."):
         index.decode(np.zeros((1, 4), np.int64))
-    with pytest.raises(ValueError, match="expected .n, 3."):
-        index.rows_of_codes(np.zeros((1, 2), np.int64))
 
 
 def test_ids_lead_to_rows() -> None:
@@ -94,7 +94,7 @@ def test_a_million_items_fit_in_100_mb() -> None:
     trie = build_trie(torch.from_numpy(index.codes.astype(np.int64)), index.codebook_sizes)
     rows = rng.integers(0, items, size=1000)
     assert np.array_equal(index.rows_of([ids[row] for row in rows]), rows)
-    assert np.array_equal(index.rows_of_codes(index.codes[rows]), rows)
+    assert np.array_equal(index.decode(index.codes[rows]).rows, rows)
     tensors = [value for value in vars(trie).values() if isinstance(value, torch.Tensor)]
     assert index.nbytes + sum(t.nbytes for t in tensors) < 100_000_000
 

@@ -21,7 +21,7 @@ from recserve.kernels.trie.native_search import (
 )
 from recserve.kernels.trie.native_trie import BaseArrays, NativeTrie, Prefixes
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import best_children
+from recserve.kernels.trie.trie_children import ChildQuery, best_children
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.search.heads import Heads
 from tests.support.draft_heads import make_head
@@ -161,7 +161,8 @@ def test_each_level_is_that_of_the_twin(shape, dtype, scale):
     nodes, log_probs, states = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1), tails
     for level, book in enumerate(heads):
         logits = (states.float() @ book.float().T).to(dtype)
-        best = best_children(trie, nodes, log_probs, logits, trie.widths[level], width)
+        query = ChildQuery(nodes, log_probs, logits, trie.widths[level], width)
+        best = best_children(trie, query)
         assert found.used[level + 1] == min(width, best.nodes.shape[1])
         for b, kept in enumerate(limits.widths):
             count = min(kept, int((best.log_probs[b] > -np.inf).sum()))

@@ -9,6 +9,8 @@ from recserve.kernels.trie.fixed_trie import FixedTrie
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import (
     Allowed,
+    ChildFilter,
+    ChildQuery,
     best_children,
     leaf_bits,
     popcount,
@@ -81,17 +83,18 @@ def test_best_children_are_those_of_a_plain_loop(codes, form):
     for level, width in enumerate(trie.widths):
         nodes, log_probs, logits = draw_level(trie, level, 3, 9, seed=level)
         allowed, excluded = draw_filters(trie, 3, seed=level)
-        options = {}
+        filters = ChildFilter()
         if form == "allowed":
-            options["allowed"] = Allowed(leaf_bits(allowed))
+            filters = ChildFilter(allowed=Allowed(leaf_bits(allowed)))
         elif form == "excluded":
-            options["excluded"] = excluded
+            filters = ChildFilter(excluded)
             allowed = torch.ones_like(allowed)
             for b in range(3):
                 allowed[b, excluded[b][excluded[b] < trie.num_items].long()] = False
         else:
             allowed = torch.ones_like(allowed)
-        got = best_children(trie, nodes, log_probs, logits, width, 6, **options)
+        query = ChildQuery(nodes, log_probs, logits, width, 6, filters=filters)
+        got = best_children(trie, query)
         for b, expected in enumerate(plain(trie, nodes, log_probs, logits, 6, allowed)):
             alive = got.log_probs[b] > DEAD
             assert got.nodes[b][alive].tolist() == [c for _, c, _ in expected]
@@ -114,27 +117,20 @@ def test_counts_of_allowed_leaves():
 
 def test_both_filters_at_once_are_refused():
     trie = build(CATALOGUES["drawn"])
-    nodes, log_probs, logits = draw_level(trie, 0, 1, 1)
     allowed, excluded = draw_filters(trie, 1)
     with pytest.raises(ValueError, match="clear the excluded"):
-        best_children(
-            trie,
-            nodes,
-            log_probs,
-            logits,
-            8,
-            2,
-            excluded=excluded,
-            allowed=Allowed(leaf_bits(allowed)),
-        )
+        ChildFilter(excluded, Allowed(leaf_bits(allowed)))
 
 
 def allowed_of(trie, allowed):
     """Those of the base as bits, later ones as a list. allowed [B, I] bool over leaf ranks."""
     kept = torch.ones(trie.num_items, dtype=torch.bool)
-    kept[trie.later] = False
-    ranks = trie.later.expand(len(allowed), -1)
-    ranks = ranks.masked_fill(~allowed[:, trie.later], trie.num_items).sort().values
+    later = torch.empty(0, dtype=torch.int64)
+    if trie.overlay is not None:
+        later = trie.overlay.inserted_ranks
+    kept[later] = False
+    ranks = later.expand(len(allowed), -1)
+    ranks = ranks.masked_fill(~allowed[:, later], trie.num_items).sort().values
     return Allowed(leaf_bits(allowed[:, kept]), ranks if ranks.shape[1] else None)
 
 
@@ -142,9 +138,11 @@ def options_of(form, trie, logits, allowed, excluded):
     return {
         "children": {},
         "normalized": {"normalizers": logits.logsumexp(-1)},
-        "allowed": {"allowed": allowed_of(trie, allowed)},
-        "excluded": {"excluded": excluded},
-        "excluded, wide": {"excluded": excluded.long()},  # as recorded searches hold them
+        "allowed": {"filters": ChildFilter(allowed=allowed_of(trie, allowed))},
+        "excluded": {"filters": ChildFilter(excluded)},
+        "excluded, wide": {
+            "filters": ChildFilter(excluded.long())
+        },  # as recorded searches hold them
     }[form]
 
 
@@ -160,9 +158,9 @@ def test_triton_matches_torch(codes, form, monkeypatch):
         nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
         allowed, excluded = draw_filters(trie, 2, seed=level)
         options = options_of(form, trie, logits, allowed, excluded)
-        arguments = (trie, nodes, log_probs, logits, width, 12)
-        expected = best_children(*arguments, **options)
-        got = trie_topk.best_children(*arguments, **options)
+        query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
+        expected = best_children(trie, query)
+        got = trie_topk.best_children(trie, query)
         torch.testing.assert_close(got.log_probs, expected.log_probs)
         assert torch.equal(got.nodes, expected.nodes)
         assert torch.equal(got.parents, expected.parents)
@@ -196,10 +194,11 @@ def test_triton_matches_torch_over_an_overlay(name, form):
             logits = torch.randn(nodes.numel(), sizes[level], generator=g)
             allowed, excluded = draw_filters(version, 2, seed=level)
             options = options_of(form, version, logits, allowed, excluded)
-            expected = best_children(version, nodes, log_probs, logits, width, 12, **options)
+            query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
+            expected = best_children(version, query)
             fixed.load(version)
             for trie in (version, fixed.trie) if level == 1 else (fixed.trie,):
-                got = trie_topk.best_children(trie, nodes, log_probs, logits, width, 12, **options)
+                got = trie_topk.best_children(trie, query)
                 torch.testing.assert_close(got.log_probs, expected.log_probs)
                 assert torch.equal(got.nodes, expected.nodes)
                 assert torch.equal(got.parents, expected.parents)
@@ -224,8 +223,9 @@ def test_rows_past_2_31_elements_are_addressed(form, monkeypatch):
         torch.cat([x, x.new_full((2, filler), fill)], dim=1)
         for x, fill in ((bits.words, 0), (bits.counts, 0), (excluded, 2**31 - 1))
     )
-    options = {"allowed": {"allowed": Allowed(bits)}, "excluded": {"excluded": excluded}}[form]
-    expected = best_children(trie, nodes, log_probs, logits, width, 12, **options)
+    filters = ChildFilter(excluded) if form == "excluded" else ChildFilter(allowed=Allowed(bits))
+    query = ChildQuery(nodes, log_probs, logits, width, 12, filters=filters)
+    expected = best_children(trie, query)
     size = words.shape[1] if form == "allowed" else ranks.shape[1]
     assert shift * codes > 2**31 < shift * width and shift // beams * size > 2**31
     kind = trie_topk.ALLOWED if form == "allowed" else trie_topk.EXCLUDED

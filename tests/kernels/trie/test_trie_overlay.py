@@ -11,6 +11,7 @@ from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
 from recserve.search.filtering import leaf_filter
+from tests.support.leaf_counts import remaining
 from tests.support.tries import SHAPES, Changed, engine_of
 
 
@@ -79,7 +80,7 @@ def test_filters_count_what_is_left_at_every_node(changed, bitmap):
     allowed = draw.random(changed.num_rows) < 0.6 if bitmap else None
     items = AllowedItems.of(allowed) if bitmap else None
     found = leaf_filter(changed.overlay, excluded, items)
-    left = found.remaining(changed.overlay, changed.node)
+    left = remaining(found, changed.overlay, changed.node)
     banned = set(excluded.tolist()) | set(changed.hidden)
     rows, ranges = (
         changed.rebuilt.leaf_rows.tolist(),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels import reference
-from recserve.kernels.triton import grouped_rms_norm, tree_attention
+from recserve.kernels.triton import tree_attention
 from tests.support import triton_interpreter
 from tests.support.attention_batches import draw_batch, split_short_roots
 
@@ -111,21 +111,3 @@ def test_lse_of_merged_parts(sparse, monkeypatch):
         far_parts, far_lse, out, rows, 3, DIM=size, BLOCK_DIM=size, BLOCK_S=4, SILU=False
     )
     torch.testing.assert_close(out, (drawn * weights.softmax(0)[..., None]).sum(0))
-
-
-def test_groups_of_a_norm(monkeypatch):
-    """The third hidden state of a token lies 2**31 elements behind its first; a stride alone does
-    not leave 32 bits.
-    """
-    rows, size, group, stride = 3, 20, 2, 2**30 + 7
-    hidden, weight, out = torch.randn(rows, size), torch.randn(3, size), torch.zeros(rows + 2, size)
-    builder = type(triton_interpreter.interpreter.interpreter_builder)
-    monkeypatch.setattr(
-        builder, "set_grid_idx", lambda self, x, y, z: setattr(self, "grid_idx", (x, group, z))
-    )
-    far = triton_interpreter.Far(hidden, group * stride, monkeypatch)
-    grouped_rms_norm.norm_kernel[rows, 1](
-        far, weight, out, 1e-6, size, stride, SIZE=size, BLOCK=32
-    )  # fmt: skip
-    expected = reference.grouped_rms_norm(hidden[:, None], weight[group:], 1e-6)
-    torch.testing.assert_close(out[group:], expected)

@@ -15,12 +15,11 @@ from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.paged_kv import KVPool, KVShape, RootTable, TreeBatch
 from recserve.kernels.tree import merge
 from recserve.kernels.trie.trie import build_trie
-from recserve.kernels.trie.trie_children import Allowed, leaf_bits
+from recserve.kernels.trie.trie_children import Allowed, ChildFilter, ChildQuery, leaf_bits
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.triton import (
     accept,
     accept_drawn,
-    grouped_rms_norm,
     head_topk,
     path_move,
     rope_write,
@@ -44,7 +43,7 @@ KERNELS = (
 OTHERS = (
     accept.choose_kernel, accept.walk_kernel, accept_drawn.drawn_walk_kernel,
     accept_drawn.bonus_kernel, accept_drawn.pick_kernel, head_topk.head_kernel,
-    trie_topk.children_kernel, grouped_rms_norm.norm_kernel,
+    trie_topk.children_kernel,
 )  # fmt: skip
 
 
@@ -179,18 +178,17 @@ def test_acceptance_and_heads_over_a_day(vocabulary, monkeypatch):
     monkeypatch.setattr(
         GridExecutor, "__call__", lambda self, *a, **o: keys.add(self.fn.__name__, a, o)
     )
-    matrix, gains = torch.empty(1, vocabulary, 16), torch.ones(3, 48)
+    matrix = torch.empty(1, vocabulary, 16)
     for logits, tree, seeds, warmth, depth, g in judged(60, vocabulary):
         accept.accept(logits, tree, seeds, warmth, depth)
         q = DraftProbs(logits, slid(torch.arange(tree.num_nodes), g))
         accept_drawn.accept_drawn(logits, q, tree, seeds, depth)
         head_topk.head_topk(torch.zeros(len(warmth), 3, 16), matrix, 4)
-        grouped_rms_norm.grouped_rms_norm(torch.zeros(tree.num_nodes, 3, 48), gains, 1e-6)
     counts = {name: len(found) for name, found in keys.found.items() if found}
     assert counts == {name: len(made) for name, made in keys.constants.items() if made}
     # Shares of the vocabulary, fewer where many nodes are judged; rows of a block 16 to 64.
     assert counts.pop("walk_kernel") <= 2 and counts.pop("head_kernel") <= 3
-    assert set(counts.values()) == {1} and len(counts) == 5
+    assert set(counts.values()) == {1} and len(counts) == 4
     assert len(keys.eager["walk_kernel"]) > 4
 
 
@@ -220,8 +218,9 @@ def step(trie, batch, beams, codes, width, g):
     """A level without a filter, with exclusions and with bits of what is allowed."""
     nodes = slid(torch.zeros(batch * beams, dtype=torch.int64), g).view(batch, beams)
     scores = slid(torch.zeros(batch * beams), g).view(batch, beams)
-    arguments = trie, nodes, scores, torch.zeros(batch * beams, codes), width, 5
+    logits = torch.zeros(batch * beams, codes)
     excluded = slid(torch.zeros(batch * 21, dtype=torch.int32), g).view(batch, 21)
     allowed = Allowed(leaf_bits(torch.ones(batch, trie.base.num_items, dtype=torch.bool)))
-    for options in ({}, {"excluded": excluded}, {"allowed": allowed}):
-        trie_topk.best_children(*arguments, **options)
+    for filters in (ChildFilter(), ChildFilter(excluded), ChildFilter(allowed=allowed)):
+        query = ChildQuery(nodes, scores, logits, width, 5, filters=filters)
+        trie_topk.best_children(trie, query)

@@ -1,0 +1,130 @@
+"""The interface that search uses for a catalogue's trie, with or without later changes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.trie.native_trie import NativeTrie
+from recserve.kernels.trie.trie import Children, Leaves, Trie
+from recserve.kernels.trie.trie_overlay import TrieOverlay
+
+
+class TrieView(Protocol):
+    """Trie of one catalogue version: `Trie`, or `TrieOverlay` once the catalogue has changed.
+
+    nodes and rows may have any shape unless said otherwise; results have the same shape.
+    """
+
+    @property
+    def base(self) -> Trie:
+        """The trie that was built; a `Trie` is its own base."""
+
+    @property
+    def overlay(self) -> TrieOverlay | None:
+        """What changed since the base was built; None for a `Trie`."""
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """C of each level."""
+
+    @property
+    def num_levels(self) -> int:
+        """L, disambiguation level included."""
+
+    @property
+    def num_items(self) -> int:
+        """Items (= leaves) in the trie."""
+
+    @property
+    def num_rows(self) -> int:
+        """Item rows of the catalogue version; more than items where rows were replaced."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of base and overlay, the empty prefix included."""
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Nodes of each level, the empty prefix first."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Most children of a node of each level 0 : L, or an upper bound."""
+
+    @property
+    def closing_level(self) -> int:
+        """The level, at least 1, from which fewer and fewer nodes have several items below."""
+
+    @property
+    def any_leaf(self) -> int:
+        """Any node of level L."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+
+    @property
+    def leaf_rows(self) -> Tensor:
+        """[I] item row at each leaf rank."""
+
+    @property
+    def native(self) -> NativeTrie:
+        """The trie for the C sources; on a CPU."""
+
+    def num_children(self, nodes: Tensor) -> Tensor:
+        """Branching of each node. nodes: any shape; same shape back."""
+
+    def codes_of(self, nodes: Tensor) -> Tensor:
+        """Last code of each node's prefix. nodes: any shape; same shape back."""
+
+    def parents_of(self, nodes: Tensor) -> Tensor:
+        """The node one code shorter. nodes: any shape; same shape back."""
+
+    def places(self, nodes: Tensor, parents: Tensor) -> Tensor:
+        """Column of each node in `children` of its parent. Same shapes; same shape back."""
+
+    def leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks under each node. nodes: any shape."""
+
+    def base_leaves(self, nodes: Tensor) -> Leaves:
+        """Leaf ranks of the base under each node; inserted leaves do not count."""
+
+    def leaf_nodes(self, rows: Tensor) -> Tensor:
+        """Leaf node of each item row, -1 where it has none. rows: any shape; same shape back."""
+
+    def leaf_ranks(self, rows: Tensor) -> Tensor:
+        """Leaf rank of each item row, -1 where it has none. rows: any shape; same shape back."""
+
+    def children(self, nodes: Tensor, width: int | None = None) -> Children:
+        """All children of each node [n], of the base first, padded to `width` or the widest."""
+
+    def levels(self, nodes: Tensor) -> Tensor:
+        """Level of each node, 0 for the empty prefix. nodes: any shape; same shape back."""
+
+    def nodes_of_items(self, rows: Tensor) -> Tensor:
+        """[n, L] the node of each prefix of each item's semantic id. rows: [n] item rows."""
+
+    def items_of_leaves(self, nodes: Tensor) -> Tensor:
+        """Item row of each leaf node (a node of level L)."""
+
+
+def gone_rows(trie: TrieView) -> Tensor | None:
+    """Returns the item rows that must not be returned, or None if there are none."""
+    return None if trie.overlay is None else trie.overlay.gone
+
+
+def hidden_leaves(trie: TrieView) -> Tensor | None:
+    """Returns the ascending leaf ranks of items that must not be returned, or None."""
+    return None if trie.overlay is None else trie.overlay.hidden
+
+
+def padding_of(trie: TrieView, level: int) -> int | None:
+    """Returns the width to which children of a level's nodes are padded.
+
+    A CPU pads to the widest of the given nodes, which is None. Elsewhere the widest node of the
+    level counts, so that the host does not wait for the device.
+    """
+    return None if trie.device.type == "cpu" else trie.widths[level]
