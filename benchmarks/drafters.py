@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.drafters.text_drafters import build_drafter
@@ -177,7 +179,9 @@ def main() -> int:
     }
     pack_weights(target)
     engines = {
-        kind: Engine(text=target, drafters=drafters[kind], config=EngineConfig(load_aware=aware))
+        kind: build_engine(
+            EngineModels(text=target, drafters=drafters[kind]), EngineConfig(load_aware=aware)
+        )
         for kind, aware in kinds.items()
     }
     methods = {

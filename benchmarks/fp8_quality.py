@@ -21,7 +21,8 @@ import torch
 from timing import machine
 
 from recserve.bundle.bundle import Bundle
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.networks import DecoderTrunk
 from recserve.engine.runtime.runner import Piece, Runner
 from recserve.kernels.fp8 import FP8
@@ -45,7 +46,7 @@ def written(model: LanguageModel, count: int, length: int, start: int) -> list[t
         TextRequest(np.array([start]), SamplingParams(seed=n, max_tokens=length))
         for n in range(count)
     ]
-    engine = Engine(text=model, config=EngineConfig(max_running=16))
+    engine = build_engine(EngineModels(text=model), EngineConfig(max_running=16))
     futures = [engine.submit(request) for request in requests]
     while engine.step():
         pass
@@ -94,7 +95,9 @@ def of_slates(folder: Path, users: int, width: int) -> dict[str, Any]:
     rows, metrics = {}, {}
     for name in (None, "fp8"):
         config = EngineConfig(kv_dtype=name)
-        answers.slates.engine = Engine(model, config=config, heads=load_heads(bundle, model))
+        answers.slates.engine = build_engine(
+            EngineModels(model, heads=load_heads(bundle, model)), config
+        )
         batches = [answers.slates(cases, b, 10, options) for b in cases.batches(BATCH)]
         order = np.concatenate(list(cases.batches(BATCH)))
         rows[name] = np.concatenate(batches)

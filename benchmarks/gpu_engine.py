@@ -18,7 +18,9 @@ from gpu_checks import Task
 from timing import Deadline
 
 from recserve.core.request import RankRequest, RecommendRequest, Root
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.fixed_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.engine.runtime.cuda_recorder import CudaRecorder
@@ -48,7 +50,7 @@ def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
         head = SelfDraftHead(form)
         head.start_from(model)
         heads.append(head.to(weight.device, weight.dtype).eval())
-    return Engine(model, config=EngineConfig(kv_bytes=kv_bytes), heads=Heads(*heads))
+    return build_engine(EngineModels(model, heads=Heads(*heads)), EngineConfig(kv_bytes=kv_bytes))
 
 
 @torch.inference_mode()
@@ -63,7 +65,7 @@ def recorded(
     """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
     each time. As many as can be; `unrecorded` tells which are not.
     """
-    lane: Any = engine._lanes["recommender"]
+    lane: Any = engine.schedulers["recommender"]
     nezha: Any = engine._strategies["nezha"]
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
@@ -280,7 +282,9 @@ def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
     ranker = drawn_ranker(500 if smoke else 12_101, 64 if smoke else 512, 1 if smoke else 3)
     ranker = ranker.to(device)
     ranker.freeze_items()
-    engine = Engine(ranker=ranker, config=EngineConfig(kv_bytes=2**24 if smoke else 2**31))
+    engine = build_engine(
+        EngineModels(ranker=ranker), EngineConfig(kv_bytes=2**24 if smoke else 2**31)
+    )
     root = drawn_ranking_root(ranker, 40 if smoke else 1000, 0)
     root = replace(root, inputs=on_device(root.inputs, device))
     asked = on_device(candidates(ranker, count, 1), device)

@@ -19,7 +19,9 @@ from failures import attempted, complaints, failure, once
 from gpu_checks import Task, spoil
 from timing import Deadline, back_to_back_milliseconds
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.fixed_step import StepShape
 from recserve.engine.text.graphs import SHAPES, GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
@@ -167,11 +169,11 @@ def text_engine(
         drafters["medusa"] = drawn_heads(model)
         drawn = DrawnDrafter(vocabulary, 4, model.tokens.weight.device)
         drafters |= {"drawn": drawn, "all rules": drawn}
-    engine = Engine(text=model, drafters=drafters, config=config)
+    engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     if recorded and not cuda:
-        lane: Any = engine._lanes["text"]
+        lane: Any = engine.schedulers["text"]
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step, drafters=drafters)
-        engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+        engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     return engine
 
 
@@ -186,7 +188,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         with complaints() as heard:
             made = text_engine(model, CHECKED if which == "recorded" else None, 2**24, more=True)
         reasons.extend(heard)
-        lane: Any = made._lanes["text"]
+        lane: Any = made.schedulers["text"]
         spoil(lane.runner)
         return made
 
@@ -209,7 +211,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         return [answer.tokens.tolist() for answer in engine(which).run_many(requests)]
 
     def different(name: str, drafter: str, texts: int, against: str) -> float:
-        lane: Any = engine("recorded")._lanes["text"]
+        lane: Any = engine("recorded").schedulers["text"]
         before = lane.graphs.counts["replayed"]
         found = write("recorded", name, drafter, texts)
         if lane.graphs.counts["replayed"] == before:
@@ -271,7 +273,7 @@ def _decode(
     """Median milliseconds of a step; where steps are replayed, the share of them that was, and
     microseconds that are not the replay's own.
     """
-    lane: Any = engine._lanes["text"]
+    lane: Any = engine.schedulers["text"]
     rng = np.random.default_rng(0)
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=40, stop_token_ids=(), min_tokens=0)

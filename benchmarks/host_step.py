@@ -31,7 +31,9 @@ from gpu_text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from timing import machine
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.fixed_search import Leaves, SearchShape
 from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text.text_lane import TextLane
@@ -87,13 +89,13 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         "suffix": SuffixDrafter(),
         "drawn": DrawnDrafter(VOCABULARY, NODES, torch.device("cpu")),
     }
-    engine = Engine(text=model, drafters=drafters, config=EngineConfig(kv_bytes=2**27))
-    lane: Any = engine._lanes["text"]
+    engine = build_engine(EngineModels(text=model, drafters=drafters), EngineConfig(kv_bytes=2**27))
+    lane: Any = engine.schedulers["text"]
     none = NoReplay()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
     graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
-    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):

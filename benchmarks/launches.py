@@ -95,7 +95,7 @@ def counting(engine: Any) -> Iterator[Launches]:
     """Counts what the engine launches meanwhile."""
     launches = Launches()
     lay_out = launches.as_kernel(dispatch.tree_attention, LAID_OUT)
-    runner = engine._lanes["recommender"].runner
+    runner = engine.schedulers["recommender"].runner
     patches = [
         mock.patch.object(dispatch, name, launches.as_kernel(getattr(dispatch, name), count))
         for name, count in KERNELS.items()

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
 
+from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
@@ -102,7 +103,7 @@ def compare(
     weights = weights_of(options)
     drafters = {name: build_drafter(name, target, weights) for name in names}
     pack_weights(target)
-    engine = Engine(text=target, drafters=drafters)
+    engine = build_engine(EngineModels(text=target, drafters=drafters))
     rows = []
     for temperature in options.temperatures:
         params = [

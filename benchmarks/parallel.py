@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Request, Root
+from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
@@ -150,7 +151,7 @@ def times(served: Served, beside: Served | None, clock: str) -> Table:
     if beside is not None:
         cells["beam 50, the bundle beside"] = (beside, beside.requests("beam"))
     for name, (owner, requests) in cells.items():
-        engine = Engine(owner.model)
+        engine = build_engine(EngineModels(owner.model))
         few: list[Request] = list(requests[:200])
         engine.run_many(few)
         calls = (batches_of(engine, few, size) for size in (1, 8))

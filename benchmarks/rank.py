@@ -46,7 +46,9 @@ from recserve.core.request import (
     Scores,
     Timing,
 )
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.inputs import NodeInputs
 
 TOLERANCE = 1e-3
@@ -88,7 +90,7 @@ class Likelihood:
         self.catalogue = drawn_catalogue(12_101)
         self.model = drawn_recommender(self.catalogue, hidden, layers, "children", torch.float32)
         self.theirs = to_llama(self.model)
-        self.engine = Engine(self.model, config=EngineConfig(kv_bytes=3 * 2**30))
+        self.engine = build_engine(EngineModels(self.model), EngineConfig(kv_bytes=3 * 2**30))
         self.trunk = sum(w.numel() for w in self.model.decoder.parameters())
         self.width = layers * hidden
 
@@ -124,7 +126,9 @@ class Ranking:
 
     def __init__(self, hidden: int, layers: int) -> None:
         self.model = drawn_ranker(12_101, hidden, layers)
-        self.engine = Engine(ranker=self.model, config=EngineConfig(kv_bytes=3 * 2**30))
+        self.engine = build_engine(
+            EngineModels(ranker=self.model), EngineConfig(kv_bytes=3 * 2**30)
+        )
         self.trunk = sum(w.numel() for w in self.model.layers.parameters())
         self.width = layers * hidden
 

@@ -14,7 +14,8 @@ from baselines.loops import bare_tree, kv_copy
 from drawn import Catalogue, drawn_recommender, drawn_roots
 
 from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 
 HISTORY_TOKENS = 200
 METHODS = ("generate", "generate-function", "t5", "kv-copy", "bare-tree", "cold", "warm")
@@ -66,7 +67,7 @@ class Model:
         self.t5 = tiger_t5(self.ours.config.num_code_tokens).to(self.dtype)
         slot = 2 * layers * hidden * self.dtype.itemsize
         sizes = EngineConfig(kv_bytes=slot * 16_384, invariant=invariant)
-        self.engine = Engine(self.ours, config=sizes)
+        self.engine = build_engine(EngineModels(self.ours), sizes)
 
     def roots(self, count: int, seed: int) -> list[Root]:
         """Histories of 200 tokens, as many items as fit."""

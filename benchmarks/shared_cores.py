@@ -32,13 +32,14 @@ def slates(threads: int, seconds: float) -> list[float]:
     from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 
     from recserve.core.request import RecommendRequest
-    from recserve.engine.engine import Engine, EngineConfig
+    from recserve.engine.build import EngineModels, build_engine
+    from recserve.engine.engine_config import EngineConfig
 
     torch.set_num_threads(threads)
     catalogue = drawn_catalogue(12_101)
     model = drawn_recommender(catalogue, 256, 4, "children", torch.float32)
     model.pack()
-    engine = Engine(model, config=EngineConfig(kv_bytes=2**27))
+    engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=2**27))
     roots = drawn_roots(model, 50, 8, 0)
     asked = [RecommendRequest(root, catalogue.trie, 50, 50) for root in roots]
     engine.run_many(asked)

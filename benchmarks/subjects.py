@@ -13,7 +13,8 @@ from drawn import drawn_catalogue, drawn_recommender, drawn_roots
 
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root, Slate
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
@@ -65,7 +66,9 @@ class Subject:
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
         model.pack()  # as the server does when it loads a bundle
-        self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 65_536), heads=heads)
+        self.engine = build_engine(
+            EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
+        )
         self.engine.prepare(trie)  # so does the server
         self.chooser = Chooser(self.engine.strategies)
         self.index = item_index(model, heads)

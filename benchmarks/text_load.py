@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from trained import PLAIN, options_of, passages, weights_of
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.drafters.text_drafters import build_drafter
@@ -72,7 +73,9 @@ class Bench:
         self.weights = sum(w.numel() for w in target.parameters())
         pack_weights(target)
         self.engines = {
-            name: Engine(text=target, drafters=drafters, config=EngineConfig(load_aware=aware))
+            name: build_engine(
+                EngineModels(text=target, drafters=drafters), EngineConfig(load_aware=aware)
+            )
             for name, drafters, aware in ((ALWAYS, made[0], False), (AWARE, made[1], True))
         }
 

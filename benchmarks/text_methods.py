@@ -16,7 +16,8 @@ from measuring import CLOCKS
 from transformers import StoppingCriteria
 from written import Written
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.text_request import SamplingParams, Speculation, TextCommit, TextRequest
@@ -45,13 +46,12 @@ class Ours:
         drafters = {name: OracleDrafter(oracle) for name, oracle in oracles.items()}
         slot = 2 * model.config.decoder.num_layers * model.config.decoder.num_kv_heads
         slot *= model.config.decoder.head_dim * model.tokens.weight.dtype.itemsize
-        self.engine = Engine(
-            config=EngineConfig(kv_bytes=slot * 8192, invariant=invariant),
-            text=model,
-            drafters={**drafters, "ngram": NgramDrafter()},
+        self.engine = build_engine(
+            EngineModels(text=model, drafters={**drafters, "ngram": NgramDrafter()}),
+            EngineConfig(kv_bytes=slot * 8192, invariant=invariant),
         )
         self.now, self.network_s = CLOCKS[clock], 0.0
-        lane: Any = self.engine._lanes["text"]
+        lane: Any = self.engine.schedulers["text"]
         runner = lane.runner
         runner.trunk.hidden = self._timed(runner.trunk.hidden)
         model.logits = self._timed(model.logits)  # type: ignore[method-assign]

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recserve.bundle.building import BuildOptions, build_bundle
     from recserve.bundle.bundle import Bundle
-    from recserve.engine.engine import Engine, EngineConfig
+    from recserve.engine.build import EngineModels, build_engine
+    from recserve.engine.build import ModelEngine as Engine
+    from recserve.engine.engine_config import EngineConfig
     from recserve.schemas.items import RankBody, RecommendBody
     from recserve.service import Service
 
@@ -26,22 +28,26 @@ __all__ = [
     "Bundle",
     "Engine",
     "EngineConfig",
+    "EngineModels",
     "RankBody",
     "RecommendBody",
     "Service",
     "__version__",
     "build_bundle",
+    "build_engine",
 ]
 
 _HOMES = {
     "BuildOptions": "recserve.bundle.building",
     "Bundle": "recserve.bundle.bundle",
-    "Engine": "recserve.engine.engine",
-    "EngineConfig": "recserve.engine.engine",
+    "Engine": "recserve.engine.build:ModelEngine",
+    "EngineConfig": "recserve.engine.engine_config",
+    "EngineModels": "recserve.engine.build",
     "RankBody": "recserve.schemas.items",
     "RecommendBody": "recserve.schemas.items",
     "Service": "recserve.service",
     "build_bundle": "recserve.bundle.building",
+    "build_engine": "recserve.engine.build",
 }
 
 # Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.
@@ -56,4 +62,5 @@ except PackageNotFoundError:  # run from a checkout that was not installed
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)

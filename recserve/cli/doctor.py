@@ -216,7 +216,7 @@ def check_store(url: str) -> Finding:
 
 def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     """Which steps of a language model a server would record here, and what each takes."""
-    from recserve.engine.engine import Engine
+    from recserve.engine.build import EngineModels, build_engine
     from recserve.service.loading import resolve_device
     from recserve.service.text.text_loading import TextSettings, load_text
 
@@ -225,7 +225,7 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     if device.type != "cuda":
         none = f"none: steps are launched one by one on {device.type}"
         return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
-    return describe_graphs(Engine(text=network, drafters=named).stats())
+    return describe_graphs(build_engine(EngineModels(text=network, drafters=named)).stats())
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
@@ -252,7 +252,7 @@ def check_searches(path: Path) -> Finding:
     comes. On a GPU they are recorded, to see what each takes.
     """
     from recserve.bundle.bundle import Bundle
-    from recserve.engine.engine import Engine
+    from recserve.engine.build import EngineModels, build_engine
     from recserve.service.catalog.snapshot import Snapshot
     from recserve.service.loading import load_models, resolve_device
 
@@ -261,7 +261,7 @@ def check_searches(path: Path) -> Finding:
     models = load_models(bundle, snapshot, device)
     if models.recommender is None:
         return Finding("searches", "ok", "none: the bundle holds no recommender")
-    engine = Engine(models.recommender, heads=models.heads)
+    engine = build_engine(EngineModels(models.recommender, heads=models.heads))
     if "beam" not in engine.strategies:
         return Finding("searches", "ok", "none: `parallel` scores all levels at once")
     if device.type != "cuda":

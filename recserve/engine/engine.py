@@ -1,119 +1,98 @@
-"""The engine: requests in, answers out, one step at a time.
+"""The engine: queues requests, steps them, and delivers their results.
 
-A request waits in a bounded queue, is admitted when its pages can be had, shares each forward with
-whatever else runs on its model, and leaves with its future set.
+A request waits in a bounded queue until its pages are free. It then shares each forward pass with
+the other requests of its model. `build_engine` (build.py) assembles an engine.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import TypeVar, overload
 
 import torch
 
 from recserve.core.drafting import Strategy
-from recserve.core.request import RecommendRequest, Request, Result, RootKeys
-from recserve.engine.engine_config import EngineConfig as EngineConfig
+from recserve.core.request import (
+    LikelihoodRequest,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    Result,
+    RootKeys,
+    TextScoreRequest,
+    WarmDraftRequest,
+    WarmRequest,
+)
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
 from recserve.engine.items.measured_steps import learn_costs
-from recserve.engine.items.search_graphs import SearchGraphs, cuda_searches
-from recserve.engine.runtime.delivery import AnyLane, Cancellations, deliver, fail
-from recserve.engine.runtime.destination import destination, in_background
-from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
-from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.step_lock import StepLock
-from recserve.engine.runtime.waiting import Waiting, admit, line_up
-from recserve.engine.stats import EngineStats, stats_of
-from recserve.engine.text.graphs import cuda_graphs
-from recserve.engine.text.text_lane import TextLane, TextLimits
-from recserve.kernels.fp8 import pool_dtype
-from recserve.kernels.paged_kv import KVPool
-from recserve.kernels.trie.trie_view import TrieView
-from recserve.models.language_model import LanguageModel
-from recserve.models.ranker import Ranker
-from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
-from recserve.search.strategies import (
-    RankStrategy,
-    SpeculativeStrategy,
-    TextScoreStrategy,
-    WarmDraftStrategy,
-    WarmStrategy,
-    likelihood_strategy,
-    recommend_strategies,
+from recserve.engine.items.search_graphs import SearchGraphs
+from recserve.engine.runtime.request_queue import (
+    Cancellations,
+    QueuedItems,
+    QueuedRequest,
+    QueuedText,
+    RequestQueue,
 )
-from recserve.speculation.drafters.none import NoDrafter
+from recserve.engine.runtime.scheduler import StepLock
+from recserve.engine.stats import EngineStats, Load, stats_of
+from recserve.engine.text.text_lane import TextLane
+from recserve.kernels.trie.trie_view import TrieView
+from recserve.search.strategies import SpeculativeStrategy
 from recserve.speculation.text import Drafter
 from recserve.speculation.text_request import Completion, TextRequest
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class EngineParts:
+    """What an engine runs.
+
+    Attributes:
+        schedulers: One for each kind of request, by model name.
+        background: Schedulers of background requests, by model name. They share the pages of the
+            scheduler of the same name.
+        strategies: Strategies of item requests, by name.
+        strategy_names: Those that a RecommendRequest may name.
+        drafters: Drafters of text requests, by name.
+        searches: Searches that are replayed as CUDA graphs; None: none are.
+    """
+
+    schedulers: dict[str, Lane | TextLane] = field(default_factory=dict)
+    background: dict[str, Lane] = field(default_factory=dict)
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    strategy_names: tuple[str, ...] = ()
+    drafters: dict[str, Drafter] = field(default_factory=dict)
+    searches: SearchGraphs | None = None
 
 
 class Engine:
-    """Serves a recommender, a ranker, a language model, or any of them together."""
+    """Runs requests of a recommender, a ranker and a language model, or of any of them.
 
-    def __init__(
-        self,
-        recommender: Recommender | None = None,
-        ranker: Ranker | None = None,
-        config: EngineConfig | None = None,
-        heads: Heads | None = None,
-        text: LanguageModel | None = None,
-        drafters: Mapping[str, Drafter] | None = None,
-    ) -> None:
-        """heads: what the strategies other than `beam` need; None: there are no others.
-        drafters: of the language model, by name; `none` is always there.
-        Raises NotInvariant where the config asks for what this machine cannot keep.
-        """
-        self.config = config or EngineConfig()
-        self._lanes: dict[str, AnyLane] = {}
-        self.drafters: dict[str, Drafter] = {"none": NoDrafter(), **(drafters or {})}
-        self._strategies: dict[str, Strategy] = {}
-        self.strategies: tuple[str, ...] = ()
+    Attributes:
+        schedulers, background, drafters: As in EngineParts.
+        strategies: Names that a RecommendRequest may use.
+        searches: Searches that are replayed as CUDA graphs; None: none are.
+        queue: Requests that wait for admission.
+        background_queue: Background requests that wait for admission.
+    """
+
+    def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
+        self.config = config
+        self.schedulers, self.background = parts.schedulers, parts.background
+        self.drafters = parts.drafters
+        self.strategies = parts.strategy_names
+        self._strategies = parts.strategies
         self.searches: SearchGraphs | None = None
-        if recommender is not None:
-            runner, heads = self._runner(DecoderTrunk(recommender.eval())), heads or Heads()
-            self._lanes["recommender"] = Lane(runner)
-            self._strategies = recommend_strategies(recommender, heads)
-            if not self.config.invariant:
-                wanted, what = self.config.graphs, self.config.search_limits
-                self.replay(cuda_searches(runner, recommender, heads.nezha, wanted, what))
-            if self.config.invariant:
-                kept = self._strategies.items()
-                self._strategies = {name: how for name, how in kept if name in STRATEGIES}
-            self.strategies = tuple(sorted(self._strategies))
-            if "speculative" in self._strategies:
-                self._strategies["warm_draft"] = WarmDraftStrategy(recommender)
-            self._strategies["likelihood"] = likelihood_strategy(recommender)
-        if ranker is not None:
-            self._lanes["ranker"] = Lane(self._runner(RankerTrunk(ranker.eval())))
-            self._strategies["ranker"] = RankStrategy(ranker)
-        self._strategies["warm"] = WarmStrategy()
-        if text is not None:
-            runner = self._runner(DecoderTrunk(text.eval()))
-            c = self.config
-            graphs = cuda_graphs(
-                runner, text, c.max_running, c.graphs, c.graph_limits, self.drafters
-            )
-            limits = TextLimits(load_aware=c.load_aware)
-            self._lanes["text"] = TextLane(runner, text, limits, graphs)
-            self._lanes["text_scores"] = Lane(runner, beside=self._lanes["text"])
-            self._strategies["text_scores"] = TextScoreStrategy(text)
-        # Lanes of requests that nobody waits for, over the same pages, and the queue before them.
-        self._background = {
-            name: Lane(lane.runner, beside=lane)
-            for name, lane in self._lanes.items()
-            if name in ("recommender", "ranker") and isinstance(lane, Lane)
-        }
-        self._waiting: deque[Waiting] = deque()
-        self._behind: deque[Waiting] = deque()
+        self.replay(parts.searches)
+        self.queue = RequestQueue(config.max_queue)
+        self.background_queue = RequestQueue(config.max_queue)
         self._changed = threading.Condition()
         self._stepping = StepLock()
         self._thread: threading.Thread | None = None
@@ -127,31 +106,33 @@ class Engine:
     @overload
     def submit(self, request: TextRequest) -> Future[Completion]: ...
 
-    def submit(self, request: Request | TextRequest) -> Future[Any]:
-        """Queue a request; its future gets the answer or the error. Those that nobody waits for
-        have a queue of their own, and their turn when nothing else is asked of items.
+    def submit(self, request: Request | TextRequest) -> Future[Result] | Future[Completion]:
+        """Queues a request. Its future gets the result or the error.
 
-        Raises QueueFull, RequestTooLarge, or ValueError for a model, strategy, drafter or verifier
-        that is not here.
+        Background requests have a queue of their own. They run while no item request does.
+
+        Raises:
+            QueueFull: If the queue is full.
+            RequestTooLarge: If the request needs more pages than there are.
+            ValueError: If its model, strategy, drafter or verifier is not available.
         """
-        lane, how = self._route(request)
-        lane.check(request, how)
-        future = self._cancelled.future()
-        waiting = Waiting(request, future, time.monotonic(), lane, how)
-        queue = self._behind if in_background(request) else self._waiting
+        entry = self._route(request)
+        entry.check()
+        background = isinstance(request, WarmRequest | WarmDraftRequest)
+        queue = self.background_queue if background else self.queue
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed")
-            line_up(queue, waiting, self.config.max_queue, self._seconds_per_request)
+            queue.enqueue(entry, self._seconds_per_request)
             self._changed.notify()
-        return future
+        return entry.future
 
     def offer(self, name: str, strategy: Strategy) -> None:
-        """Decode the recommender's requests for this name so, from now on."""
+        """Computes requests that name this strategy with it, from now on."""
         self._strategies[name] = strategy
 
     def replay(self, searches: SearchGraphs | None) -> None:
-        """Answer from recorded searches wherever one holds the requests, from now on."""
+        """Replays captured searches for the requests that they fit, from now on."""
         self.searches = searches
         if searches is not None:
             searches.serve(self._strategies)
@@ -193,15 +174,15 @@ class Engine:
                 future.exception()
         return [future.result() for future in futures]
 
-    def cancel(self, future: Future[Any]) -> None:
-        """Its answer is not wanted any more: work not yet begun is not begun."""
+    def cancel(self, future: Future[T]) -> None:
+        """Cancels a request. A forward pass that runs is finished."""
         future.cancel()
 
     def forget(self, *roots: RootKeys) -> None:
         """Drop roots from every prefix cache, all between the same two steps."""
         if not roots:
             return
-        caches = [lane.cache for lane in self._lanes.values()]
+        caches = [scheduler.cache for scheduler in self.schedulers.values()]
         gone = [(cache, cache.digests_of(root)) for cache in caches for root in roots]
         with self._stepping:
             for cache, digests in gone:
@@ -210,8 +191,8 @@ class Engine:
     def forget_all(self) -> None:
         """Drop every cached root."""
         with self._stepping:
-            for lane in self._lanes.values():
-                lane.cache.clear()
+            for scheduler in self.schedulers.values():
+                scheduler.cache.clear()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -226,17 +207,15 @@ class Engine:
             self._thread.start()
 
     def close(self) -> None:
-        """Finish what is waiting and running, but for what nobody waits for, then stop the
-        thread.
-        """
+        """Finishes queued and running requests, cancels queued background ones, and stops."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for waiting in self._behind:
-            waiting.future.cancel()
+        for entry in self.background_queue:
+            entry.future.cancel()
 
     @property
     def alive(self) -> bool:
@@ -245,15 +224,17 @@ class Engine:
 
     def room(self, model: str) -> int:
         """Tokens that the pool of a model holds: `recommender`, `ranker` or `text`."""
-        return self._lanes[model].allocator.num_pages * self.config.page_size
+        return self.schedulers[model].allocator.num_pages * self.config.page_size
 
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
-        text = self._lanes.get("text")
+        text = self.schedulers.get("text")
         graphs = text.graphs if isinstance(text, TextLane) else None
-        behind = len(self._behind) + sum(lane.num_running for lane in self._background.values())
-        lanes = list(self._lanes.values())
-        return stats_of(len(self._waiting), lanes, graphs, self.searches, behind)
+        schedulers = list(self.schedulers.values())
+        running = sum(scheduler.num_running for scheduler in schedulers)
+        background = len(self.background_queue) + self._num_background()
+        load = Load(queued=len(self.queue), running=running, background=background)
+        return stats_of(load, schedulers, graphs, self.searches)
 
     def step(self) -> bool:
         """Admit, one forward per model, deliver. False when nothing is left to do."""
@@ -266,84 +247,90 @@ class Engine:
     def _step(self) -> bool:
         with self._stepping:
             began = time.monotonic()
-            if self._waiting:
-                admit(self._waiting, self.config.max_running)
-            answered, cancelled = 0, self._cancelled.any()
-            for lane in self._lanes.values():
-                if lane.num_running:
+            if self.queue:
+                self.queue.admit(self.config.max_running)
+            completed, cancelled = 0, self._cancelled.take()
+            for scheduler in self.schedulers.values():
+                if scheduler.num_running:
                     if cancelled:
-                        lane.drop_ended()
-                    answered += self._step_lane(lane)
-            if answered:
-                spent = (time.monotonic() - began) / answered
+                        scheduler.drop_ended()
+                    completed += scheduler.run_step()
+            if completed:
+                spent = (time.monotonic() - began) / completed
                 self._seconds_per_request += 0.1 * (spent - self._seconds_per_request)
             self._step_background()
-            lanes = [*self._lanes.values(), *self._background.values()]
-            waiting = self._waiting or (self._behind and not self._closing)
-            return bool(waiting) or sum([lane.num_running for lane in lanes]) > 0
-
-    def _step_lane(self, lane: AnyLane) -> int:
-        """One forward of a model; a failure ends its running requests with that error, no
-        others.
-        """
-        done = lane.begin()
-        for sequence, result in done:
-            deliver(sequence, result)
-        try:
-            stepped = lane.step()
-        except Exception as error:
-            log.exception("a step failed")
-            for sequence in lane.drop_all():
-                fail(sequence.future, error)
-            return len(done)
-        for sequence, result in stepped:
-            deliver(sequence, result)
-        return len(done) + len(stepped)
+            running = sum([scheduler.num_running for scheduler in self.schedulers.values()])
+            queued = self.queue or (self.background_queue and not self._closing)
+            return bool(queued) or running + self._num_background() > 0
 
     def _step_background(self) -> None:
-        """One step of one request that nobody waits for, while no item lane has another to answer:
-        a request that comes meanwhile waits for no more than that. A text, which goes on for
-        seconds, does not hold it up.
+        """Runs one step of one background request, while no item request is running.
+
+        A new item request waits for at most that step. Text requests do not hold background
+        requests up, because a text takes seconds.
         """
-        if not (self._behind or any([lane.num_running for lane in self._background.values()])):
+        if not (self.background_queue or self._num_background()):
             return
-        if any(lane.num_running for lane in self._lanes.values() if isinstance(lane, Lane)):
+        items = [one for one in self.schedulers.values() if isinstance(one, Lane)]
+        if any(scheduler.num_running for scheduler in items):
             return
-        if self._behind and not self._closing:
-            admit(self._behind, 1)
-        for lane in self._background.values():
-            if lane.num_running:
-                lane.drop_ended()
-                self._step_lane(lane)
+        if self.background_queue and not self._closing:
+            self.background_queue.admit(1)
+        for scheduler in self.background.values():
+            if scheduler.num_running:
+                scheduler.drop_ended()
+                scheduler.run_step()
                 return
+
+    def _num_background(self) -> int:
+        return sum([scheduler.num_running for scheduler in self.background.values()])
 
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._behind or self._closing):
+                while not (self.queue or self.background_queue or self._closing):
                     self._changed.wait()
-                if self._closing and not self._waiting:
+                if self._closing and not self.queue:
                     return
             with torch.inference_mode():
                 while self._step():
                     pass
 
-    def _route(self, request: Request | TextRequest) -> tuple[AnyLane, Strategy | Drafter]:
-        model, name = destination(request)
-        if model not in self._lanes:
-            raise ValueError(f"this engine has no {model}; it serves {sorted(self._lanes)}")
+    def _route(self, request: Request | TextRequest) -> QueuedItems | QueuedText:
+        """Returns the request with its scheduler and its strategy or drafter."""
+        model, name = _destination(request)
+        if model not in self.schedulers:
+            raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
+        submitted_s, scheduler = time.monotonic(), self.schedulers[model]
         if isinstance(request, TextRequest):
             if name not in self.drafters:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
-            return self._lanes[model], self.drafters[name]
+            assert isinstance(scheduler, TextLane)
+            text = self._cancelled.watch(Future[Completion]())
+            return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        lanes = self._background if in_background(request) else self._lanes
-        return lanes[model], self._strategies[name]
+        if isinstance(request, WarmRequest | WarmDraftRequest):
+            scheduler = self.background[model]
+        assert isinstance(scheduler, Lane)
+        future = self._cancelled.watch(Future[Result]())
+        return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
 
-    def _runner(self, trunk: DecoderTrunk | RankerTrunk) -> Runner:
-        size, dtype = self.config.page_size, pool_dtype(self.config.kv_dtype, trunk.dtype)
-        num_pages = max(self.config.kv_bytes // (trunk.kv_shape.slot_bytes(dtype) * size), 1)
-        if self.config.invariant:
-            return invariant_runner(trunk, num_pages, size, dtype)
-        return Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
+
+def _destination(request: Request | TextRequest) -> tuple[str, str]:
+    """Returns the names of the request's model and of its strategy or drafter."""
+    match request:
+        case WarmDraftRequest():
+            return "recommender", "warm_draft"
+        case RecommendRequest():
+            return "recommender", request.strategy
+        case LikelihoodRequest():
+            return "recommender", "likelihood"
+        case RankRequest():
+            return "ranker", "ranker"
+        case WarmRequest():
+            return request.model, "warm"
+        case TextScoreRequest():
+            return "text_scores", "text_scores"
+        case TextRequest():
+            return "text", request.speculation.drafter

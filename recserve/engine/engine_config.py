@@ -11,14 +11,22 @@ from recserve.engine.text.graphs import GraphLimits
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """page_size: tokens per page. kv_bytes: key-value cache of each model; what is kept beside
-    its roots (prefix_cache.py) comes on top. kv_dtype: how it is kept, None: as the model
-    computes; `fp8` (kernels/fp8.py). max_queue: requests that may wait. max_running: requests that
-    may share a model's forward. load_aware: text drafts are as large as the load lets them pay, or
-    none. graphs: record text steps and searches as CUDA graphs at start, None: where there is CUDA;
-    graph_limits, search_limits: which, and what that may take. invariant: no bit of an answer
-    depends on other requests, drafts or what is cached (invariance.py), at a price; packed
-    models on the CPU, and only the strategies for which it holds.
+    """Sizes and modes of an engine.
+
+    Attributes:
+        page_size: Tokens per page.
+        kv_bytes: Size of each model's key-value cache. States that the prefix cache stores with its
+            roots come on top.
+        kv_dtype: Element type of the key-value caches; None: each model's own type.
+        max_queue: Most requests that wait for admission.
+        max_running: Most requests that share a model's forward pass.
+        load_aware: Reduces text drafts while the load leaves no capacity for them.
+        graphs: Captures text steps and searches as CUDA graphs at start; None: on CUDA devices.
+        graph_limits: Which text steps are captured, and at what cost.
+        search_limits: Which searches are captured, and at what cost.
+        invariant: No bit of a result depends on other requests, drafts or the cache (see
+            runtime/invariance.py). Needs packed models on a CPU, and offers only the
+            strategies that allow it.
     """
 
     page_size: int = 16

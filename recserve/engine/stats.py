@@ -1,24 +1,34 @@
-"""A look at the engine: what waits, what runs, what the pages hold."""
+"""Statistics of the engine: queues, running requests, pages, CUDA graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from recserve.engine.items.search_graphs import RecordedSearch, SearchGraphs
-from recserve.engine.runtime.delivery import AnyLane
+from recserve.engine.runtime.scheduler import PageOwner
 from recserve.engine.text.graphs import RecordedStep, StepGraphs
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A look at the engine; pages and prefix tokens are sums over the models.
+    """Figures of one moment.
 
-    background: requests that nobody waits for, waiting or running; not part of the others.
-    graph_steps: text steps by what became of them (engine/text/graphs.py), graph_searches: searches
-    (engine/items/search_graphs.py); graph_seconds, graph_bytes: what each record took, by its name;
-    unrecorded: names of those that were to be made and were not. Empty where nothing is recorded.
+    Attributes:
+        queue_depth: Requests that wait for admission.
+        running: Requests that are admitted and have no result.
+        pages_free: Free pages, over all models.
+        pages_cached: Pages of the prefix caches.
+        pages_total: All pages.
+        prefix_hit_tokens: Root tokens found in a prefix cache so far.
+        prefix_missed_tokens: Root tokens not found in a prefix cache so far.
+        background: Background requests, waiting or running; the other figures leave them out.
+        graph_steps: Text steps by outcome (engine/text/graphs.py).
+        graph_searches: Searches by outcome (engine/items/search_graphs.py).
+        graph_seconds: Capture time of each graph, by its name.
+        graph_bytes: Memory of each graph, by its name.
+        unrecorded: Names of the graphs that could not be captured.
     """
 
     queue_depth: int
@@ -36,30 +46,51 @@ class EngineStats:
     unrecorded: Seq[str] = ()
 
 
+@dataclass(frozen=True)
+class Load:
+    """Numbers of requests.
+
+    Attributes:
+        queued: Requests that wait for admission.
+        running: Requests that are admitted and have no result.
+        background: Background requests, waiting or running.
+    """
+
+    queued: int
+    running: int
+    background: int
+
+
 def stats_of(
-    queue_depth: int,
-    lanes: Seq[AnyLane],
+    load: Load,
+    owners: Iterable[PageOwner],
     graphs: StepGraphs | None = None,
     searches: SearchGraphs | None = None,
-    background: int = 0,
 ) -> EngineStats:
-    """Lanes that share a pool are counted once. graphs: of the text lane."""
+    """Returns the statistics of an engine.
+
+    Args:
+        load: Numbers of requests.
+        owners: Pages of all schedulers; those that share a pool count once.
+        graphs: Captured text steps.
+        searches: Captured searches.
+    """
     recorded = list[RecordedStep | RecordedSearch](graphs.recorded if graphs else [])
     recorded += searches.recorded if searches else []
     missing = [name for some in (graphs, searches) if some for name in some.unrecorded]
-    pools = {id(lane.cache): lane for lane in lanes}.values()
+    pools = list({id(owner.cache): owner for owner in owners}.values())
     return EngineStats(
-        queue_depth,
-        sum(lane.num_running for lane in lanes),
-        sum(lane.allocator.num_free for lane in pools),
-        sum(lane.cache.num_pages for lane in pools),
-        sum(lane.allocator.num_pages for lane in pools),
-        sum(lane.cache.num_hit_tokens for lane in pools),
-        sum(lane.cache.num_missed_tokens for lane in pools),
-        background,
-        {} if graphs is None else {str(name): n for name, n in graphs.counts.items()},
-        {} if searches is None else {str(name): n for name, n in searches.counts.items()},
-        {made.bucket.name: made.seconds for made in recorded},
-        {made.bucket.name: made.bytes for made in recorded},
-        missing,
+        queue_depth=load.queued,
+        running=load.running,
+        pages_free=sum(pool.allocator.num_free for pool in pools),
+        pages_cached=sum(pool.cache.num_pages for pool in pools),
+        pages_total=sum(pool.allocator.num_pages for pool in pools),
+        prefix_hit_tokens=sum(pool.cache.num_hit_tokens for pool in pools),
+        prefix_missed_tokens=sum(pool.cache.num_missed_tokens for pool in pools),
+        background=load.background,
+        graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
+        graph_searches={str(name): n for name, n in searches.counts.items()} if searches else {},
+        graph_seconds={made.bucket.name: made.seconds for made in recorded},
+        graph_bytes={made.bucket.name: made.bytes for made in recorded},
+        unrecorded=missing,
     )

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.config import ServerConfig
-from recserve.engine.engine import EngineConfig
+from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
 from recserve.server import (
     completions,

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest

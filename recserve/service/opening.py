@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recserve.bundle.bundle import Bundle
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history_stores import open_store
 from recserve.service.catalog.snapshot import Snapshot
@@ -62,8 +63,9 @@ def open_parts(
     opened_store = open_store(url)
     import_events(opened_store, bundle)
     histories = Histories(opened_store, blocks=not url.startswith("lmdb:"))
-    engine = Engine(
-        models.recommender, models.ranker, sizes, models.heads, *(text.parts if text else ())
+    network, drafters = text.parts if text else (None, None)
+    engine = build_engine(
+        EngineModels(models.recommender, models.ranker, models.heads, network, drafters), sizes
     )
     engine.prepare(snapshot.trie)
     engine.start()

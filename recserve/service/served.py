@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Gauges
 from recserve.service.errors import UnknownModel
 from recserve.service.runtime import gauges_of
@@ -35,7 +37,8 @@ class Served:
     @staticmethod
     def of_text(text: LoadedText, config: EngineConfig | None = None) -> Served:
         """A language model alone, its engine running."""
-        engine = Engine(None, None, config, None, *text.parts)
+        network, drafters = text.parts
+        engine = build_engine(EngineModels(text=network, drafters=drafters), config)
         engine.start()
         return Served(None, text.model, engine)
 

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.core.request import QueueFull, Result
-from recserve.engine.engine import EngineConfig
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables

@@ -13,7 +13,8 @@ from baselines.constraints import TrieProcessor, allowed_tokens
 from baselines.llama import empty_model, to_llama
 
 from recserve.core.request import RecommendRequest, Root
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -80,7 +81,7 @@ def rows_of(model: Recommender, sequences: torch.Tensor) -> list[int]:
 def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
     """Vocabulary normalisation is what generate computes with a prefix_allowed_tokens_fn."""
     model, trie = recommender(seed, "vocabulary")
-    theirs, engine = to_llama(model), Engine(model, config=SMALL)
+    theirs, engine = to_llama(model), build_engine(EngineModels(model), SMALL)
     for events in (1, 7, 25):
         root = history(model, events, events)
         allowed = allowed_tokens(trie, model.config.level_offsets, len(root.inputs))
@@ -95,7 +96,7 @@ def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
 def test_beam_search_over_children_equals_generate_with_a_processor(beams):
     """A processor that renormalises over the valid children makes generate score as we do."""
     model, trie = recommender(0, "children")
-    theirs, engine = to_llama(model), Engine(model, config=SMALL)
+    theirs, engine = to_llama(model), build_engine(EngineModels(model), SMALL)
     for events in (1, 25):
         root = history(model, events, events)
         processor = TrieProcessor(trie, model.config.level_offsets, len(root.inputs), True)

@@ -12,7 +12,8 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.search.heads import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
@@ -60,7 +61,7 @@ class World:
         heads = Heads(make_head(self.model, "from-target"), nezha_head(self.model))
         for network in (self.model, heads.prefixes, heads.nezha) if packed else ():
             network.pack()
-        self.engine = Engine(self.model, config=CONFIG, heads=heads)
+        self.engine = build_engine(EngineModels(self.model, heads=heads), CONFIG)
 
     def drawn(self, seed, **fields):
         """A request with caps by prefix, by list or both, half of them with filter or exclusions:
@@ -172,7 +173,7 @@ def test_company_does_not_matter(world, strategy):
         np.testing.assert_allclose(other.scores, one.scores, rtol=1e-5, atol=1e-5)
         if not request.caps and strategy == "beam":
             assert other.rounds <= world.trie.num_levels
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
 
 
@@ -206,7 +207,7 @@ def test_thirty_prefixes_of_their_own():
     """One item of each first code: ten of the model's, whatever the beams hold at first."""
     codes = torch.tensor([[i % 30, i // 30 % 10, i // 300] for i in range(1500)])
     model, trie = make(codes, "items", "children")
-    engine = Engine(model, config=CONFIG)
+    engine = build_engine(EngineModels(model), CONFIG)
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
         request = RecommendRequest(draw_root(model, 6, seed), trie, 10, 10, caps=(cap,))
@@ -226,5 +227,5 @@ def test_a_deadline_ends_the_searches(world, monkeypatch):
         pass
     late = [type(future.exception()).__name__ for future in futures if future.exception()]
     assert late and set(late) == {"DeadlineExceeded"} and len(late) < len(futures)
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages

@@ -18,9 +18,9 @@ from recserve.core.request import (
     Root,
     RootKeys,
 )
-from recserve.engine import engine as engine_module
-from recserve.engine.engine import EngineConfig
-from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
@@ -34,8 +34,8 @@ from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 SMALL = EngineConfig(kv_bytes=4 * 2**20)
 
 
-def Engine(recommender=None, ranker=None, config=SMALL):  # noqa: N802
-    return engine_module.Engine(recommender, ranker, config)
+def engine_of(recommender=None, ranker=None, config=SMALL):
+    return build_engine(EngineModels(recommender, ranker=ranker), config)
 
 
 @torch.inference_mode()
@@ -71,7 +71,7 @@ def all_scores(model: Recommender, trie: Trie, root: Root) -> torch.Tensor:
 def test_wide_beam_equals_exhaustive_scoring(codes, form, normalization):
     """A beam as wide as the catalogue prunes nothing: ids, order and scores of a plain loop."""
     model, trie = make(codes, form, normalization)
-    engine = Engine(model)
+    engine = engine_of(model)
     for seed, events in enumerate([0, 1, 23]):
         root = draw_root(model, events, seed)
         expected = all_scores(model, trie, root)
@@ -115,7 +115,7 @@ def plain_beam(model, trie, root, width, excluded=()):
 @pytest.mark.parametrize("form,normalization", FORMS)
 def test_narrow_beam_equals_a_plain_beam_search(form, normalization):
     model, trie = make(CATALOGUES["ordinary"], form, normalization)
-    engine = Engine(model)
+    engine = engine_of(model)
     for width, seed in product((1, 3, 10), range(4)):
         root = draw_root(model, 5 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, trie.num_items, 30)
@@ -130,7 +130,7 @@ def test_filters_leave_no_beam_dead(form, normalization):
     """k valid items whenever k exist, whatever the filter, and the best ones at full width."""
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, form, normalization)
-    engine = Engine(model)
+    engine = engine_of(model)
     root = draw_root(model, 4, 0)
     scores = all_scores(model, trie, root)
     rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_filters_leave_no_beam_dead(form, normalization):
 def test_dense_reranking_adds_the_weighted_log_softmax():
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
-    engine = Engine(model)
+    engine = engine_of(model)
     root = draw_root(model, 6, 3)
     plain = engine.run(RecommendRequest(root, trie, len(codes), 200))
     mixed = engine.run(RecommendRequest(root, trie, len(codes), 200, dense_weight=0.7))
@@ -176,8 +176,8 @@ def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
     requests = [
         RecommendRequest(draw_root(model, 1 + 3 * i, i), trie, 2 + i % 5, 3 + i) for i in range(20)
     ]
-    alone = [Engine(model).run(r) for r in requests]
-    engine = Engine(model)
+    alone = [engine_of(model).run(r) for r in requests]
+    engine = engine_of(model)
     packed = engine.run_many(requests)
     again = engine.run_many(requests[::-1])[::-1]
     for first, second, third in zip(alone, packed, again, strict=True):
@@ -190,13 +190,13 @@ def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_returning_user_costs_only_new_events(page_size):
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=EngineConfig(page_size=page_size))
+    engine = engine_of(model, config=EngineConfig(page_size=page_size))
     root = draw_root(model, 40, 0)
     for events in (10, 11, 27, 40):
         part = Root(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
         request = RecommendRequest(part, trie, 5, 10)
         before = {10: 0, 11: 11, 27: 12, 40: 28}[events]
-        slate, fresh = engine.run(request), Engine(model).run(request)
+        slate, fresh = engine.run(request), engine_of(model).run(request)
         assert slate.timing.root_cached == before
         assert slate.rows.tolist() == fresh.rows.tolist()
         np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
@@ -208,13 +208,13 @@ def test_pages_in_equal_pages_out_under_pressure():
     """A pool too small for all roots evicts, never leaks, and never changes an answer."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     slot = 2 * 2 * 2 * 8 * 4
-    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 70))
+    engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 70))
     requests = [
         RecommendRequest(draw_root(model, 3 + i // 3 % 11, i // 3), trie, 3, 6) for i in range(120)
     ]
     answers = engine.run_many(requests)
     for request, answer in zip(requests, answers, strict=True):
-        assert answer.rows.tolist() == Engine(model).run(request).rows.tolist()
+        assert answer.rows.tolist() == engine_of(model).run(request).rows.tolist()
     stats = engine.stats()
     assert stats.pages_free + stats.pages_cached == stats.pages_total
     assert stats.pages_cached > 0 and stats.prefix_hit_tokens > 0
@@ -223,7 +223,7 @@ def test_pages_in_equal_pages_out_under_pressure():
 def test_too_large_full_late_and_cancelled():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     slot = 2 * 2 * 2 * 8 * 4
-    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
+    engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
     root = draw_root(model, 5, 0)
     with pytest.raises(RequestTooLarge, match="pages"):
         engine.submit(RecommendRequest(root, trie, 120, 120))
@@ -244,7 +244,7 @@ def test_too_large_full_late_and_cancelled():
 
 def test_a_bad_request_does_not_hurt_its_neighbours():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
-    engine = Engine(model)
+    engine = engine_of(model)
     root = draw_root(model, 5, 0)
     good = RecommendRequest(root, trie, 3, 3)
     bad = RecommendRequest(draw_root(model, 6, 1), trie, 3, 3, excluded=np.array([10**6]))
@@ -260,7 +260,7 @@ def test_a_bad_request_does_not_hurt_its_neighbours():
 
 def test_thread_answers_and_closes():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
-    engine = Engine(model)
+    engine = engine_of(model)
     engine.start()
     requests = [RecommendRequest(draw_root(model, 5, i), trie, 3, 5) for i in range(30)]
     futures = [engine.submit(r) for r in requests]
@@ -268,7 +268,7 @@ def test_thread_answers_and_closes():
     assert engine.alive
     engine.close()
     assert not engine.alive
-    alone = Engine(model)
+    alone = engine_of(model)
     for answer, request in zip(answers, requests, strict=True):
         assert answer.rows.tolist() == alone.run(request).rows.tolist()
     with pytest.raises(RuntimeError, match="closed"):
@@ -296,7 +296,7 @@ def plain_ranking(ranker: Ranker, root: Root, candidates: NodeInputs, limits) ->
 @pytest.mark.parametrize("profile,long,recent", [(1, 0, 0), (2, 30, 0), (1, 17, 9), (0, 0, 20)])
 def test_ranking_equals_a_dense_mask_and_needs_no_company(profile, long, recent):
     ranker = make_ranker()
-    engine = Engine(ranker=ranker)
+    engine = engine_of(ranker=ranker)
     root = ranking_root(profile, long, recent, 7)
     candidates = draw_rows(300, 3, 1)
     n = len(root.inputs)
@@ -327,7 +327,7 @@ def test_ranking_equals_a_dense_mask_and_needs_no_company(profile, long, recent)
 def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations():
     ranker = make_ranker()
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, ranker)
+    engine = engine_of(model, ranker)
     whole = ranking_root(1, 20, 12, 3)
     candidates = draw_rows(40, 3, 1)
     requests, expected = [], []
@@ -344,12 +344,12 @@ def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations(
     mixed = engine.run_many([requests[0], recommend, requests[2]])
     np.testing.assert_allclose(mixed[0].values, expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mixed[2].values, expected[2], rtol=1e-4, atol=1e-5)
-    assert mixed[1].rows.tolist() == Engine(model).run(recommend).rows.tolist()
+    assert mixed[1].rows.tolist() == engine_of(model).run(recommend).rows.tolist()
 
 
 def test_4096_candidates_score_as_they_do_alone():
     ranker = make_ranker()
-    engine = Engine(ranker=ranker)
+    engine = engine_of(ranker=ranker)
     root = ranking_root(1, 10, 5, 0)
     candidates = draw_rows(4096, 3, 9)
     scores = engine.run(RankRequest(root, candidates)).values
@@ -360,7 +360,7 @@ def test_4096_candidates_score_as_they_do_alone():
 
 def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
-    engine = Engine(model)
+    engine = engine_of(model)
     cached = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
     expected = engine.run(cached).rows.tolist()
 
@@ -383,7 +383,7 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch)
 def test_an_answer_that_fails_takes_no_other_with_it(monkeypatch):
     """Two cohorts end in one step; that of the second strategy cannot make its answers."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
-    engine = Engine(model)
+    engine = engine_of(model)
     good = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
     bad = LikelihoodRequest(draw_root(model, 6, 1), trie, np.array([0, 1]))
     expected = engine.run(good).rows.tolist()
@@ -408,7 +408,9 @@ def test_a_large_request_is_not_starved_by_small_ones():
     """Requests of one model are admitted in order, also while the first finds no room."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     slot = 2 * 2 * 2 * 8 * 4
-    engine = Engine(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 45, max_running=3))
+    engine = engine_of(
+        model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 45, max_running=3)
+    )
     order: list[int] = []
     widths = [3, 40, 3, 3, 3, 40, 3]
     for number, width in enumerate(widths):
@@ -427,7 +429,7 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
     head = SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes)).eval()
-    engine = engine_module.Engine(model, None, EngineConfig(kv_bytes=2**24), Heads(head))
+    engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
     requests, expected = [], []
     for seed in range(3):
         root = draw_root(model, 6 + seed, seed)
@@ -455,7 +457,7 @@ def test_likelihood_of_an_item_is_the_same_in_any_company(form, normalization):
     """Alone, twice in a list, among 4,096 in two orders."""
     codes = torch.unique(torch.randint(0, 12, (9000, 4), generator=torch.manual_seed(2)), dim=0)
     model, trie = make(codes, form, normalization)
-    engine = Engine(model, config=EngineConfig(kv_bytes=2**26))
+    engine = engine_of(model, config=EngineConfig(kv_bytes=2**26))
     root = draw_root(model, 7, 0)
     rows = np.random.default_rng(0).permutation(len(codes))[:4096]
     scores = engine.run(LikelihoodRequest(root, trie, rows)).values[:, 0]

@@ -9,7 +9,8 @@ import torch
 
 from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
@@ -85,7 +86,7 @@ def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     engine = engine_for(model, kv_dtype="fp8", drafters=table)
     if kind == "none":
         requests = [replace(r, speculation=Speculation()) for r in requests]
-        lane = engine._lanes["text"]
+        lane = engine.schedulers["text"]
         lane.limits = replace(lane.limits, prefill_tokens=3)
     assert engine.run(requests[3]).tokens.tolist() == wanted[3]
     for _ in range(2):
@@ -102,14 +103,14 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
     """Steps in fixed shapes over a pool in which what nobody wrote is large."""
     requests, wanted, known = asked(expected, name, "table")
     engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
-    lane, counted = engine._lanes["text"], Counted(record)
+    lane, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
         limits = GraphLimits(SHAPES, seconds=float("inf"))
         graphs = StepGraphs(lane.runner, model, 64, limits, counted)
         for stored in (lane.runner.pool.keys, lane.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)
-    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     answers = [engine.run(requests[0]), *engine.run_many(requests)]
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert counted.replays > 4
@@ -123,7 +124,9 @@ def test_as_many_more_tokens_fit_as_bytes_are_saved(model):
     slot = 2 * 2 * 2  # keys and values, layers, heads; of 8 numbers each
     assert sizes[None] == 800
     assert sizes["fp8"] == 4 * (800 * slot * 8 * 4 // (4 * slot * 9))
-    assert engine_for(model, kv_dtype="fp8")._lanes["text"].runner.pool.shape.slot_bytes(FP8) == 72
+    assert (
+        engine_for(model, kv_dtype="fp8").schedulers["text"].runner.pool.shape.slot_bytes(FP8) == 72
+    )
 
 
 def test_another_type_is_refused(model):
@@ -143,16 +146,16 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
         ]
         return engine.run_many(requests), requests
 
-    engine = Engine(trained, config=SMALL, heads=heads)
+    engine = build_engine(EngineModels(trained, heads=heads), SMALL)
     alone, requests = slates("beam", engine)
-    others = [[Engine(trained, config=SMALL).run(r) for r in requests]]
+    others = [[build_engine(EngineModels(trained), SMALL).run(r) for r in requests]]
     others += [slates("beam", engine)[0], slates("speculative", engine)[0]]
-    others.append(slates("speculative", Engine(trained, config=SMALL, heads=heads))[0])
+    others.append(slates("speculative", build_engine(EngineModels(trained, heads=heads), SMALL))[0])
     for slate in others:
         for got, wanted in zip(slate, alone, strict=True):
             assert got.rows.tolist() == wanted.rows.tolist()
             np.testing.assert_allclose(got.scores, wanted.scores, atol=2e-5)
-    floats = slates("beam", Engine(trained, config=replace(SMALL, kv_dtype=None)))[0]
+    floats = slates("beam", build_engine(EngineModels(trained), replace(SMALL, kv_dtype=None)))[0]
     differences = [abs(a.scores[0] - b.scores[0]) for a, b in zip(floats, alone, strict=True)]
     assert max(differences) > 1e-4
 
@@ -163,10 +166,14 @@ def test_invariant_texts_have_the_same_bits():
     model = invariant_texts.packed(invariant_texts.long_sums())
     sizes = replace(invariant_texts.SIZES, kv_dtype="fp8")
     requests, report = invariant_texts.asked(), invariant_texts.report
-    alone = [report(Engine(text=model, config=sizes), [request])[0] for request in requests]
+    alone = [
+        report(build_engine(EngineModels(text=model), sizes), [request])[0] for request in requests
+    ]
     known = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(requests, alone, strict=True)}
     for kind in ("tree", "mixed"):
-        engine = Engine(text=model, config=sizes, drafters={"t": TableDrafter(kind, known)})
+        engine = build_engine(
+            EngineModels(text=model, drafters={"t": TableDrafter(kind, known)}), sizes
+        )
         for _ in range(2):
             assert report(engine, invariant_texts.asked("t")) == alone, kind
 

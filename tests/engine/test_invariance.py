@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
+from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
@@ -42,20 +43,24 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
     if not packable(torch.empty(1, 1, dtype=dtype)):
         pytest.skip(f"this processor has no packed products of {dtype}")
     model = packed(long_sums(dtype))
-    alone = [report(Engine(text=model, config=SIZES), [request])[0] for request in asked()]
+    alone = [
+        report(build_engine(EngineModels(text=model), SIZES), [request])[0] for request in asked()
+    ]
     texts = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(asked(), alone, strict=True)}
     for kind in ("tree", "right", "mixed"):
-        engine = Engine(text=model, config=SIZES, drafters={"t": TableDrafter(kind, texts)})
+        engine = build_engine(
+            EngineModels(text=model, drafters={"t": TableDrafter(kind, texts)}), SIZES
+        )
         assert report(engine, asked("t")) == alone, kind
         assert report(engine, asked("t")) == alone, f"{kind}, from the cache"
         assert_no_leak(engine)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     lane.limits = replace(lane.limits, prefill_tokens=7)
     assert report(engine, asked("t")) == alone, "in chunks"
-    few = Engine(
-        text=model, config=replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
+    few = build_engine(
+        EngineModels(text=model), replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
     )
-    assert few._lanes["text"].allocator.num_pages == 14
+    assert few.schedulers["text"].allocator.num_pages == 14
     assert report(few, asked()) == alone, "with so few pages that some are set aside"
 
 
@@ -84,7 +89,7 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
         ]
 
     def engine() -> Engine:
-        return Engine(model, config=SIZES, heads=heads)
+        return build_engine(EngineModels(model, heads=heads), SIZES)
 
     alone = [engine().run(request) for request in requests("beam")]
     same_slates(engine().run_many(requests("beam")), alone)
@@ -106,7 +111,7 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
 def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
     plain = drawn_model(1)
     with pytest.raises(NotInvariant, match="not packed; call its pack"):
-        Engine(text=plain, config=SIZES)
+        build_engine(EngineModels(text=plain), SIZES)
     honest = PackedLinear.forward
 
     def lonely(self, x):
@@ -114,9 +119,9 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(PackedLinear, "forward", lonely)
     with pytest.raises(NotInvariant, match="other bits for 1 rows of a root beside 0 others, with"):
-        Engine(text=packed(long_sums()), config=SIZES)
+        build_engine(EngineModels(text=packed(long_sums())), SIZES)
     monkeypatch.undo()
-    Engine(text=packed(long_sums()), config=SIZES)
+    build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
     def crowded(batch, activation):
         attention = ExactTreeAttention(batch, activation)
@@ -124,20 +129,22 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
 
     monkeypatch.setattr(invariance, "ExactTreeAttention", crowded)
     with pytest.raises(NotInvariant, match="other bits for 2 rows of a root beside 1 others"):
-        Engine(text=packed(long_sums()), config=SIZES)
+        build_engine(EngineModels(text=packed(long_sums())), SIZES)
 
 
 def test_strategies_that_are_not_covered_are_not_offered():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     copied = copy.deepcopy(model)
     heads = Heads(prefixes=make_head(model, "drawn"), nezha=make_head(model, "drawn"))
-    assert Engine(copied, config=replace(SIZES, invariant=False), heads=heads).strategies == (
+    assert build_engine(
+        EngineModels(copied, heads=heads), replace(SIZES, invariant=False)
+    ).strategies == (
         "beam",
         "nezha",
         "speculative",
     )
     model.pack()
-    engine = Engine(model, config=SIZES, heads=heads)
+    engine = build_engine(EngineModels(model, heads=heads), SIZES)
     assert engine.strategies == ("beam", "speculative")
     with pytest.raises(ValueError, match="strategy is 'nezha'; choose one of"):
         engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 5, 5, strategy="nezha"))
@@ -183,7 +190,7 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
     limits = np.random.default_rng(0).integers(21, 23, 300)
 
     def engine() -> Engine:
-        return Engine(ranker=ranker, config=replace(SIZES, page_size=8))
+        return build_engine(EngineModels(ranker=ranker), replace(SIZES, page_size=8))
 
     for chosen in (None, limits):
         requests = [RankRequest(root, candidates, chosen) for root in roots]

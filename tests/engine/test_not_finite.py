@@ -143,7 +143,7 @@ def world(request):
 @pytest.mark.parametrize("which", [0, 2])
 @pytest.mark.parametrize("strategy", [*IN_TREES, *AT_ONCE])
 def test_a_root_that_is_not_finite(world, strategy, which, value):
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     requests = asked(world, strategy)
     assert_one_fails(world.engine, lane, requests, which, 0, value=value)
 
@@ -152,7 +152,7 @@ def test_a_root_that_is_not_finite(world, strategy, which, value):
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
     monkeypatch.setattr("recserve.search.threshold.LIFT", 1e9)  # specgr goes on to its beams
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     assert_one_fails(world.engine, lane, asked(world, strategy), which, 1)
 
 
@@ -160,14 +160,14 @@ def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
 @pytest.mark.parametrize("strategy", ["beam", "speculative"])
 def test_a_tree_that_is_not_finite_under_filters_caps_and_weights(strategy, how):
     world = recommending("cpu")
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     requests = world.ask(strategy, how, (3, 9))
     assert_one_fails(world.engine, lane, requests, 0, 1)
 
 
 @pytest.mark.parametrize("strategy", IN_TREES)
 def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     request = asked(world, strategy)[0]
     counted = Fault(lane.runner, 0, 10**9)
     outcomes(world.engine, [request])
@@ -177,7 +177,7 @@ def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
 
 
 def test_a_warmed_root_that_is_not_finite_is_not_kept(world):
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     assert_one_fails(world.engine, lane, asked(world, "warm")[:1], 0, 0)
 
 
@@ -185,14 +185,14 @@ def test_a_warmed_root_that_is_not_finite_is_not_kept(world):
 @pytest.mark.parametrize("forward", [0, 1])
 def test_a_ranking_that_is_not_finite(which, forward):
     world = ranking("cpu")
-    lane = world.engine._lanes["ranker"]
+    lane = world.engine.schedulers["ranker"]
     assert_one_fails(world.engine, lane, world.ask(), which, forward)
 
 
 @pytest.mark.parametrize("forward", [0, 1])
 def test_scored_texts_that_are_not_finite(forward):
     engine = engine_for(shared_model())
-    assert_one_fails(engine, engine._lanes["text_scores"], [text_scores("cpu")], 0, forward)
+    assert_one_fails(engine, engine.schedulers["text_scores"], [text_scores("cpu")], 0, forward)
 
 
 def test_scores_that_are_not_finite_are_no_ranking(monkeypatch):
@@ -221,7 +221,7 @@ def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, monkeyp
     if kernels == "torch":
         monkeypatch.setattr(dispatch, "KERNELS", "torch")
     world = recommending("cpu")
-    lane = world.engine._lanes["recommender"]
+    lane = world.engine.schedulers["recommender"]
     everything = asked(world, "beam")
     for which in range(3):
         assert_one_fails(world.engine, lane, everything[: which + 1], which, 0)
@@ -251,7 +251,7 @@ def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch)
     assert isinstance(got[0], NotFinite)
     for number in (1, 2):
         assert_same(got[number], wanted[number])
-    assert_clean(engine._lanes["recommender"])
+    assert_clean(engine.schedulers["recommender"])
     for answer, expected in zip(outcomes(engine, requests), wanted, strict=True):
         assert_same(answer, expected)
 
@@ -274,7 +274,7 @@ def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypat
     monkeypatch.setattr("recserve.search.threshold.LIFT", 1e9)
     with PretendCuda():
         world = recommending("cuda")
-        lane = world.engine._lanes["recommender"]
+        lane = world.engine.schedulers["recommender"]
         requests = asked(world, strategy)
         assert_one_fails(world.engine, lane, requests, which, forward, **ON_DEVICE)
 
@@ -282,7 +282,7 @@ def test_on_a_device_the_answer_tells(asked_for, which, plain_kernels, monkeypat
 def test_on_a_device_a_ranking_tells(plain_kernels):
     with PretendCuda():
         world = ranking("cuda")
-        lane = world.engine._lanes["ranker"]
+        lane = world.engine.schedulers["ranker"]
         assert_one_fails(world.engine, lane, world.ask(), 1, 1, **ON_DEVICE)
 
 
@@ -290,7 +290,7 @@ def test_on_a_device_a_ranking_under_such_a_root_tells(plain_kernels):
     """Of the root a ranking reads keys and values alone."""
     with PretendCuda():
         world = ranking("cuda")
-        lane = world.engine._lanes["ranker"]
+        lane = world.engine.schedulers["ranker"]
         assert_one_fails(world.engine, lane, world.ask()[:1], 0, 0)
 
 
@@ -302,7 +302,7 @@ SEARCHES = (SearchShape(4, 16, 24), SearchShape(4, 16, None), SearchShape(4, 16,
 def test_a_recorded_search_tells(how, level, plain_kernels, monkeypatch):
     """Its forwards are those of the scorer, one for each level."""
     world = recommending("cpu")
-    engine, lane = world.engine, world.engine._lanes["recommender"]
+    engine, lane = world.engine, world.engine.schedulers["recommender"]
     limits = SearchLimits(SEARCHES, room=40, seconds=float("inf"))
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
@@ -339,7 +339,7 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
     """Placeholders behind the root too, which `nezha` reads."""
     with PretendCuda():
         world = recommending("cuda")
-        engine, lane = world.engine, world.engine._lanes["recommender"]
+        engine, lane = world.engine, world.engine.schedulers["recommender"]
         limits = SearchLimits(SEARCHES, room=40, seconds=float("inf"))
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
@@ -374,7 +374,7 @@ def texts(parameters="greedy", speculation=None, count=3):
 
 
 def assert_one_text_fails(engine, requests, which, tree, forward, **fault):
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     wanted = outcomes(engine, requests)
     engine.forget_all()
     broken = Fault(lane.runner, tree, forward, **fault)
@@ -421,7 +421,7 @@ def test_a_chunk_of_a_long_prompt_whose_states_are_not_finite():
     """The text does not step yet; the texts beside it do."""
     model = shared_model()
     engine = engine_for(model)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     lane.limits = replace(lane.limits, prefill_tokens=12)
     requests = [TextRequest(np.arange(30) % 40, SamplingParams(temperature=0.0, max_tokens=4))]
     assert_one_text_fails(engine, requests, 0, 0, 1)
@@ -450,7 +450,7 @@ def test_logits_that_are_not_finite_of_states_that_are(parameters, dtype, monkey
         return rows
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._lanes["text"].model, "logits", broken)
+        patch.setattr(engine.schedulers["text"].model, "logits", broken)
         got = outcomes(engine, requests)
     assert [isinstance(answer, NotFinite) for answer in got] == [False, True, False]
     assert_same(got[0], wanted[0])
@@ -468,12 +468,12 @@ def packed_model(dtype):
 def test_a_recorded_step_tells(parameters):
     model = shared_model()
     engine = engine_for(model)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     shapes = (StepShape(8, 4, 0), StepShape(24, 8, 4))
     with torch.inference_mode():
         limits = GraphLimits(shapes, seconds=float("inf"))
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
-    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     assert_one_text_fails(engine, texts(parameters), 1, 1, 2, written=False)
     assert graphs.counts["replayed"] > 4
 

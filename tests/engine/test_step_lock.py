@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from recserve.engine.runtime.step_lock import StepLock
+from recserve.engine.runtime.scheduler import StepLock
 
 
 def test_who_waits_comes_before_who_had_it():

@@ -17,7 +17,8 @@ from rich.console import Console
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RecommendRequest, Root
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import load_self_draft
@@ -103,7 +104,9 @@ def asked(request, tmp_path_factory):
             made.append(RecommendRequest(root, trie, 10, width, strategy, excluded=seen))
         return made
 
-    return Engine(model, config=EngineConfig(kv_bytes=2**28, max_queue=4096), heads=heads), requests
+    return build_engine(
+        EngineModels(model, heads=heads), EngineConfig(kv_bytes=2**28, max_queue=4096)
+    ), requests
 
 
 def test_users_get_the_slates_of_beam(asked):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
@@ -31,7 +32,7 @@ def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list
     right.
     """
     requests, texts = [], {}
-    plain = Engine(text=text)
+    plain = build_engine(EngineModels(text=text))
     for number, (drafter, rule) in enumerate(PAIRS * 3):
         prompt = random.integers(0, VOCABULARY, random.integers(1, 20))
         params = SamplingParams(
@@ -75,8 +76,8 @@ def test_mixed_requests(count, load_aware):
     drafters |= {name: make_drafter(text) for name, make_drafter in MAKERS.items()}
     slot = 2 * 2 * 2 * 8 * 4
     config = EngineConfig(4, kv_bytes=40 * 4 * slot, max_running=12, load_aware=load_aware)
-    engine = Engine(recommender, text=text, drafters=drafters, config=config)
-    alone = Engine(recommender, text=text, config=EngineConfig())
+    engine = build_engine(EngineModels(recommender, text=text, drafters=drafters), config)
+    alone = build_engine(EngineModels(recommender, text=text), EngineConfig())
     wanted = []
     for request in requests:
         if isinstance(request, TextRequest):
@@ -92,7 +93,7 @@ def test_mixed_requests(count, load_aware):
             engine.cancel(sent[int(random.integers(max(len(sent) - 30, 0), len(sent)))][1])
         while engine.stats().queue_depth > 20:
             engine.step()
-            most_aside = max(most_aside, len(engine._lanes["text"].aside))
+            most_aside = max(most_aside, len(engine.schedulers["text"].aside))
     while engine.step():
         pass
 
@@ -111,13 +112,13 @@ def test_mixed_requests(count, load_aware):
     assert 0.7 * count < finished < count and most_aside > 0
     stats = engine.stats()
     assert (stats.queue_depth, stats.running) == (0, 0)
-    for lane in engine._lanes.values():
+    for lane in engine.schedulers.values():
         lane.cache.clear()
         assert lane.allocator.num_free == lane.allocator.num_pages
     for name in MAKERS:
         assert_forgotten(drafters[name])
     if load_aware:
-        assert not engine._lanes["text"]._drafting._budget._records
+        assert not engine.schedulers["text"]._drafting._budget._records
         # Who drafts follows from measured costs; in the long run everybody is tried.
         few = 1 if count < 1000 else len(MAKERS) + 2
         assert len({drafter for drafter, _ in drafted}) >= few

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.engine import Engine
+from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import dispatch
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
@@ -100,5 +100,7 @@ def test_a_packed_model_writes_the_same_text():
     packed = copy.deepcopy(model)
     pack_weights(packed)
     request = TextRequest(np.array([3, 1, 4]), SamplingParams(temperature=0.0, max_tokens=30))
-    texts = [Engine(text=m).run(request).tokens.tolist() for m in (model, packed)]
+    texts = [
+        build_engine(EngineModels(text=m)).run(request).tokens.tolist() for m in (model, packed)
+    ]
     assert texts[0] == texts[1]

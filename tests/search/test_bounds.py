@@ -10,7 +10,8 @@ import torch
 from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.search.beams import Beams
@@ -118,7 +119,7 @@ def test_fewer_items_are_the_first_of_more(codes, form, strategy, tied):
     if tied:
         model.head.weight.data.zero_()
     heads = [SelfDraftHead(SelfDraftConfig(32, model.config.codebook_sizes)) for _ in range(2)]
-    engine = Engine(model, config=SMALL, heads=Heads(*(head.eval() for head in heads)))
+    engine = build_engine(EngineModels(model, heads=Heads(*(head.eval() for head in heads))), SMALL)
     rng = np.random.default_rng(0)
     requests = []
     for seed, (k, width) in enumerate(product((1, 2, 5), (3, 8, 20))):
@@ -141,7 +142,7 @@ def test_the_bound_saves_nodes_and_rounds():
     """A catalogue of nine items below every tenth prefix: most of a level is items already."""
     rows = [[a, b, c] for a in range(8) for b in range(20) for c in range(9 if b % 10 == 0 else 1)]
     model, trie = make(torch.tensor(rows), "items", "children")
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     requests = [RecommendRequest(draw_root(model, 5, seed), trie, 3, 40) for seed in range(8)]
     few = engine.run_many(requests)
     many = engine.run_many([replace(request, k=40) for request in requests])
@@ -173,7 +174,7 @@ def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
     model, trie = make(codes, "items", "children")
     assert trie.closing_level == 2
     requests = [RecommendRequest(draw_root(model, 5, i), trie, 12, 12) for i in range(6)]
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     together = engine.run_many(requests)
     trie.__dict__["closing_level"] = trie.num_levels
     apart = engine.run_many(requests)

@@ -9,7 +9,7 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine
+from recserve.engine.build import EngineModels, build_engine
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
     RetrieverConfig,
@@ -148,7 +148,9 @@ def test_company_does_not_change_a_slate(world):
     together = world.engine.run_many([*requests, *others])
     assert [answer.exact for answer in together] == [False] * 12 + [True] * 2
     for request, slate in zip(requests, together, strict=False):
-        alone = Engine(world.model, config=SMALL, heads=world_heads(world)).run(request)
+        alone = build_engine(EngineModels(world.model, heads=world_heads(world)), SMALL).run(
+            request
+        )
         assert alone.rows.tolist() == slate.rows.tolist()
         np.testing.assert_allclose(alone.scores, slate.scores, atol=1e-4)
 

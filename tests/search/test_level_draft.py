@@ -13,7 +13,8 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.models.drafters.calibration import Calibration, DraftPlan
@@ -71,7 +72,7 @@ def test_the_answers_are_those_of_beam_search(codes, temperature, monkeypatch):
         head = LevelDraftHead(model)
         head.pack()
         assert (head.search is not None) == (path == "auto" and native.library() is not None)
-        engine = Engine(model, config=SMALL, heads=Heads(head))
+        engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
         slates = engine.run_many(requests)
         plain = engine.run_many([replace(request, strategy="beam") for request in requests])
         for drafted, searched in zip(slates, plain, strict=True):
@@ -89,7 +90,7 @@ def test_what_is_drafted_is_what_the_heads_think_likely():
     model, trie = joined(codes)
     head = LevelDraftHead(model)
     root = draw_root(model, 9, 0)
-    engine = Engine(model, config=SMALL, heads=Heads(head))
+    engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     engine.offer("speculative", SpeculativeStrategy(model, head, DraftPlan(20.0, 0, 0, 1), False))
     slate = engine.run(RecommendRequest(root, trie, 3, 4, "speculative"))
     assert slate.rounds == 1  # 80 of 64 prefixes: nothing could be missing

@@ -8,7 +8,9 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest, RootKeys
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.tree import AUXILIARY
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import load_self_draft, save_self_draft
@@ -22,7 +24,7 @@ CHILDREN = FORMS[1:]
 
 def make_engine(model, placeholders: bool = True) -> Engine:
     heads = Heads(make_nezha_head(model, False), make_nezha_head(model, placeholders))
-    return Engine(model, config=SMALL, heads=heads)
+    return build_engine(EngineModels(model, heads=heads), SMALL)
 
 
 @torch.inference_mode()
@@ -104,7 +106,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
     """
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = make_engine(model)
-    runner = engine._lanes["recommender"].runner
+    runner = engine.schedulers["recommender"].runner
     forward, pieces = runner.forward, []
 
     def counting(given):
@@ -132,7 +134,7 @@ def test_beam_is_the_same_bit_for_bit_with_a_head_beside_it():
     for form, normalization in FORMS:
         model, trie = make(CATALOGUES["ordinary"], form, normalization)
         request = RecommendRequest(draw_root(model, 9, 0), trie, 10, 20)
-        before = Engine(model, config=SMALL).run(request)
+        before = build_engine(EngineModels(model), SMALL).run(request)
         after = make_engine(model).run(request)
         assert before.rows.tolist() == after.rows.tolist()
         assert (before.scores == after.scores).all()
@@ -208,7 +210,8 @@ def test_a_saved_head_answers_the_same(tmp_path):
     assert loaded.config == head.config
     request = RecommendRequest(draw_root(model, 9, 0), trie, 10, 20, "nezha")
     slates = [
-        Engine(model, config=SMALL, heads=Heads(nezha=h)).run(request) for h in (head, loaded)
+        build_engine(EngineModels(model, heads=Heads(nezha=h)), SMALL).run(request)
+        for h in (head, loaded)
     ]
     assert slates[0].rows.tolist() == slates[1].rows.tolist()
     assert (slates[0].scores == slates[1].scores).all()

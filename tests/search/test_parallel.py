@@ -11,7 +11,8 @@ from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import LikelihoodRequest, RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.trie.item_graph import ItemGraph, search
 from recserve.kernels.trie.trie import build_trie
@@ -75,7 +76,7 @@ def plain_scores(model, root):
 @pytest.mark.parametrize("form", FORMS)
 def test_exhaustive_mode_equals_a_plain_loop(form):
     model, trie, _ = make(form)
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     for history in ([], [3], list(range(20))):
         root = root_of(model, history)
         expected = plain_scores(model, root)
@@ -90,7 +91,7 @@ def test_exhaustive_mode_equals_a_plain_loop(form):
 def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
     """Excluded rows, wide and narrow filters, with and without the graph, alone and together."""
     model, trie, graph = make(form)
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     rng = np.random.default_rng(0)
     requests = []
     for n, share in enumerate([None, 0.9, 0.5, 0.05]):
@@ -123,7 +124,7 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     model, trie, graph = make("items-cosine")
     near = torch.arange(trie.num_items, dtype=torch.int32).repeat(trie.num_items, 1)
     full = replace(graph, neighbours=near)
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     requests = [
         RecommendRequest(root_of(model, h), trie, 10, width, "parallel", np.array(h), graph=used)
         for h in ([1], [5, 6, 7])
@@ -149,7 +150,7 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
         return search(*arguments)
 
     monkeypatch.setattr(draft_graph, "search", counted)
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     slates = engine.run_many(
         [
             RecommendRequest(root_of(model, [1, 2]), trie, 10, 10, "parallel", graph=used)
@@ -164,7 +165,7 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
 def test_a_catalogue_of_one_item():
     model, trie, _ = make("items-cosine", items=1)
     graph = ItemGraph(torch.full((1, 1), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     for used in (None, graph):
         request = RecommendRequest(root_of(model, [0]), trie, 3, 3, "parallel", graph=used)
         assert engine.run(request).rows.tolist() == [0]
@@ -174,21 +175,21 @@ def test_a_catalogue_of_one_item():
 
 def test_it_shares_a_batch_with_beam_search():
     model, trie, graph = make("items-dot")
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     requests = [
         RecommendRequest(root_of(model, [n, 2 * n]), trie, 5, 10, name, graph=graph)
         for n in range(3)
         for name in ("beam", "parallel")
     ]
     for request, slate in zip(requests, engine.run_many(requests), strict=True):
-        alone = Engine(model, config=SMALL).run(request)
+        alone = build_engine(EngineModels(model), SMALL).run(request)
         np.testing.assert_array_equal(alone.rows, slate.rows)
         assert slate.exact == (request.strategy == "beam")
 
 
 def test_a_model_of_level_heads_alone_offers_what_it_learned():
     model, trie, _ = make("items-cosine")
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     assert engine.strategies == ("parallel",)
     root = root_of(model, [4, 9])
     with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('parallel',\)"):

@@ -9,7 +9,8 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodRequest, RecommendRequest, RootKeys
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.search import guided, threshold
 from recserve.search.heads import Heads
 from tests.support.dense_worlds import ORDINARY, World
@@ -128,7 +129,9 @@ def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
         open_ = guided._open_below(beams, 0, judged[0])
         if open_.sum() > (size := beams.widths[0]):
             request = ask(world, 5, size, size, "dense", allowed=AllowedItems.of(open_))
-            found = Engine(world.model, config=SMALL, heads=world.engine_heads).run(request)
+            found = build_engine(EngineModels(world.model, heads=world.engine_heads), SMALL).run(
+                request
+            )
             assert set(items.rows.tolist()) == set(found.rows.tolist())
             compared += 1
         return items
@@ -146,7 +149,9 @@ def test_company_does_not_change_a_slate(world, monkeypatch):
     together = world.engine.run_many([*requests, *others])
     assert len({slate.rounds for slate in together[:10]}) > 1
     for request, slate in zip(requests, together, strict=False):
-        alone = Engine(world.model, config=SMALL, heads=Heads(retriever=world.retriever))
+        alone = build_engine(
+            EngineModels(world.model, heads=Heads(retriever=world.retriever)), SMALL
+        )
         again = alone.run(request)
         assert again.rows.tolist() == slate.rows.tolist() and again.rounds == slate.rounds
         np.testing.assert_allclose(again.scores, slate.scores, atol=2e-5)

@@ -11,7 +11,8 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.cost import Cost, measured
 from recserve.core.request import RecommendRequest, RootKeys
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items import measured_steps as measured_steps_module
 from recserve.engine.runtime import costs as costs_module
 from recserve.engine.runtime.costs import forward_cost
@@ -44,7 +45,7 @@ CPU = torch.device("cpu")
 )
 def test_same_ids_order_and_scores_as_beam(codes, form, kind):
     model, trie = make(codes, *form)
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, kind)))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, kind))), SMALL)
     rng = np.random.default_rng(0)
     requests = [
         RecommendRequest(
@@ -68,7 +69,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
 def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
     """Where rounds are dear all is drafted; where nodes are, nothing, as in full beam search."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "calibrated"))), SMALL)
     engine._strategies["speculative"].choice.costs = DEAR[dear]
     requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
@@ -163,7 +164,7 @@ def test_what_cannot_pay_is_not_tried_and_cells_learn_apart():
 def test_no_request_measures(monkeypatch):
     """Costs are learned by `prepare`; requests of any size only read them."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "calibrated")))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "calibrated"))), SMALL)
     choice = engine._strategies["speculative"].choice
     assert choice.costs is None
     engine.prepare(trie)
@@ -229,7 +230,7 @@ def test_calibration_finds_what_the_head_is_worth():
 def test_a_wide_draft_needs_one_round():
     """With every prefix drafted the first forward proves the answer."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "drawn")))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "drawn"))), SMALL)
     engine._strategies["speculative"].only = DraftPlan(50.0, 0.0, 0.0, 1.0)
     root = draw_root(model, 9, 0)
     drafted = engine.run(RecommendRequest(root, trie, 10, 60, "speculative"))
@@ -258,7 +259,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     """Asked again, alone or among others: no draft, one round, no node too many, beam's answer."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     head = make_head(model, kind)
-    engine = Engine(model, config=SMALL, heads=Heads(head))
+    engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     strategy = engine._strategies["speculative"]
     strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
     requests = [
@@ -279,7 +280,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
         assert all(slate.rounds == 1 for slate in slates[1:])
         nodes = [slate.timing.nodes for slate in slates]
         assert nodes[0] == nodes[1] >= nodes[2] == nodes[3] and nodes[2] <= plain.timing.nodes
-    draft = engine._lanes["recommender"].cache.match(requests[0].root.keys).notes.draft
+    draft = engine.schedulers["recommender"].cache.match(requests[0].root.keys).notes.draft
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
 
 
@@ -291,7 +292,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
     kept is scored in one round, no node more than when asked alone.
     """
     model, trie = make(CATALOGUES["ordinary"], form, normalization)
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, kind)))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, kind))), SMALL)
     engine._strategies["speculative"].only = DraftPlan(2.0, 0.0, 0.0, 1.0)
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[::2] = False
@@ -314,7 +315,8 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
         nodes = [slate.timing.nodes for slate in mixed[:3]]
         assert nodes == [slate.timing.nodes for slate in before]
     notes = [
-        engine._lanes["recommender"].cache.match(request.root.keys).notes for request in requests
+        engine.schedulers["recommender"].cache.match(request.root.keys).notes
+        for request in requests
     ]
     assert [note.draft is not None for note in notes] == [True, True, True, False, True, True]
 
@@ -322,7 +324,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
 def test_a_kept_draft_is_not_used_for_another_question(drafts):
     """Another k, width, exclusion, filter or catalogue version, or a root that was forgotten."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL, heads=Heads(make_head(model, "from-target")))
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     root = draw_root(model, 9, 0)
     asked = RecommendRequest(root, trie, 5, 10, "speculative", excluded=np.array([3]))
     engine.run(asked)
@@ -364,6 +366,6 @@ def test_a_saved_head_drafts_the_same(tmp_path):
 
 def test_without_a_head_the_strategy_is_refused():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = Engine(model, config=SMALL)
+    engine = build_engine(EngineModels(model), SMALL)
     with pytest.raises(ValueError, match="choose one of"):
         engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 3, 3, "speculative"))

@@ -16,7 +16,8 @@ from recserve.core.request import (
     Warmed,
     WarmRequest,
 )
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.search.heads import Heads
 from recserve.search.plan_choice import TRIALS, Group, PlanChoice
@@ -30,7 +31,11 @@ SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
 def make_engine(form="items", normalization="children", codes="ordinary", config=SMALL):
     model, trie = make(CATALOGUES[codes], form, normalization)
-    return Engine(model, config=config, heads=Heads(make_head(model, "from-target"))), model, trie
+    return (
+        build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), config),
+        model,
+        trie,
+    )
 
 
 def warmed(request: RecommendRequest) -> WarmDraftRequest:
@@ -105,7 +110,7 @@ def test_another_question_is_answered_as_if_nothing_were_kept():
         np.testing.assert_allclose(slate.scores, plain.scores, atol=2e-5)
     engine.forget(RootKeys(asked.root.keys))
     engine.run(warmed(replace(asked, allowed=AllowedItems.of(allowed))))
-    found = engine._lanes["recommender"].cache.match(asked.root.keys)
+    found = engine.schedulers["recommender"].cache.match(asked.root.keys)
     assert found.tail is not None and found.notes.draft is None
 
 
@@ -116,7 +121,7 @@ def test_a_request_that_somebody_waits_for_goes_first():
     behind = [engine.submit(warmed(request)) for request in asked[:3]]
     engine.step()
     engine.step()
-    (running,) = engine._background["recommender"].cohorts
+    (running,) = engine.background["recommender"].cohorts
     rounds = running.sequences[0].timing.forwards
     assert rounds >= 1 and not behind[0].done()
     live = engine.submit(asked[3])
@@ -136,7 +141,7 @@ def test_one_at_a_time_is_begun():
     requests += [WarmRequest(draw_root(model, 30, i), "recommender") for i in range(5, 9)]
     futures = [engine.submit(request) for request in requests]
     while engine.step():
-        assert engine._background["recommender"].num_running <= 1
+        assert engine.background["recommender"].num_running <= 1
         waiting = sum(not future.done() for future in futures)
         assert engine.stats().background == waiting
     assert all(future.done() for future in futures)
@@ -173,7 +178,7 @@ def test_a_closing_engine_does_not_finish_what_nobody_waits_for():
 def test_a_deleted_root_leaves_no_page_behind():
     """Cancelled between two rounds: its pages come back, and nothing of it is cached."""
     engine, model, trie = make_engine()
-    lane = engine._lanes["recommender"]
+    lane = engine.schedulers["recommender"]
     root = draw_root(model, 9, 0)
     future = engine.submit(warmed(RecommendRequest(root, trie, 5, 20)))
     engine.step()
@@ -195,7 +200,7 @@ def test_what_is_kept_beside_a_root_is_its_last_state_and_the_nodes_of_its_draft
     ]
     engine.run_many(asked)
     entries = [
-        e for e in engine._lanes["recommender"].cache._entries.values() if e.tail is not None
+        e for e in engine.schedulers["recommender"].cache._entries.values() if e.tail is not None
     ]
     assert len(entries) == 8
     for entry in entries:
@@ -228,7 +233,7 @@ def test_an_engine_says_what_it_would_answer_from_a_kept_draft():
     )
     engine._strategies["speculative"].only = NOTHING
     assert not engine.repeats(asked)
-    bare = Engine(model, config=SMALL)
+    bare = build_engine(EngineModels(model), SMALL)
     assert not bare.repeats(asked)
     with pytest.raises(ValueError, match="choose one of"):
         bare.submit(asked)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service
@@ -71,7 +72,7 @@ def assert_fails_once(client, fault, route, body, said):
 
 
 def test_slates(server, monkeypatch):
-    lane = server.app.state.worker.service.runtime.engine._lanes["recommender"]
+    lane = server.app.state.worker.service.runtime.engine.schedulers["recommender"]
     fault, ids = Fault(monkeypatch, lane.runner), history(server)
     for number, strategy in enumerate(("beam", "speculative", "nezha")):
         body = {
@@ -93,7 +94,7 @@ def test_slates(server, monkeypatch):
 @pytest.mark.parametrize("scorer, model", [("ranker", "ranker"), ("likelihood", "recommender")])
 def test_rankings(server, scorer, model, monkeypatch):
     engine = server.app.state.worker.service.runtime.engine
-    fault, ids = Fault(monkeypatch, engine._lanes[model].runner), history(server)
+    fault, ids = Fault(monkeypatch, engine.schedulers[model].runner), history(server)
     body = {
         "history": [ids[7], ids[57]],
         "candidates": [{"item_id": ids[c]} for c in range(20, 30)],
@@ -115,7 +116,7 @@ def text_server(tmp_path_factory):
     decoder = DecoderConfig(32, 2, 4, 2, 8, 48, max_positions=700)
     network = LanguageModel(LanguageModelConfig(decoder, VOCABULARY)).requires_grad_(False).eval()
     tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path_factory.mktemp("toy")))
-    engine = Engine(text=network, config=EngineConfig(kv_bytes=2**24))
+    engine = build_engine(EngineModels(text=network), EngineConfig(kv_bytes=2**24))
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), 700, 1, cpu, none)
@@ -146,7 +147,7 @@ TEXTS = {
 @pytest.mark.parametrize("route", TEXTS)
 def test_texts(text_server, route, monkeypatch):
     engine = text_server.app.state.worker.served.engine
-    fault = Fault(monkeypatch, engine._lanes["text"].runner)
+    fault = Fault(monkeypatch, engine.schedulers["text"].runner)
     body, said = TEXTS[route]
     fault.strike()
     failed = text_server.post(route, json=body)
@@ -156,7 +157,7 @@ def test_texts(text_server, route, monkeypatch):
 
 def test_a_stream_ends_with_the_error(text_server, monkeypatch):
     engine = text_server.app.state.worker.served.engine
-    fault, read = Fault(monkeypatch, engine._lanes["text"].runner), []
+    fault, read = Fault(monkeypatch, engine.schedulers["text"].runner), []
     body = {"prompt": "five", "max_tokens": 50, "temperature": 0, "stream": True}
     fault.strike(9)
     with text_server.stream("POST", "/v1/completions", json=body) as answer:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service.served import Served
@@ -36,7 +37,7 @@ def server(request, network, tmp_path_factory):
     if request.param == "plain":
         (folder / "tokenizer_config.json").unlink()
     tokenizer = TextTokenizer.open(folder)
-    engine = Engine(text=network, config=EngineConfig(kv_bytes=2**24))
+    engine = build_engine(EngineModels(text=network), EngineConfig(kv_bytes=2**24))
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), POSITIONS, 1, cpu, none)

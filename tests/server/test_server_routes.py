@@ -239,7 +239,7 @@ def test_late_answers_are_504_and_their_work_is_not_done(client, user):
             answer = client.post("/v1/recommend", **extra)
             assert answer.status_code == 504
             assert error_of(answer)["code"] == "deadline_exceeded"
-        assert all(w.future.cancelled() for w in engine._waiting)
+        assert all(w.future.cancelled() for w in engine.queue)
     bad = client.post("/v1/recommend", json={"user": {"id": user}}, headers={"X-Deadline-Ms": "x"})
     assert bad.status_code == 422
 
@@ -247,13 +247,13 @@ def test_late_answers_are_504_and_their_work_is_not_done(client, user):
 def test_work_of_a_client_that_went_away_is_cancelled(client, user):
     engine = engine_of(client)
     with stalled(engine):
-        before = list(engine._waiting)
+        before = list(engine.queue)
         body = json.dumps({"user": {"id": user}, "k": 5}).encode()
         head = f"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             raw.sendall(head.encode() + body)
-            until(lambda: len(engine._waiting) > len(before) or engine.stats().queue_depth > 0)
-            future = engine._waiting[-1].future
+            until(lambda: len(engine.queue) > len(before) or engine.stats().queue_depth > 0)
+            future = engine.queue[-1].future
             assert not future.cancelled()
         until(future.cancelled)
     until(lambda: 'failed_total{reason="cancelled"} 1' in client.get("/metrics").text)

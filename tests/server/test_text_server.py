@@ -185,7 +185,7 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
     while engine.stats().running or server.app.state.worker.in_flight:
         assert time.monotonic() < end
         time.sleep(0.02)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     with engine.held():
         lane.cache.evict(lane.allocator.num_pages)
         assert lane.allocator.num_free == lane.allocator.num_pages

@@ -14,7 +14,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.text_trees import TreePacker
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
@@ -264,10 +265,11 @@ def test_greedy_text_equals_transformers(tmp_path):
         texts[tuple(prompt.tolist())] = out[0, len(prompt) :].tolist()
         requests.append(TextRequest(prompt, params, Speculation("table")))
     for kind in ("none", "right", "mixed"):
-        engine = Engine(
-            text=load_language_model(tmp_path),
-            drafters={"table": TableDrafter(kind, texts)},
-            config=EngineConfig(kv_bytes=2**20),
+        engine = build_engine(
+            EngineModels(
+                text=load_language_model(tmp_path), drafters={"table": TableDrafter(kind, texts)}
+            ),
+            EngineConfig(kv_bytes=2**20),
         )
         answers = engine.run_many(requests)
         assert [a.tokens.tolist() for a in answers] == list(texts.values())

@@ -3,7 +3,8 @@
 import torch
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.search.heads import Heads
@@ -32,7 +33,9 @@ class World:
         self.retriever.outcomes.weight.data.mul_(20)
         self.vectors = item_vectors(self.retriever.eval(), self.model).numpy()
         self.index = FaissIndex(self.vectors)
-        self.engine = Engine(self.model, config=SMALL, heads=Heads(retriever=self.retriever))
+        self.engine = build_engine(
+            EngineModels(self.model, heads=Heads(retriever=self.retriever)), SMALL
+        )
 
     def request(self, seed, k=10, **fields):
         root = draw_root(self.model, 1 + seed % 9, seed)

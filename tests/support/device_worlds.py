@@ -21,7 +21,9 @@ from recserve.core.request import (
     WarmDraftRequest,
     WarmRequest,
 )
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
@@ -188,7 +190,7 @@ def recommending(device: str, form: Any = "items", autoregressive: bool = True) 
     near = torch.randint(0, len(ITEMS), (len(ITEMS), 4), dtype=torch.int32)
     graph = ItemGraph(near, torch.arange(5, dtype=torch.int32)).to(device)
     index = PlainIndex(item_vectors(retriever, model).numpy())
-    engine = Engine(model, config=SMALL, heads=heads)
+    engine = build_engine(EngineModels(model, heads=heads), SMALL)
     return Recommending(engine, model, trie, live, index, graph, device)
 
 
@@ -239,7 +241,7 @@ def ranking(device: str) -> Ranking:
     ranker.bind_items(torch.randn(40, 6))
     ranker = sharpened(ranker, 3.0).to(device)
     ranker.freeze_items()
-    return Ranking(Engine(ranker=ranker, config=SMALL), ranker, device)
+    return Ranking(build_engine(EngineModels(ranker=ranker), SMALL), ranker, device)
 
 
 def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Engine:
@@ -269,7 +271,7 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     config = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot)
     drafters = {name: makers[name]() for name in names}
-    return Engine(text=model, drafters=drafters, config=config)
+    return build_engine(EngineModels(text=model, drafters=drafters), config)
 
 
 def texts(

@@ -2,7 +2,8 @@
 
 import torch
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights

@@ -33,11 +33,11 @@ class Counted:
 def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limits):
     """An engine whose text lane replays, over a pool that is poisoned all over."""
     engine = engine_for(model, pages, drafters)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     with torch.inference_mode():
         bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
         graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
-    engine._lanes["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
     return engine

@@ -5,7 +5,9 @@ from functools import cache
 import numpy as np
 import torch
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafters.draft_model import ModelDrafter
@@ -53,7 +55,7 @@ def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
     decoder = model.config.decoder
     slot = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * 4
     sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
-    return Engine(text=model, drafters=drafters, config=sizes)
+    return build_engine(EngineModels(text=model, drafters=drafters), sizes)
 
 
 def prompts(count: int, seed: int = 0, low: int = 1, high: int = 20) -> list[np.ndarray]:
@@ -63,7 +65,7 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 20) -> list[np.
 
 def assert_no_leak(engine: Engine) -> None:
     """Every page is free or held by the prefix cache alone."""
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     assert lane.num_running == 0
     held = {e.page for e in lane.cache._entries.values() if e.page is not None}
     assert lane.allocator.num_free + len(held) == lane.allocator.num_pages

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.config import DecoderConfig
@@ -92,4 +93,6 @@ def engine_of(changed):
         codes[row] = torch.tensor(code)
     model.bind_items(codes)
     head = SelfDraftHead(SelfDraftConfig(32, sizes)).eval()
-    return model, Engine(model, None, EngineConfig(kv_bytes=8 * 2**20), Heads(head))
+    return model, build_engine(
+        EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=8 * 2**20)
+    )

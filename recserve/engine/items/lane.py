@@ -26,11 +26,11 @@ from recserve.core.request import (
     Timing,
 )
 from recserve.core.sequence import Sequence
-from recserve.engine.runtime.delivery import AnyLane, RequestTooLarge, expired
 from recserve.engine.runtime.flawed_states import checked, isolate
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
 from recserve.engine.runtime.runner import Piece, Runner
+from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import slots_of_pages
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
@@ -51,15 +51,15 @@ class Cohort:
     state: Any
 
 
-class Lane:
+class Lane(Scheduler[Request, Result, Strategy]):
     """Admission, forward, verification and release of the requests of one model."""
 
-    def __init__(self, runner: Runner, beside: AnyLane | None = None) -> None:
-        """beside: a lane of the same runner, with which pages and prefix cache are shared."""
+    def __init__(self, runner: Runner, sharing: PageOwner | None = None) -> None:
+        """sharing: a scheduler of the same runner; both use its pages and prefix cache."""
         self.runner = runner
         self.page_size = runner.pool.page_size
-        self.allocator = beside.allocator if beside else PageAllocator(runner.pool.num_pages)
-        self.cache = beside.cache if beside else PrefixCache(self.allocator, self.page_size)
+        self.allocator = sharing.allocator if sharing else PageAllocator(runner.pool.num_pages)
+        self.cache = sharing.cache if sharing else PrefixCache(self.allocator, self.page_size)
         self.cohorts: list[Cohort] = []
         self.cold: list[tuple[Sequence, Strategy]] = []
         self.warm: list[tuple[Sequence, Strategy]] = []

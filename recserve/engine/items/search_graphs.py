@@ -31,7 +31,7 @@ from recserve.engine.items.fixed_search import (
 from recserve.engine.items.search_scorers import HeadScorer, Scorer, TargetScorer
 from recserve.engine.runtime.cuda_recorder import CudaRecorder
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.runtime.step_lock import StepLock
+from recserve.engine.runtime.scheduler import StepLock
 from recserve.kernels.trie.fixed_trie import ROOM, FixedTrie
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftHead

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
-from recserve.engine.runtime.delivery import RequestTooLarge
 from recserve.engine.runtime.runner import Runner
+from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.graphs import StepGraphs
 from recserve.engine.text.text_drafting import TextDrafting
 from recserve.engine.text.text_groups import TextGroups
@@ -56,7 +56,7 @@ class TextLimits:
     load_aware: bool = False
 
 
-class TextLane:
+class TextLane(Scheduler[TextRequest, Completion, Drafter]):
     """The side of the engine that writes text."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
 from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
-from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import NOTHING, History, Rewritten

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate, StrategyName
 from recserve.core.retrieval import VectorIndex
-from recserve.engine.engine import Engine
+from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
@@ -59,7 +59,7 @@ class Slates:
         for head in (heads.prefixes, heads.nezha) if heads else ():
             if head is not None:
                 head.pack()
-        self.engine = Engine(model, heads=heads)
+        self.engine = build_engine(EngineModels(model, heads=heads))
 
     def __call__(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> Ints:
         """[n, k] item rows, best first, -1 where fewer were found."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recserve.core.request import Root, WarmRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -21,10 +22,10 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
     tokens = torch.randint(0, 17, (length,))
     with torch.no_grad():
         plain = model(tokens[None], torch.arange(length)[None], DenseAttention())[0, -1]
-    engine = Engine(model, config=EngineConfig(kv_bytes=16 * 2**20))
+    engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=16 * 2**20))
     root = Root(NodeInputs(tokens), tokens.numpy())
     engine.run(WarmRequest(root, "recommender"))
-    tail = engine._lanes["recommender"].cache.match(root.keys).tail
+    tail = engine.schedulers["recommender"].cache.match(root.keys).tail
     torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)
     if length > 1:  # the same behind a root that is cached
         longer = torch.cat([tokens, tokens])
@@ -32,5 +33,5 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
             plain = model(longer[None], torch.arange(2 * length)[None], DenseAttention())[0, -1]
         root = Root(NodeInputs(longer), longer.numpy())
         engine.run(WarmRequest(root, "recommender"))
-        tail = engine._lanes["recommender"].cache.match(root.keys).tail
+        tail = engine.schedulers["recommender"].cache.match(root.keys).tail
         torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)

@@ -44,7 +44,7 @@ def worlds(request):
 
 
 def assert_no_leak(engine):
-    lane = engine._lanes["recommender"]
+    lane = engine.schedulers["recommender"]
     assert lane.allocator.num_free + lane.cache.num_pages == lane.allocator.num_pages
 
 

@@ -44,7 +44,7 @@ def test_kernels_find_what_the_twins_find(how, monkeypatch):
         world.trie = launching.trie
         wanted = launching.engine.run_many(launching.ask("beam", how))
         monkeypatch.setattr(dispatch, "KERNELS", "torch")
-        world.engine._lanes["recommender"].runner.attention = kernel_attention
+        world.engine.schedulers["recommender"].runner.attention = kernel_attention
         graphs = with_searches(world, world.trie, lambda step: step, SHAPES)
     monkeypatch.setattr(dispatch, "turns", lambda pool: True)
     monkeypatch.setattr(dispatch, "rope_write", rope_write.rope_write)

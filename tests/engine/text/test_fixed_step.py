@@ -73,7 +73,7 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     if kind == "right":
         assert sum(a.counts.num_accepted_tokens for a in answers[::2]) > 0
     assert_no_leak(engine)
-    rows = engine._lanes["text"].graphs.rows
+    rows = engine.schedulers["text"].graphs.rows
     assert len(rows._free) == 64
     # What fills a batch up is counted nowhere; what was written is.
     assert not rows.seen[0].any() and not rows.written[0].any()
@@ -86,7 +86,7 @@ def test_paths_that_fork_are_moved(model, expected):
     params, tokens, *_ = expected["warm", 2]
     engine = with_graphs(model, Counted())
     engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     moved = []
     keys = lane.runner.pool.keys
     commit = lane._commit
@@ -142,7 +142,7 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
 def test_preemption_keeps_rows_and_counts(model):
     """Texts set aside lose their row and their place among the counts, and get others."""
     engine = with_graphs(model, Counted(), pages=30)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     requests, wanted, texts = [], [], {}
     for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
         params = SamplingParams(
@@ -198,8 +198,8 @@ def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
 
 def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
-    assert engine._lanes["text"].graphs.recorded == []
-    lane = engine_for(model)._lanes["text"]
+    assert engine.schedulers["text"].graphs.recorded == []
+    lane = engine_for(model).schedulers["text"]
     made = []
 
     def record(step):
@@ -230,7 +230,7 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(kind, model, expected
         raise kind("operation not permitted when stream is capturing")
 
     engine = with_graphs(model, Counted(fails))
-    assert engine._lanes["text"].graphs.recorded == [] and "no graph of" in caplog.text
+    assert engine.schedulers["text"].graphs.recorded == [] and "no graph of" in caplog.text
     params, tokens, *_ = expected["warm", 1]
     assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
 

@@ -49,7 +49,7 @@ def engine():
         patch.setattr(dispatch, "accept_drawn", accept_drawn.accept_drawn)
         patch.setattr(dispatch, "move_paths", path_move.move_paths)
         made = with_graphs(model, Counted(lambda step: step), SHAPES, drafters=drawing(model))
-        made._lanes["text"].runner.attention = kernel_attention
+        made.schedulers["text"].runner.attention = kernel_attention
         yield model, made, launched
 
 
@@ -71,7 +71,7 @@ def test_kernels_write_the_plain_text(name, engine):
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert sum(a.counts.num_accepted_tokens for a in answers) > 0
     assert len(launched) - before >= answers[0].timing.forwards - 1
-    assert (made._lanes["text"].runner.pool.keys == POISON).any()
+    assert (made.schedulers["text"].runner.pool.keys == POISON).any()
 
 
 @pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
@@ -85,10 +85,10 @@ def test_kernels_reject_as_the_host_does(name, engine):
         requests.append(
             TextRequest(prompt, params, Speculation(("close", "far")[number % 2], "rejection"))
         )
-    before, counts = len(launched), dict(made._lanes["text"].graphs.counts)
+    before, counts = len(launched), dict(made.schedulers["text"].graphs.counts)
     answers = made.run_many(requests)
     wanted = engine_for(model, drafters=drawing(model)).run_many(requests)
     assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in wanted]
     assert sum(a.counts.num_accepted_tokens for a in answers) > 0
     assert len(launched) > before
-    assert made._lanes["text"].graphs.counts["replayed"] > counts["replayed"]
+    assert made.schedulers["text"].graphs.counts["replayed"] > counts["replayed"]

@@ -54,7 +54,7 @@ def test_steps_are_counted_by_what_became_of_them(engine):
 
 
 def test_a_row_that_is_not_there_is_counted(engine):
-    rows = engine._lanes["text"].graphs.rows
+    rows = engine.schedulers["text"].graphs.rows
     kept, rows._free = rows._free, []
     before = engine.stats().graph_steps["rows"]
     try:

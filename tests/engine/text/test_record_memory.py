@@ -54,7 +54,7 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     """Smaller steps of every kind, though they come after it."""
     vocabulary, small = 500, StepShape(16, 4, 8)
     model = drawn_language_model(64, 1, vocabulary, torch.float32)
-    runner = engine_for(model)._lanes["text"].runner
+    runner = engine_for(model).schedulers["text"].runner
     between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
     limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
     graphs = StepGraphs(runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()})
@@ -82,7 +82,7 @@ def test_a_step_holds_so_many_tables(monkeypatch):
         tables.append(peak.bytes / (4 * SHAPE.nodes * vocabulary))
         return step
 
-    runner = engine_for(model)._lanes["text"].runner
+    runner = engine_for(model).schedulers["text"].runner
     limits = GraphLimits((SHAPE,), seconds=float("inf"))
     graphs = StepGraphs(runner, model, 8, limits, record, drafters={"drawn": Draws()})
     found = dict(zip(["plain", "+", "rejection", "+ rejection", "+ mixed"], tables, strict=True))

@@ -104,7 +104,7 @@ def test_drafts_are_those_of_launched_heads(name, engines, model):
 
 
 def test_the_buckets_say_whose_heads_they_hold(engines):
-    graphs = engines[2]._lanes["text"].graphs
+    graphs = engines[2].schedulers["text"].graphs
     names = [made.bucket.name for made in graphs.recorded]
     sizes = ["2x1", "10x1", "72x8"]
     assert names == [
@@ -169,12 +169,12 @@ def test_the_host_waits_once_a_step(monkeypatch):
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])
-        lane = engine._lanes["text"]
+        lane = engine.schedulers["text"]
         limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
         graphs = StepGraphs(
             lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
         )
-        engine._lanes["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
         params = SamplingParams(1.3, max_tokens=14)
         engine.submit(TextRequest(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
         waits = looks_of_replays(device, engine, graphs)

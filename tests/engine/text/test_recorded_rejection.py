@@ -67,7 +67,7 @@ def assert_same_texts(engines, requests):
     launching, replaying, counted = engines
     wanted = [answer.tokens.tolist() for answer in launching.run_many(requests)]
     with torch.inference_mode():
-        replaying._lanes["text"].graphs._draft_values.fill_(float("nan"))
+        replaying.schedulers["text"].graphs._draft_values.fill_(float("nan"))
     before = counted.replays
     answers = replaying.run_many(requests)
     assert [answer.tokens.tolist() for answer in answers] == wanted
@@ -129,7 +129,7 @@ MIXTURES = {
 @pytest.mark.parametrize("name", chosen(DRAWN, "everything"))
 def test_each_text_is_judged_by_its_own_rule(name, mixture, engines):
     """Of eight in a step, chains and trees, drawn and chosen, one of them greedy."""
-    counts = engines[1]._lanes["text"].graphs.counts
+    counts = engines[1].schedulers["text"].graphs.counts
     before = counts["prompt"]
     answers, replays = assert_same_texts(engines, requests_of(name, *MIXTURES[mixture]))
     steps = max(answer.timing.forwards for answer in answers)
@@ -145,11 +145,11 @@ def test_drawn_drafts_without_a_place_for_probs_are_launched(engines):
     requests = requests_of("hot", Speculation("far", "block"))
     wanted = [answer.tokens.tolist() for answer in engines[0].run_many(requests)]
     assert [answer.tokens.tolist() for answer in engine.run_many(requests)] == wanted
-    assert engine._lanes["text"].graphs.counts["drawn"] > 3
+    assert engine.schedulers["text"].graphs.counts["drawn"] > 3
 
 
 def test_what_is_recorded_follows_from_the_drafters(engines):
-    names = [made.bucket.name for made in engines[1]._lanes["text"].graphs.recorded]
+    names = [made.bucket.name for made in engines[1].schedulers["text"].graphs.recorded]
     sizes = ["2x1", "8x1", "100x8"]
     plain = [*sizes, *(size + "+" for size in sizes)]
     mixed = ["8x1+ mixed", "100x8+ mixed"]
@@ -160,7 +160,7 @@ def test_what_is_recorded_follows_from_the_drafters(engines):
         ({"both": MergedDrafter([NgramDrafter(), drafters_of(model)["far"]])}, True),
     ):
         graphs = with_graphs(model, Counted(lambda step: step), SHAPES, drafters=drafters)
-        recorded = graphs._lanes["text"].graphs.recorded
+        recorded = graphs.schedulers["text"].graphs.recorded
         assert any(made.bucket.rule == "rejection" for made in recorded) == drawn
 
 
@@ -169,7 +169,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     with rules of their own, and in one place for probs.
     """
     model, wanted = shared_model(), []
-    lane = engine_for(model)._lanes["text"]
+    lane = engine_for(model).schedulers["text"]
     limits = GraphLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
 
     def record(step):
@@ -233,13 +233,13 @@ def test_the_host_waits_once_a_step(monkeypatch):
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         engine = text_engine("cuda", [])
-        lane = engine._lanes["text"]
+        lane = engine.schedulers["text"]
         engine.drafters["drawn"] = DeviceDrafts(lane.model.config.vocab_size, "cuda")
         limits = GraphLimits((StepShape(5, 1, 3),), seconds=float("inf"))
         graphs = StepGraphs(
             lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
         )
-        engine._lanes["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
         words = Speculation("drawn", "rejection", num_tokens=3)
         engine.submit(TextRequest(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
         waits = looks_of_replays(device, engine, graphs)

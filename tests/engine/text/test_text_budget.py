@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from recserve.core.cost import Cost
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.step_times import StepTimes
 from recserve.engine.text.budget import NOTHING, PAUSE, PROBE_SHARE, TRIAL, Asking, DraftBudget
 from recserve.engine.text.chances import Chances
@@ -298,13 +299,12 @@ def test_a_drafter_that_may_not_draft_is_not_asked():
     prompt = tuple(range(1, 9))
     drafter = Counting("wrong", {prompt: plain(model, list(prompt), params)[0]})
     drafter.asked = []
-    engine = Engine(
-        text=model,
-        drafters={"wrong": drafter},
-        config=EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
+    engine = build_engine(
+        EngineModels(text=model, drafters={"wrong": drafter}),
+        EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
     )
     request = TextRequest(np.array(prompt), params, Speculation("wrong"))
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     budget = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
     budget.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
     lane._drafting._budget = budget
@@ -366,7 +366,7 @@ def test_text_stays_the_same(temperature):
         wanted.append(tokens)
     drafters = {"table": TableDrafter("mixed", known), "wrong": TableDrafter("wrong", known)}
     config = EngineConfig(page_size=4, load_aware=True, max_running=10, kv_bytes=2**20)
-    engine = Engine(text=model, drafters=drafters, config=config)
+    engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     answers = engine.run_many(requests)
     assert [a.tokens.tolist() for a in answers] == wanted
     assert sum(a.counts.num_accepted_tokens for a in answers) > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recserve.core.request import DeadlineExceeded
-from recserve.engine.runtime.delivery import RequestTooLarge
+from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
@@ -190,7 +190,7 @@ def test_drafter_and_listener_failures_stay_with_their_requests(model, expected)
 
 def test_chunked_prefill_and_prefix_cache_change_nothing(model):
     engine = engine_for(model)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     lane.limits = type(lane.limits)(prefill_tokens=7)
     long = prompts(1, seed=5, low=40, high=41)[0]
     params = SamplingParams(seed=8, max_tokens=10)
@@ -220,7 +220,7 @@ def test_preemption_loses_nothing(model):
         wanted.append(tokens)
     drafter = TableDrafter("mixed", texts)
     engine = engine_for(model, pages=30, drafters={"table": drafter})
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     most = 0
     futures = [engine.submit(r) for r in requests]
     while engine.step():
@@ -370,7 +370,7 @@ def test_soak_with_cancels(count, model):
             pool[place], SamplingParams(**fields), drafted, priority=int(random.integers(3))
         )
         futures.append((place, repr(request.params), engine.submit(request)))
-        while len(engine._waiting) > 20:
+        while len(engine.queue) > 20:
             engine.step()
             if random.random() < 0.5:
                 engine.cancel(futures[int(random.integers(len(futures)))][2])
@@ -386,7 +386,7 @@ def test_soak_with_cancels(count, model):
         assert reference.setdefault((place, params), tokens) == tokens
     assert count / 2 < finished < count
     assert_no_leak(engine)
-    assert not engine._lanes["text"].aside and set(drafter.forgotten)
+    assert not engine.schedulers["text"].aside and set(drafter.forgotten)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
 from recserve.speculation.text import TextDraft
 from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
@@ -98,8 +99,8 @@ def test_law_of_the_text(rule, drawing, texts):
     model = drawn_model(1, spread=0.5)
     prompt, length = np.array([3, 7, 1]), 3
     drafter = DrawingDrafter("chain" if drawing == "lying" else drawing, drawing != "lying")
-    engine = Engine(
-        text=model, drafters={"drawn": drafter}, config=EngineConfig(kv_bytes=8 * 2**20)
+    engine = build_engine(
+        EngineModels(text=model, drafters={"drawn": drafter}), EngineConfig(kv_bytes=8 * 2**20)
     )
     fields = {"max_tokens": length, "logit_bias": ONLY}
     requests = [
@@ -146,9 +147,9 @@ def test_text_and_recommendations_share_the_engine():
         for i in range(4)
     ]
     config = EngineConfig(kv_bytes=4 * 2**20)
-    alone = Engine(items, text=model, config=config)
+    alone = build_engine(EngineModels(items, text=model), config)
     wanted = [alone.run(request) for request in [*slates, *texts]]
-    together = Engine(items, text=model, config=config)
+    together = build_engine(EngineModels(items, text=model), config)
     futures = [together.submit(request) for request in [*texts, *slates]]
     while together.step():
         pass

@@ -20,7 +20,7 @@ def model():
 
 def counting(engine) -> list[int]:
     """The rows of every forward from now on."""
-    runner, rows = engine._lanes["text"].runner, []
+    runner, rows = engine.schedulers["text"].runner, []
     forward = runner.forward
 
     def counted(pieces):
@@ -32,7 +32,7 @@ def counting(engine) -> list[int]:
 
 
 def limited(engine, prefill_tokens: int):
-    engine._lanes["text"].limits = TextLimits(prefill_tokens=prefill_tokens)
+    engine.schedulers["text"].limits = TextLimits(prefill_tokens=prefill_tokens)
     return engine
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from recserve.core.request import Root, TextScoreRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.text_request import SamplingParams, TextRequest
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits
@@ -31,7 +32,7 @@ def drawn(rng: random.Random, low: int, high: int) -> list[int]:
 def test_equal_to_a_plain_loop(seed):
     """Three requests in the same step, other labels and shapes each, one without a root."""
     model, rng = drawn_model(seed), random.Random(seed)
-    engine = Engine(text=model)
+    engine = build_engine(EngineModels(text=model))
     requests, expected = [], []
     for root, num_texts in ((drawn(rng, 9, 30), 7), ([], 3), (drawn(rng, 1, 5), 1)):
         texts = [drawn(rng, 1, 8) for _ in range(num_texts)]
@@ -46,14 +47,14 @@ def test_equal_to_a_plain_loop(seed):
 
 def test_pages_and_prefixes_are_shared_with_the_texts_of_the_model():
     model, rng = drawn_model(), random.Random(5)
-    engine = Engine(text=model, config=EngineConfig(page_size=4))
+    engine = build_engine(EngineModels(text=model), EngineConfig(page_size=4))
     prompt = drawn(rng, 24, 25)
     engine.run(TextRequest(np.array(prompt), SamplingParams(temperature=0, max_tokens=4)))
     request = request_of(prompt, [[1, 2], [3]], (4, 5))
     first, again = engine.run(request), engine.run(request)
     assert first.timing.root_cached >= 20 and again.timing.root_computed == 0
     np.testing.assert_allclose(first.values, again.values, atol=2e-5)
-    lane = engine._lanes["text"]
+    lane = engine.schedulers["text"]
     assert engine.stats().pages_total == lane.allocator.num_pages
     lane.cache.evict(lane.allocator.num_pages)
     assert lane.allocator.num_free == lane.allocator.num_pages
@@ -68,9 +69,9 @@ def test_texts_and_scores_at_the_same_time_differ_in_nothing():
         else:
             params = SamplingParams(seed=number, max_tokens=8)
             requests.append(TextRequest(np.array(drawn(rng, 2, 20)), params))
-    together = Engine(text=model, config=EngineConfig(page_size=4)).run_many(requests)
+    together = build_engine(EngineModels(text=model), EngineConfig(page_size=4)).run_many(requests)
     for request, found in zip(requests, together, strict=True):
-        alone = Engine(text=model).run(request)
+        alone = build_engine(EngineModels(text=model)).run(request)
         if isinstance(request, TextRequest):
             assert found.tokens.tolist() == alone.tokens.tolist()
         else:

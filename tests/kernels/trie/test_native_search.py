@@ -8,7 +8,8 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import RecommendRequest
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.trie.native_search import (
@@ -61,7 +62,9 @@ def same_as_in_torch(model, head, requests, monkeypatch):
     answers = []
     for path in ("auto", "torch"):
         monkeypatch.setattr(dispatch, "KERNELS", path)
-        answers.append(Engine(model, None, CONFIG, Heads(head, head)).run_many(requests))
+        answers.append(
+            build_engine(EngineModels(model, heads=Heads(head, head)), CONFIG).run_many(requests)
+        )
     for mine, theirs in zip(*answers, strict=True):
         assert work_of(mine) == work_of(theirs)
         np.testing.assert_allclose(mine.scores, theirs.scores, atol=2e-5)
@@ -112,7 +115,7 @@ def test_a_score_does_not_know_its_company(monkeypatch):
     head = make_head(model, "from-target")
     model.pack()
     head.pack()
-    engine = Engine(model, None, CONFIG, Heads(head, head))
+    engine = build_engine(EngineModels(model, heads=Heads(head, head)), CONFIG)
     requests = asked_of(model, trie, "excluded")
     together = engine.run_many([replace(r, strategy="nezha") for r in requests])
     for request, slate in zip(requests, together, strict=True):

@@ -244,7 +244,7 @@ def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
 def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch):
     """Through changes, a fold and a rollback behind it; the slates are those that are launched."""
     engine, first = service.runtime.engine, service.runtime.snapshot
-    lane, strategy = engine._lanes["recommender"], engine._strategies["beam"]
+    lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
     graphs = SearchGraphs(
         lane.runner, strategy.model, None, SearchLimits(shapes, 64), lambda step: step

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from recserve.engine.engine import EngineConfig
+from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.service import Service, service
 from tests.support.background_work import settled
@@ -187,7 +187,7 @@ def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
         correction = EventsBody(events=[EventBody(**removal(0))])
         with engine.held():
             one.add_events(EventsBody(events=first, warm=True))
-            futures = [waiting.future for waiting in engine._behind]
+            futures = [waiting.future for waiting in engine.background_queue]
             correcting = threading.Thread(target=one.add_events, args=(correction,))
             correcting.start()  # it waits for the engine, to forget the roots there are
             until = time.monotonic() + 30

@@ -13,7 +13,9 @@ import torch
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import RankRequest, Root, Scores
-from recserve.engine.engine import Engine, EngineConfig
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.ranking.event_features import HOUR, UserEvents
 from recserve.features.ranking.ranking import candidate_columns, dense_names, root_columns
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -256,7 +258,7 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
         assert isinstance(answer, Scores)
         return answer
 
-    engine = Engine(ranker=model, config=EngineConfig(page_size=1))
+    engine = build_engine(EngineModels(ranker=model), EngineConfig(page_size=1))
     engine.start()
     try:
         first, second = ask(engine, len(events) - held), ask(engine, len(events) - held + 1)

@@ -1,0 +1,144 @@
+"""Assembles an engine from models: runners, schedulers, strategies, drafters, CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recserve.core.drafting import Strategy
+from recserve.engine.engine import Engine, EngineParts
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.items.lane import Lane
+from recserve.engine.items.search_graphs import cuda_searches
+from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
+from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
+from recserve.engine.runtime.runner import Runner
+from recserve.engine.text.graphs import cuda_graphs
+from recserve.engine.text.text_lane import TextLane, TextLimits
+from recserve.kernels.fp8 import pool_dtype
+from recserve.kernels.paged_kv import KVPool
+from recserve.models.language_model import LanguageModel
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from recserve.search.strategies import (
+    RankStrategy,
+    TextScoreStrategy,
+    WarmDraftStrategy,
+    WarmStrategy,
+    likelihood_strategy,
+    recommend_strategies,
+)
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.text import Drafter
+
+
+@dataclass(frozen=True)
+class EngineModels:
+    """The models of one engine; each may be missing.
+
+    Attributes:
+        recommender: Generates items.
+        ranker: Scores given items.
+        heads: Networks that strategies other than `beam` need.
+        text: Writes and scores text.
+        drafters: Drafters of the language model, by name; `none` is always there.
+    """
+
+    recommender: Recommender | None = None
+    ranker: Ranker | None = None
+    heads: Heads | None = None
+    text: LanguageModel | None = None
+    drafters: Mapping[str, Drafter] | None = None
+
+
+def build_engine(models: EngineModels, config: EngineConfig | None = None) -> Engine:
+    """Returns an engine that serves the models; `start` runs it on a thread.
+
+    Args:
+        models: What is served.
+        config: Sizes and modes; None: the defaults.
+
+    Raises:
+        NotInvariant: If `invariant` is set and this machine cannot compute a model so.
+        ValueError: If `graphs` is set and the language model is not on a CUDA device.
+    """
+    config = config or EngineConfig()
+    return Engine(_assemble(models, config), config)
+
+
+class ModelEngine(Engine):
+    """Deprecated for one release, under the name `recserve.Engine`: use `build_engine`."""
+
+    def __init__(
+        self,
+        recommender: Recommender | None = None,
+        ranker: Ranker | None = None,
+        config: EngineConfig | None = None,
+        heads: Heads | None = None,
+        text: LanguageModel | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        warnings.warn(
+            "recserve.Engine(...) is recserve.build_engine(EngineModels(...), config) now",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        models = EngineModels(recommender, ranker, heads, text, drafters)
+        config = config or EngineConfig()
+        super().__init__(_assemble(models, config), config)
+
+
+def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
+    parts = EngineParts(strategies={"warm": WarmStrategy()})
+    if models.recommender is not None:
+        _add_recommender(parts, models.recommender, models.heads or Heads(), config)
+    if models.ranker is not None:
+        lane = Lane(_runner(RankerTrunk(models.ranker.eval()), config))
+        parts.schedulers["ranker"] = lane
+        parts.background["ranker"] = Lane(lane.runner, sharing=lane)
+        parts.strategies["ranker"] = RankStrategy(models.ranker)
+    parts.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
+    if models.text is not None:
+        _add_text(parts, models.text, config)
+    return parts
+
+
+def _add_recommender(
+    parts: EngineParts, model: Recommender, heads: Heads, config: EngineConfig
+) -> None:
+    runner = _runner(DecoderTrunk(model.eval()), config)
+    lane = Lane(runner)
+    parts.schedulers["recommender"] = lane
+    parts.background["recommender"] = Lane(runner, sharing=lane)
+    strategies: dict[str, Strategy] = recommend_strategies(model, heads)
+    if config.invariant:
+        strategies = {name: one for name, one in strategies.items() if name in STRATEGIES}
+    else:
+        limits = config.search_limits
+        parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)
+    parts.strategy_names = tuple(sorted(strategies))
+    parts.strategies.update(strategies)
+    if "speculative" in strategies:
+        parts.strategies["warm_draft"] = WarmDraftStrategy(model)
+    parts.strategies["likelihood"] = likelihood_strategy(model)
+
+
+def _add_text(parts: EngineParts, model: LanguageModel, config: EngineConfig) -> None:
+    runner = _runner(DecoderTrunk(model.eval()), config)
+    graphs = cuda_graphs(
+        runner, model, config.max_running, config.graphs, config.graph_limits, parts.drafters
+    )
+    lane = TextLane(runner, model, TextLimits(load_aware=config.load_aware), graphs)
+    parts.schedulers["text"] = lane
+    parts.schedulers["text_scores"] = Lane(runner, sharing=lane)
+    parts.strategies["text_scores"] = TextScoreStrategy(model)
+
+
+def _runner(trunk: DecoderTrunk | RankerTrunk, config: EngineConfig) -> Runner:
+    size, dtype = config.page_size, pool_dtype(config.kv_dtype, trunk.dtype)
+    num_pages = max(config.kv_bytes // (trunk.kv_shape.slot_bytes(dtype) * size), 1)
+    if config.invariant:
+        return invariant_runner(trunk, num_pages, size, dtype)
+    return Runner(trunk, KVPool(trunk.kv_shape, num_pages, size, dtype, trunk.device))
