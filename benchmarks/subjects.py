@@ -66,7 +66,7 @@ class Subject:
         self.llama = to_llama(model) if model.config.input == "codes" else None
         model.pack()  # as the server does when it loads a bundle
         self.engine = Engine(model, config=EngineConfig(kv_bytes=slot * 65_536), heads=heads)
-        self.engine.prepare(trie)  # so does the server
+        self.engine.record(trie)  # so does the server
         self.chooser = Chooser(self.engine.strategies)
         self.index = item_index(model, heads)
 

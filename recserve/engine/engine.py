@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -21,7 +22,6 @@ from recserve.core.drafting import Strategy
 from recserve.core.request import RecommendRequest, Request, Result, RootKeys
 from recserve.engine.engine_config import EngineConfig as EngineConfig
 from recserve.engine.items.lane import Lane
-from recserve.engine.items.measured_steps import learn_costs
 from recserve.engine.items.search_graphs import SearchGraphs, cuda_searches
 from recserve.engine.runtime.delivery import AnyLane, Cancellations, deliver, fail
 from recserve.engine.runtime.destination import destination, in_background
@@ -164,11 +164,9 @@ class Engine:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: AnyTrie) -> None:
-        """Record searches and measure what steps cost, so that no request measures anything."""
+        """Deprecated name of `record`: nothing is measured before requests any more."""
+        warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
         self.record(trie)
-        if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
-            with self._stepping:
-                learn_costs(strategy, trie)
 
     def repeats(self, request: RecommendRequest) -> bool:
         """Whether the request would be answered from a draft that was kept, if there were one."""

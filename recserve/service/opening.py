@@ -65,7 +65,7 @@ def open_parts(
     engine = Engine(
         models.recommender, models.ranker, sizes, models.heads, *(text.parts if text else ())
     )
-    engine.prepare(snapshot.trie)
+    engine.record(snapshot.trie)
     engine.start()
     version = bundle.manifest.model_version
     runtime = Runtime(engine, snapshot, histories, Signer(signing_key), version, place)
