@@ -4,10 +4,10 @@
     python benchmarks/speculation.py --bundle B --threads 1 --clock cpu     # on a busy machine
     python benchmarks/speculation.py --bundle B --least-events 150          # long histories
 
-"beam": full beam search. "drafted": the draft that is expected to end soonest, whether or not it
-pays. "auto": what the server does, after as many answers as it needs to make up its mind. The three
-take turns over the same users; a ratio is the median over those turns, so that what else the
-machine does meets all of them. All slates are compared: the run fails where one differs in float32.
+"beam": full beam search. "drafted": the draft with the least
+expected work, whether or not it pays. "auto": what the server does. The three take turns over the
+same users; a ratio is the median over those turns, so that what else the machine does meets all of
+them. All slates are compared: the run fails where one differs in float32.
 "again": a user who asked the same before. "warmed": one who has not asked, and for whom events were
 posted with `warm`: root and draft are there. "first": one whose root alone is computed. "cold": one
 never seen. benchmarks/joined_bundle.py makes a bundle with long histories.
@@ -30,15 +30,23 @@ from report import Report, options_of
 from rich.table import Table
 from subjects import Subject, Work, trained_subject
 
-from recserve.core.request import Root, RootKeys, Slate, WarmDraftRequest, WarmRequest
+from recserve.core.request import (
+    RecommendRequest,
+    Root,
+    RootKeys,
+    Slate,
+    WarmDraftRequest,
+    WarmRequest,
+)
 from recserve.models.drafters.calibration import DraftPlan
-from recserve.search.plan_choice import MANY, Group, PlanChoice
+from recserve.search.draft_plan import cheapest_draft
 from recserve.search.strategies import SpeculativeStrategy
 from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)
 VISITS = ("again", "warmed", "first", "cold")
+WARM_UP = 4  # groups asked before the first turn
 
 
 @dataclass(frozen=True)
@@ -66,25 +74,13 @@ class Measured:
         return float(np.median(np.array(self.times[BEAM]) / np.array(self.times[name])))
 
 
-class Always(PlanChoice):
+class AlwaysDrafting(SpeculativeStrategy):
     """Drafts whether or not it pays."""
 
-    def __init__(self, choice: PlanChoice) -> None:
-        super().__init__(choice.calibration)
-        self.costs = choice.costs
-        self._soonest: dict[Group, DraftPlan] = {}
-
-    def plan(self, group: Group) -> DraftPlan:
-        """The draft that is expected to end soonest; worked out once for a kind of group."""
-        if group not in self._soonest:
-            self._soonest[group] = self._expected(group)
-        return self._soonest[group]
-
-    def _expected(self, group: Group) -> DraftPlan:
-        costs = self.costs
-        assert costs is not None and self.calibration is not None, "the head is not calibrated"
-        plans = [p for p in self.calibration.scaled(group.width, group.k) if p.margin]
-        return min(plans, key=lambda p: costs.expected_ms(p, group.width, group.batch, group.kept))
+    def plan(self, request: RecommendRequest) -> DraftPlan:
+        """The draft with the least work."""
+        assert self.head.calibration is not None
+        return cheapest_draft(self.head.calibration.scaled(request.width, request.k))
 
 
 def offer_drafts(subject: Subject) -> None:
@@ -92,9 +88,7 @@ def offer_drafts(subject: Subject) -> None:
     strategy = subject.engine._strategies.get(SPECULATIVE)
     if not isinstance(strategy, SpeculativeStrategy) or strategy.head.calibration is None:
         raise ValueError("the bundle has no calibrated draft head; run `recserve train drafter`")
-    always = SpeculativeStrategy(subject.model, strategy.head)
-    always.choice = Always(strategy.choice)
-    subject.engine.offer(DRAFTED, always)
+    subject.engine.offer(DRAFTED, AlwaysDrafting(subject.model, strategy.head))
 
 
 def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:
@@ -119,7 +113,7 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
         first = number % groups * cell.batch
         return subject.roots[first : first + cell.batch]
 
-    for number in range(max(2 * groups if cell.visit == "again" else 0, 2 * MANY + 2)):
+    for number in range(max(2 * groups if cell.visit == "again" else 0, WARM_UP)):
         for name in METHODS[1:]:
             before(users(number))
             ask(name, users(number), None)

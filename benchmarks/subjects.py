@@ -69,7 +69,7 @@ class Subject:
         self.engine = build_engine(
             EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
         )
-        self.engine.prepare(trie)  # so does the server
+        self.engine.record(trie)  # so does the server
         self.chooser = Chooser(self.engine.strategies)
         self.index = item_index(model, heads)
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-
-RUNS = 4
-BUDGET_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -32,37 +25,3 @@ class Cost:
         )
         slope = max(after - before, 0.0) / (high - low)
         return max(before + (size - low) * slope, 0.0)
-
-
-def measured(
-    work: Callable[[int], None],
-    sizes: tuple[int, ...],
-    device: torch.device,
-    budget_s: float = BUDGET_S,
-) -> Cost:
-    """The fastest of some runs at each size after one to warm up, sizes ascending; none that would
-    spend more than the budget. On a CPU the thread's own time: what other processes take is no cost
-    of the work.
-    """
-    cuda = device.type == "cuda"
-    clock = time.perf_counter if cuda else time.thread_time
-
-    def run_ms(size: int) -> float:
-        if cuda:
-            torch.cuda.synchronize(device)
-        began = clock()
-        work(size)
-        if cuda:
-            torch.cuda.synchronize(device)
-        return (clock() - began) * 1e3
-
-    began = clock()
-    work(sizes[0])
-    found: list[float] = []
-    for number, size in enumerate(sizes):
-        if found:
-            ahead_s = 1e-3 * RUNS * found[-1] * size / sizes[number - 1]
-            if clock() - began + ahead_s > budget_s:
-                break
-        found.append(min(run_ms(size) for _ in range(RUNS)))
-    return Cost(sizes[: len(found)], tuple(found))

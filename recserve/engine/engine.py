@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ from recserve.core.request import (
 )
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
-from recserve.engine.items.measured_steps import learn_costs
 from recserve.engine.items.search_graphs import SearchGraphs
 from recserve.engine.runtime.request_queue import (
     Cancellations,
@@ -145,11 +145,9 @@ class Engine:
             self.searches.record(trie, self._stepping, lambda: not self._closing)
 
     def prepare(self, trie: TrieView) -> None:
-        """Record searches and measure what steps cost, so that no request measures anything."""
+        """Deprecated name of `record`: nothing is measured before requests any more."""
+        warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
         self.record(trie)
-        if isinstance(strategy := self._strategies.get("speculative"), SpeculativeStrategy):
-            with self._stepping:
-                learn_costs(strategy, trie)
 
     def repeats(self, request: RecommendRequest) -> bool:
         """Whether the request would be answered from a draft that was kept, if there were one."""

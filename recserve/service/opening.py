@@ -67,7 +67,7 @@ def open_parts(
     engine = build_engine(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters), sizes
     )
-    engine.prepare(snapshot.trie)
+    engine.record(snapshot.trie)
     engine.start()
     version = bundle.manifest.model_version
     runtime = Runtime(engine, snapshot, histories, Signer(signing_key), version, place)

@@ -1,6 +1,5 @@
 """Speculation changes nothing but the rounds: `speculative` against `beam`, good heads and bad."""
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,29 +8,22 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.cost import Cost, measured
 from recserve.core.request import RecommendRequest, RootKeys
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items import measured_steps as measured_steps_module
-from recserve.engine.runtime import costs as costs_module
-from recserve.engine.runtime.costs import forward_cost
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import load_self_draft, save_self_draft
+from recserve.search.draft_plan import NO_DRAFT, draft_plan, work
 from recserve.search.heads import Heads
-from recserve.search.plan_choice import MANY, RETRY, TRIALS, Group, PlanChoice
-from recserve.search.step_costs import StepCosts, further_rounds
 from recserve.search.strategies import SpeculativeStrategy, speculative
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_drafters.calibration import calibrate
-from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
+from tests.support.draft_heads import NOTHING, make_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
-from tests.support.step_costs import DEAR, LINE, drafted_at, flat
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -65,144 +57,48 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
         assert drafted.rounds <= plain.rounds + 2  # a floor that was too high, and what it hid
 
 
-@pytest.mark.parametrize("dear", DEAR)
-def test_the_plan_follows_the_costs_and_the_answer_does_not(dear):
-    """Where rounds are dear all is drafted; where nodes are, nothing, as in full beam search."""
+@pytest.mark.parametrize("drafts", [True, False])
+def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
+    """The work of a plan decides whether a draft is made; both ways give beam search's slate."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "calibrated"))), SMALL)
-    engine._strategies["speculative"].choice.costs = DEAR[dear]
+    head = make_head(model, "calibrated")
+    if not drafts:
+        head.calibration = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 90.0, 0.0, 1.0))})
+    engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
     for one, two in zip(plain, drafted, strict=True):
         assert one.rows.tolist() == two.rows.tolist() and not one.timing.drafted
-        assert two.timing.drafted == (dear == "rounds")
-        if dear == "rounds":
-            assert two.rounds == 1 < one.rounds and two.timing.nodes > one.timing.nodes
-        else:
+        assert two.timing.drafted == drafts
+        if not drafts:
             assert two.rounds == one.rounds and two.timing.nodes == one.timing.nodes
 
 
-def test_expected_costs_by_hand():
-    """A forward of n nodes is 1 ms + (n - 1) / 99; 3 ms around a round, 4 ms around a draft of any
-    width."""
-    costs = StepCosts(LINE, flat(3.0), flat(4.0), flat(3.5))
-    line = lambda n: 1 + (n - 1) / 99  # noqa: E731
-    # 30 nodes in 2 rounds, always.
-    plain = DraftPlan(0.0, 30.0, 1.0, 0.0)
-    assert costs.expected_ms(plain, 10, 1) == pytest.approx(2 * (line(15) + 3))
-    assert costs.expected_ms(plain, 10, 4) == pytest.approx(2 * (line(60) + 3))
-    # Half of the answers need one more round.
-    half = DraftPlan(1.0, 40.0, 0.5, 0.5)
-    assert costs.expected_ms(half, 10, 1) == pytest.approx(4 + line(40) + 0.5 * (line(1) + 3.5))
-    # What was kept needs none.
-    assert costs.expected_ms(half, 10, 1, kept=True) == pytest.approx(3.5 + line(40))
-    # Of two requests one is missed in 3 of 4 cases, and both wait.
-    assert costs.expected_ms(half, 10, 2) == pytest.approx(4 + line(80) + 0.75 * (line(2) + 3.5))
+def test_a_plan_is_chosen_by_its_nodes_and_rounds():
+    beam = DraftPlan(0.0, 120.0, 1.0, 0.0)
+    narrow, wide = DraftPlan(1.0, 60.0, 0.8, 0.5), DraftPlan(4.0, 90.0, 0.0, 1.0)
+    assert [work(plan) for plan in (beam, narrow, wide)] == [160.0, 96.0, 110.0]
+    assert draft_plan(Calibration({(50, 10): (beam, narrow, wide)}), 50, 10) == narrow
+    assert draft_plan(Calibration({(50, 10): (beam, wide)}), 50, 10) == wide
+    close = DraftPlan(4.0, 110.0, 0.0, 1.0)
+    assert draft_plan(Calibration({(50, 10): (beam, close)}), 50, 10) == NO_DRAFT
+    assert draft_plan(Calibration({(50, 10): (beam,)}), 50, 10) == NO_DRAFT
+    assert draft_plan(None, 50, 10).margin > 0  # a head without a calibration always drafts
+    old = Calibration.from_dict({"50": []})  # a calibration that named the beam width alone
+    assert draft_plan(old, 50, 10) == NO_DRAFT
 
 
-def test_rounds_of_a_group_are_those_of_its_slowest():
-    """Against draws: each request's further rounds are geometric, the group waits for the most."""
-    rng = np.random.default_rng(0)
-    for proved, repairs in ((0.5, 1.0), (0.9, 0.15), (0.0, 1.3), (1.0, 0.0)):
-        plan = DraftPlan(1.0, 40.0, repairs, proved)
-        missed = 1 - proved
-        for batch in (1, 4, 16):
-            drawn = np.zeros((20_000, batch))
-            if missed:
-                more = rng.geometric(missed / repairs, drawn.shape)
-                drawn = np.where(rng.random(drawn.shape) < missed, more, 0)
-            assert further_rounds(plan, batch) == pytest.approx(drawn.max(1).mean(), abs=0.05)
-
-
-@pytest.mark.parametrize("draft_ms,beam_ms", [(8.0, 10.0), (12.0, 10.0)])
-def test_answers_correct_what_was_expected(draft_ms, beam_ms):
-    """Both are tried; then the faster one is taken, and the other once in RETRY groups."""
-    choice = PlanChoice(CALIBRATION)
-    choice.costs = DEAR["rounds"]
-    found = drafted_at(choice, Group(10, 10, 1), draft_ms, beam_ms, 4 * RETRY)
-    assert found[: 2 * TRIALS] == [True] * TRIALS + [False] * TRIALS
-    later = found[2 * TRIALS :]
-    faster = draft_ms < beam_ms
-    assert later.count(not faster) == 4 and later[:8] == [faster] * 8
-    # The machine changes its mind, and the retries notice.
-    again = drafted_at(choice, Group(10, 10, 1), 50.0 if faster else 2.0, beam_ms, 40 * RETRY)
-    assert again[-RETRY // 2 :].count(faster) <= 1
-
-
-@pytest.mark.parametrize("true_ratio", [0.9, 1.06])
-def test_what_is_close_is_tried_more_often(true_ratio):
-    """Four tries under noise of a fifth would often be wrong, and what lost is seldom tried again:
-    of 200 machines nine in ten end with the faster way.
-    """
-    rng, right = np.random.default_rng(0), 0
-    for _ in range(200):
-        choice = PlanChoice(CALIBRATION)
-        choice.costs = DEAR["rounds"]
-        group = Group(10, 10, 1)
-        for _ in range(2 * MANY + 20):
-            drafted = choice.plan(group).margin > 0
-            choice.took(group, drafted, (true_ratio if drafted else 1.0) * rng.uniform(8, 12))
-        right += choice.pays(group) == (true_ratio < 1)
-    assert right >= 180
-
-
-def test_what_cannot_pay_is_not_tried_and_cells_learn_apart():
-    wide = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 80.0, 0.0, 1.0))})
-    hopeless, unmeasured = PlanChoice(wide), PlanChoice(CALIBRATION)
-    hopeless.costs = DEAR["nodes"]
-    for choice in (hopeless, unmeasured):
-        assert not any(drafted_at(choice, Group(10, 10, 1), 1.0, 10.0, 3 * RETRY))
-    choice = PlanChoice(CALIBRATION)
-    choice.costs = DEAR["rounds"]
-    assert not drafted_at(choice, Group(10, 10, 1), 20.0, 10.0, 20)[-1]
-    assert drafted_at(choice, Group(10, 10, 8), 8.0, 10.0, 20)[-1]
-    # Of a head that was not calibrated nothing is known; it does as it is told.
-    assert all(drafted_at(PlanChoice(None), Group(10, 10, 1), 12.0, 10.0, 20))
-
-
-def test_no_request_measures(monkeypatch):
-    """Costs are learned by `prepare`; requests of any size only read them."""
+def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
+    """The first slate is beam search's own; what proved it is the draft of the second."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "calibrated"))), SMALL)
-    choice = engine._strategies["speculative"].choice
-    assert choice.costs is None
-    engine.prepare(trie)
-    costs = choice.costs
-    for cost in (costs.forward, costs.round, costs.drafted, costs.kept):
-        assert len(cost.sizes) == len(cost.milliseconds) >= 1 and min(cost.milliseconds) >= 0
-    assert costs.forward(0) == 0 < costs.forward(1)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("measured on a request's path")
-
-    for module in (costs_module, measured_steps_module):
-        monkeypatch.setattr(module, "measured", refuse)
-    for count, width in ((1, 5), (9, 5), (3, 40)):
-        requests = [
-            RecommendRequest(draw_root(model, 9, i), trie, 5, width, "speculative")
-            for i in range(count)
-        ]
-        assert all(answer.exact for answer in engine.run_many(requests))
-    assert choice.costs is costs
-
-
-def test_measured_costs_are_bounded():
-    runs = []
-
-    def slow(size: int) -> None:
-        runs.append(size)
-        began = time.thread_time()
-        while time.thread_time() - began < 0.004 * size:
-            pass
-
-    found = measured(slow, (1, 4, 16, 64), CPU)
-    assert max(runs) < 64 and found.sizes[-1] == max(runs)
-    model, _ = make(CATALOGUES["ordinary"], "items", "children")
-    assert forward_cost(model)(1) > 0
-    known = Cost((1, 4, 16), (2.0, 5.0, 5.0))
-    assert [known(n) for n in (1, 2, 4, 10, 40)] == pytest.approx([2.0, 3.0, 5.0, 5.0, 5.0])
-    assert Cost((4,), (2.0,))(8) == 4.0
+    head = make_head(model, "from-target")
+    head.calibration = Calibration({(10, 10): (NOTHING,)})
+    engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
+    request = RecommendRequest(draw_root(model, 9, 0), trie, 5, 10, "speculative")
+    first, second = engine.run(request), engine.run(request)
+    assert not first.timing.drafted and second.timing.drafted and not drafts
+    assert second.rounds == 1 < first.rounds and second.rows.tolist() == first.rows.tolist()
 
 
 def test_calibration_finds_what_the_head_is_worth():

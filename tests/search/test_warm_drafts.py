@@ -18,13 +18,10 @@ from recserve.core.request import (
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.search.heads import Heads
-from recserve.search.plan_choice import TRIALS, Group, PlanChoice
 from recserve.search.strategies import speculative
-from tests.support.draft_heads import CALIBRATION, NOTHING, make_head
+from tests.support.draft_heads import make_head
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
-from tests.support.step_costs import DEAR, drafted_at
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
@@ -210,20 +207,6 @@ def test_what_is_kept_beside_a_root_is_its_last_state_and_the_nodes_of_its_draft
         assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0
 
 
-def test_drafts_are_made_where_they_would_be_used():
-    """Expected from costs first; then known from what answers took; a look changes nothing."""
-    group = Group(10, 10, 1, kept=True)
-    assert PlanChoice(None).pays(group) and not PlanChoice(CALIBRATION).pays(group)
-    choice = PlanChoice(CALIBRATION)
-    choice.costs = DEAR["rounds"]
-    assert choice.pays(group) and not choice._times
-    assert drafted_at(choice, group, 12.0, 10.0, 2 * TRIALS).count(True) == TRIALS
-    assert not choice.pays(group) and choice.pays(replace(group, width=100))
-    hopeless = PlanChoice(Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 80.0, 0.0, 1.0))}))
-    hopeless.costs = DEAR["nodes"]
-    assert not hopeless.pays(group)
-
-
 def test_an_engine_says_what_it_would_answer_from_a_kept_draft():
     engine, model, trie = make_engine()
     asked = warmed(RecommendRequest(draw_root(model, 9, 0), trie, 5, 9))
@@ -231,8 +214,6 @@ def test_an_engine_says_what_it_would_answer_from_a_kept_draft():
     assert not engine.repeats(
         replace(asked, allowed=AllowedItems.of(np.ones(trie.num_rows, dtype=bool)))
     )
-    engine._strategies["speculative"].only = NOTHING
-    assert not engine.repeats(asked)
     bare = build_engine(EngineModels(model), SMALL)
     assert not bare.repeats(asked)
     with pytest.raises(ValueError, match="choose one of"):

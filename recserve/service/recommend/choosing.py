@@ -1,9 +1,8 @@
 """Which strategy `auto` is: exact where the deadline allows it, the fastest good one where not.
 
 Times are what this server's own answers took, waiting in the queue included, so that a rising load
-is seen as it comes. `speculative` is preferred to `beam`: it knows which requests step together and
-what drafts for so many cost and bring (search/plan_choice.py), and is beam search where they do not
-pay; the answer then says so.
+is seen as it comes. `speculative` is preferred to `beam`: it is beam search where drafts do not pay
+(search/draft_plan.py), and the answer then says so.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class BundleSlates:
         heads = load_heads(bundle, model)
         trie = build_trie(codes, model.config.codebook_sizes).to(place)
         slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))
-        slates.engine.prepare(trie)
+        slates.engine.record(trie)
         graph = load_item_graph(bundle, place)
         if graph is None and "parallel" in slates.engine.strategies:
             graph = graph_of_links(links_of(model, catalog.index.codes), place)

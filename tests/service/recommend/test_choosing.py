@@ -5,10 +5,9 @@ import time
 import pytest
 
 from recserve.batch.together import together
-from recserve.engine.engine import Engine
 from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendBody
-from recserve.search.plan_choice import NO_DRAFT, NOT_CALIBRATED
+from recserve.search.draft_plan import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
 from recserve.service.recommend.choosing import Chooser
 from tests.support.tiny_bundle import shared_bundle
@@ -117,7 +116,7 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
     history = list(service.runtime.snapshot.catalog.items.ids[:5])
     strategy = service.runtime.engine._strategies["speculative"]
     found = {}
-    for plan in (NO_DRAFT, NOT_CALIBRATED):
+    for plan in (NO_DRAFT, UNCALIBRATED):
         strategy.only = plan
         for asked in ("auto", "speculative"):
             answer = service.recommend(RecommendBody(history=history, k=5, strategy=asked))
@@ -126,8 +125,8 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
     assert found == {
         (NO_DRAFT, "auto"): "beam",
         (NO_DRAFT, "speculative"): "speculative",
-        (NOT_CALIBRATED, "auto"): "speculative",
-        (NOT_CALIBRATED, "speculative"): "speculative",
+        (UNCALIBRATED, "auto"): "speculative",
+        (UNCALIBRATED, "speculative"): "speculative",
     }
 
 
@@ -136,17 +135,3 @@ def test_a_batch_job_has_beam_search_for_auto(service):
     history = list(service.runtime.snapshot.catalog.items.ids[:5])
     bodies = [RecommendBody(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
     assert [a.strategy for a in together(service)(bodies)] == ["beam", "speculative"]
-
-
-def test_costs_are_measured_before_the_engine_answers(tmp_path, monkeypatch):
-    order = []
-    for name in ("prepare", "start"):
-        original = getattr(Engine, name)
-
-        def noted(self, *rest, name=name, original=original):
-            order.append((name, *rest))
-            return original(self, *rest)
-
-        monkeypatch.setattr(Engine, name, noted)
-    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as opened:
-        assert order == [("prepare", opened.runtime.snapshot.trie), ("start",)]

@@ -10,7 +10,6 @@ from recserve.config import ServerConfig
 from recserve.core.request import DeadlineExceeded, WarmDraftRequest
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, UserRef
-from recserve.search.plan_choice import NO_DRAFT
 from recserve.search.strategies import speculative
 from recserve.server.app import load
 from recserve.service import Service
@@ -167,11 +166,8 @@ def submitted(service, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("why", ["setting", "no gain"])
-def test_without_drafts_only_the_root_is_computed(opened, monkeypatch, why):
-    with opened(warm_drafts=why != "setting") as service:
-        if why == "no gain":
-            service.runtime.engine._strategies["speculative"].only = NO_DRAFT
+def test_without_drafts_only_the_root_is_computed(opened, monkeypatch):
+    with opened(warm_drafts=False) as service:
         found = submitted(service, monkeypatch)
         warm(service, "me")
         assert [type(request).__name__ for request in found] == ["WarmRequest"] * 2
