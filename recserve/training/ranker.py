@@ -24,7 +24,7 @@ from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranke
 from recserve.training.cross_fitting import cross_fitted_vectors
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.ranking_data import BatchPlan, RankingData
+from recserve.training.ranking_data import BatchPlan, HeldOut, RankingData
 from recserve.training.ranking_quality import (
     RankingQuality,
     attend_within,
@@ -107,8 +107,7 @@ class RankerTrainee:
             self.data.tables,
             self.log,
             self.users,
-            HELD_BACK["valid"],
-            popular_share=self.popular_share,
+            HeldOut(HELD_BACK["valid"], popular_share=self.popular_share),
         )
         return quality.metrics
 
@@ -272,6 +271,5 @@ def evaluate_ranker(
     users = np.flatnonzero(log.leave_one_out().valid_rows >= 0)
     if max_users is not None:
         users = np.sort(np.random.default_rng(seed).permutation(users)[:max_users])
-    return ranking_quality(
-        model, tables, log, users, HELD_BACK[split], seed, popular_share=popular_share
-    )
+    held = HeldOut(HELD_BACK[split], seed=seed, popular_share=popular_share)
+    return ranking_quality(model, tables, log, users, held)
