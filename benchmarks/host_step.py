@@ -69,12 +69,12 @@ class NoReplay:
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """The same but for what was accepted: so many tokens of every text, and a bonus token."""
-    columns, depth = outputs.found.clone(), outputs.depth
-    accepted = min(accepted, depth)
-    columns[:, : depth + 1] = -1
+    columns, at = outputs.found.clone(), outputs.columns
+    accepted = min(accepted, at.depth)
+    columns[:, at.nodes] = -1
     columns[:, : accepted + 1] = torch.arange(accepted + 1)
-    columns[:, depth + 1], columns[:, depth + 2] = accepted, 1
-    columns[:, depth + 3 : depth + 4 + accepted] = 2
+    columns[:, at.length], columns[:, at.bonus] = accepted, 1
+    columns[:, at.tokens][:, : accepted + 1] = 2
     return replace(outputs, found=columns)
 
 

@@ -29,7 +29,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
-from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.item_graph import GraphWalk, ItemGraph, search
 from recserve.kernels.trie.item_scores import best_of_all, rows_of
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
@@ -126,7 +126,9 @@ def walks(served: Served) -> Table:
                     elif name == "random":
                         drawn = (len(part), len(graph.entries) + LATEST)
                         seeds = torch.randint(items, drawn, generator=generator)
-                    found = search(used, log_probs, tokens, seeds, None, TOP, width, STEPS)
+                    found = search(
+                        used, log_probs, tokens, seeds, None, GraphWalk(TOP, width, STEPS)
+                    )
                     rows = rows_of(found.best)
                     hits += int((rows[:, :, None] == best[:, None]).sum())
                     scored += int(found.num_scored.sum())

@@ -37,7 +37,7 @@ from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import RankerRecipe, fit_ranker
-from recserve.training.ranker.ranking_data import cross_fitted_vectors
+from recserve.training.ranker.ranking_data import HeldOut, cross_fitted_vectors
 from recserve.training.ranker.ranking_quality import conversion_words, ranking_quality
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,9 @@ def measure(
     users = np.sort(np.random.default_rng(1).permutation(users)[:max_users])
     began = time.monotonic()
     found = {
-        kind: ranking_quality(model, tables, log, users, 1, seed=1, popular_share=share).to_dict()
+        kind: ranking_quality(
+            model, tables, log, users, HeldOut(1, seed=1, popular_share=share)
+        ).to_dict()
         for kind, share in (("uniform", 0.0), ("popular", 1.0))
     }
     return found | {

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recserve.core.request import RecommendRequest
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.item_graph import search
+from recserve.kernels.trie.item_graph import GraphWalk, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all
 from recserve.kernels.trie.trie_view import gone_rows
 
@@ -48,9 +48,7 @@ def best_items(
             item_tokens,
             seeds,
             None if usable is None else usable[own],
-            most,
-            _width(first),
-            STEPS,
+            GraphWalk(k=most, width=_width(first), steps=STEPS),
         )
         best[own] = found.best
     counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)

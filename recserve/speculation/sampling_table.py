@@ -98,6 +98,21 @@ class SamplingTable:
             not self.counts and self.bias is None and self.stops is None and self.bad_words is None
         )
 
+    def copy_(self, other: SamplingTable) -> None:
+        """Overwrites every tensor with that of another table of the same shapes."""
+        for own, new in zip(self._tensors(), other._tensors(), strict=True):
+            own.copy_(new, non_blocking=True)
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [self.temperature, self.top_k, self.top_p, self.min_p, self.repetition]
+        tensors += [self.presence, self.frequency, self.min_tokens, self.seeds]
+        for entries in (self.bias, self.stops):
+            if entries is not None:
+                tensors += [entries.owners, entries.tokens, entries.values]
+        if self.bad_words is not None:
+            tensors += [self.bad_words.owners, self.bad_words.last, self.bad_words.before]
+        return tensors
+
 
 def sampling_table(
     params: Seq[SamplingParams], device: torch.device | str = "cpu", room: Room | None = None

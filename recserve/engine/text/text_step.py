@@ -45,42 +45,87 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class StepOutputs:
-    """What a step found for B texts, on the device.
+class FoundColumns:
+    """Where a step's results lie in the columns of `StepOutputs.found`.
 
-    found [B, 2 D + 5 + K W] int64: accepted nodes [D + 1] (-1 behind the last), how many after node
-    0, bonus token, tokens of the nodes, 1 where logits of the accepted nodes are not finite; then,
-    where heads ended the step, the tokens they ranked [K, W]. depth: D. num_heads: K, or 0. logits
-    [T, V] raw and hidden [T, E] of all nodes.
+    Attributes:
+        depth: D, most levels below a node 0.
+    """
+
+    depth: int
+
+    @property
+    def nodes(self) -> slice:
+        """Accepted packed nodes [D + 1], node 0 first, -1 after the last."""
+        return slice(0, self.depth + 1)
+
+    @property
+    def length(self) -> int:
+        """Number of accepted nodes, node 0 excluded."""
+        return self.depth + 1
+
+    @property
+    def bonus(self) -> int:
+        """The bonus token."""
+        return self.depth + 2
+
+    @property
+    def tokens(self) -> slice:
+        """Tokens of the accepted nodes [D + 1], meaningless after the last."""
+        return slice(self.depth + 3, 2 * self.depth + 4)
+
+    @property
+    def flawed(self) -> int:
+        """1 where logits of accepted nodes are not finite, else 0."""
+        return 2 * self.depth + 4
+
+    @property
+    def ranked(self) -> slice:
+        """Tokens that K heads rank for the next draft [K * W]; empty without heads."""
+        return slice(2 * self.depth + 5, None)
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step finds for B texts, on the device.
+
+    Attributes:
+        found: [B, 2 D + 5 + K W] int64, in one tensor so that one copy brings it to the host.
+        columns: Names of the columns of `found`.
+        logits: [T, V] raw logits of all nodes.
+        hidden: [T, E] final hidden states of all nodes.
+        num_heads: K, or 0 without heads.
     """
 
     found: Tensor
-    depth: int
+    columns: FoundColumns
     logits: Tensor
     hidden: Tensor
     num_heads: int = 0
 
     @property
     def tokens(self) -> Tensor:
-        """[B, D + 1] of the accepted nodes, meaningless behind the last."""
-        return self.found[:, self.depth + 3 : 2 * self.depth + 4]
+        """[B, D + 1] of the accepted nodes, meaningless after the last."""
+        return self.found[:, self.columns.tokens]
 
     def kept(self) -> Kept:
         """The one look at the device in a step: what was written decides what is done next."""
-        found, ranked = self.found.cpu(), None
-        width, stop = self.depth + 1, 2 * self.depth + 5
+        at, found, ranked = self.columns, self.found.cpu(), None
         if self.num_heads:
-            ranked = found[:, stop:].numpy().copy().reshape(len(found), self.num_heads, -1)
-            found = found[:, :stop]
+            own = found[:, at.ranked].numpy().copy()
+            ranked = own.reshape(len(found), self.num_heads, -1)
+            found = found[:, : at.ranked.start]
+        length_at, bonus_at, flawed_at = at.length, at.bonus, at.flawed
+        first_token = at.tokens.start + 1  # of node 0 the token is known
         paths, tokens, flawed = [], [], []
         for number, row in enumerate(found.tolist()):
-            if row[stop - 1]:
+            if row[flawed_at]:
                 flawed.append(number)
-            length = row[width]
+            length = row[length_at]
             paths.append(row[: length + 1])
-            own = row[width + 3 : width + 3 + length]
-            own.append(row[width + 1])
-            tokens.append(own)
+            written = row[first_token : first_token + length]
+            written.append(row[bonus_at])
+            tokens.append(written)
         return Kept(paths, tokens, ranked, frozenset(flawed))
 
 
@@ -159,18 +204,18 @@ class TextGroup:
         lengths = torch.tensor([s.length for s in self.sequences], device=logits.device)
         alone = past is None and (table.greedy or not table.truncates)
         scored = ScoredTrees(
-            tree,
-            depth,
-            Target(logits, tree, depth, table, past, everywhere),
-            table.seeds,
-            lengths,
-            logits.shape[1],
-            draft_probs(self.drafts, logits.device),
-            table.greedy,
-            logits if alone else None,
-            table.temperature,
-            everywhere,
-            on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
+            tree=tree,
+            depth=depth,
+            target=Target(logits, tree, depth, table, past, everywhere),
+            seeds=table.seeds,
+            lengths=lengths,
+            vocab_size=logits.shape[1],
+            probs=draft_probs(self.drafts, logits.device),
+            greedy=table.greedy,
+            logits=logits if alone else None,
+            temperatures=table.temperature,
+            everywhere=everywhere,
+            rules=on_device(numbers_of(self.rules), logits.device) if self.rule == MIXED else None,
         )
         return verify(self.rule, scored)
 
@@ -228,8 +273,8 @@ def outputs_of(tree: TokenTree, accepted: Accepted, logits: Tensor, hidden: Tens
     flawed = ~fits.all(1, keepdim=True)
     found = [accepted.nodes, accepted.lengths[:, None], accepted.bonus[:, None]]
     found += [tree.tokens[nodes], flawed.long()]
-    depth = accepted.nodes.shape[1] - 1
-    return StepOutputs(torch.cat(found, 1), depth, logits, hidden)
+    columns = FoundColumns(accepted.nodes.shape[1] - 1)
+    return StepOutputs(torch.cat(found, 1), columns, logits, hidden)
 
 
 def _flawed(logits: Tensor, chosen: Seq[int], paths: Seq[Seq[int]]) -> frozenset[int]:

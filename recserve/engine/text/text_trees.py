@@ -117,7 +117,7 @@ def pack_trees(
     depth = max([draft.depth for _, draft in some], default=0)
     if forks and not late_forks:
         own = columns[:, : chains.drafted]
-        own[DEPTHS : ENDS + 1] = _known_shape(own[PARENTS].tobytes(), depth)
+        own[DEPTHS : ENDS + 1] = _cached_shape(own[PARENTS].tobytes(), depth)
     return PackedTrees(
         columns, chains.offsets, late + late_forks, chains.drafted, depth, not late_forks
     )
@@ -215,9 +215,11 @@ def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains
 
 
 @lru_cache(maxsize=256)
-def _known_shape(parents: bytes, depth: int) -> NDArray[np.int64]:
-    """[2, T] depths and ends. parents: the bytes of [T] int64; static trees have the same ones at
-    every step.
+def _cached_shape(parents: bytes, depth: int) -> NDArray[np.int64]:
+    """`_shape` as [2, T], cached because a drafter with a fixed tree has the same parents in every
+    step, and computing depths and ends takes several operators per level.
+
+    parents: the bytes of [T] int64, which can be a key where an array cannot.
     """
     columns = _shape(torch.from_numpy(np.frombuffer(parents, np.int64).copy()), depth)
     return torch.stack(columns).numpy()

@@ -37,11 +37,28 @@ class ItemGraph:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What a search found.
+class GraphWalk:
+    """How far a search walks.
 
-    best [B, k]: rank keys of the best usable items, best first, NOTHING where fewer were found.
-    num_scored [B]: items scored.
+    Attributes:
+        k: Items to return for each request.
+        width: Items that are followed in the last step. Each step before it follows half as many
+            as the next one.
+        steps: Steps to neighbours.
+    """
+
+    k: int
+    width: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class GraphResult:
+    """What a search of the item graph finds.
+
+    Attributes:
+        best: [B, k] rank keys of the best usable items, best first, NOTHING where there are fewer.
+        num_scored: [B] items scored.
     """
 
     best: Tensor
@@ -54,18 +71,21 @@ def search(
     item_tokens: Tensor,
     seeds: Tensor,
     usable: Tensor | None,
-    k: int,
-    width: int,
-    steps: int,
-) -> Search:
-    """The k best usable items that lie on the way.
+    walk: GraphWalk,
+) -> GraphResult:
+    """Returns the best usable items that lie on the way.
 
-    log_probs: [B, V] of each token at its own level. item_tokens: [I', L], I' >= I: items that the
-    graph does not know are seeds of every request. seeds: [B, s] item rows, -1 where there is none;
-    the graph's entries are added. usable: [B, I'] bool, None: all; what is not usable is walked
-    through but never returned. width: items that are followed in the last step; in each one before
-    it half as many as in the next.
+    Args:
+        graph: Similar items of the first I items.
+        log_probs: [B, V] of each token at its own level.
+        item_tokens: [I', L], I' >= I. Items that the graph does not know are seeds of every
+            request.
+        seeds: [B, s] item rows, -1 where there is none. The graph's entries are added.
+        usable: [B, I'] bool, or None for all. Items that are not usable are walked through but
+            never returned.
+        walk: How far to go.
     """
+    k, width, steps = walk.k, walk.width, walk.steps
     batch, device = log_probs.shape[0], log_probs.device
     unknown = torch.arange(graph.num_items, item_tokens.shape[0], device=device)
     common = torch.cat([graph.entries.long(), unknown]).expand(batch, -1)
@@ -87,7 +107,7 @@ def search(
             linked = (ahead != NOTHING) & (known < graph.num_items)
             near = graph.neighbours[torch.where(linked, known, 0)].long()
             rows = torch.where(linked[..., None], near, -1).flatten(1)
-    return Search(best, scored[:, :-1].sum(1))
+    return GraphResult(best, scored[:, :-1].sum(1))
 
 
 def _fresh(rows: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:

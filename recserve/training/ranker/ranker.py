@@ -23,7 +23,12 @@ from recserve.features.tables.items import ItemTable
 from recserve.models.ranker import Ranker, RankerConfig, load_ranker, save_ranker
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.ranker.ranking_data import BatchPlan, RankingData, cross_fitted_vectors
+from recserve.training.ranker.ranking_data import (
+    BatchPlan,
+    HeldOut,
+    RankingData,
+    cross_fitted_vectors,
+)
 from recserve.training.ranker.ranking_quality import (
     RankingQuality,
     attend_within,
@@ -106,8 +111,7 @@ class RankerTrainee:
             self.data.tables,
             self.log,
             self.users,
-            HELD_BACK["valid"],
-            popular_share=self.popular_share,
+            HeldOut(HELD_BACK["valid"], popular_share=self.popular_share),
         )
         return quality.metrics
 
@@ -271,6 +275,5 @@ def evaluate_ranker(
     users = np.flatnonzero(log.leave_one_out().valid_rows >= 0)
     if max_users is not None:
         users = np.sort(np.random.default_rng(seed).permutation(users)[:max_users])
-    return ranking_quality(
-        model, tables, log, users, HELD_BACK[split], seed, popular_share=popular_share
-    )
+    held = HeldOut(HELD_BACK[split], seed=seed, popular_share=popular_share)
+    return ranking_quality(model, tables, log, users, held)

@@ -183,15 +183,29 @@ class NegativeSampler:
         return np.where(noise.random(shape) < popular_share, popular, uniform)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Which events are held out, and what each is ranked against.
+
+    Attributes:
+        held_back: Place of the event from the end of a user's events (1: test, 2: validation).
+        seed: Of the sampled items.
+        negatives: Sampled items for each held event.
+        popular_share: Share of them that is drawn by popularity.
+    """
+
+    held_back: int
+    seed: int = 0
+    negatives: int = 99
+    popular_share: float = 0.0
+
+
 def held_batches(
     log: EventLog,
     tables: RankingTables,
     users: np.ndarray,
-    held_back: int,
     sampler: NegativeSampler,
-    seed: int,
-    negatives: int = 99,
-    popular_share: float = 0.0,
+    held: HeldOut,
     batch_roots: int = 32,
 ) -> Iterator[RankingBatch]:
     """The event `held_back` from the end of each user against sampled items, columns as in serving.
@@ -199,12 +213,13 @@ def held_batches(
     log: all events. users: numbers of users with more than `held_back` events. The held event comes
     first among its candidates. With timestamps, the exposure time is that of the held event.
     """
-    noise = np.random.default_rng((seed, held_back))
+    held_back = held.held_back
+    noise = np.random.default_rng((held.seed, held_back))
     order = users[np.argsort(log.lengths()[users], kind="stable")]
     for first in range(0, order.size, batch_roots):
         roots, parts, labels = [], [], []
         chosen = order[first : first + batch_roots]
-        drawn = sampler.draw(chosen, negatives, noise, popular_share)
+        drawn = sampler.draw(chosen, held.negatives, noise, held.popular_share)
         for user, others in zip(chosen.tolist(), drawn, strict=True):
             events = UserEvents.of(log, user)
             at = len(events) - held_back
@@ -214,8 +229,8 @@ def held_batches(
             roots.append(root)
             parts.append(candidate_columns(tables, root, rows, moment))
             label = np.zeros((rows.size, 2), dtype=np.float32)
-            held = events.slice(at, at + 1)
-            label[0] = 1, tables.settings.is_conversion(held.types, held.values)[0]
+            event = events.slice(at, at + 1)
+            label[0] = 1, tables.settings.is_conversion(event.types, event.values)[0]
             labels.append(label)
         columns = Columns(
             **{

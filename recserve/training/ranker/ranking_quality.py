@@ -16,7 +16,7 @@ from recserve.models.attention import DenseSiluAttention
 from recserve.models.ranker import Ranker
 from recserve.training.evaluation.accuracy import auc, gauc
 from recserve.training.ranker.ranking_batch import RankingBatch
-from recserve.training.ranker.ranking_data import NegativeSampler, held_batches
+from recserve.training.ranker.ranking_data import HeldOut, NegativeSampler, held_batches
 
 BASELINES = {
     "popularity": "log_count",
@@ -56,22 +56,26 @@ def ranking_quality(
     tables: RankingTables,
     log: EventLog,
     users: np.ndarray,
-    held_back: int,
-    seed: int = 0,
-    negatives: int = 99,
-    popular_share: float = 0.0,
+    held: HeldOut,
 ) -> RankingQuality:
-    """Rank the event `held_back` from the end (1: test, 2: validation) of each user.
+    """Ranks each user's held-out event against sampled items that the user never had.
 
-    log: all events; sampled items are none that the user ever had. users: numbers of users in it.
-    Leaves the model in eval mode. Raises ValueError if there are no users.
+    Args:
+        model: Left in eval mode.
+        tables: Features of items and users.
+        log: All events.
+        users: Numbers of users in the log.
+        held: Which event is held out, and what it is ranked against.
+
+    Raises:
+        ValueError: If there are no users.
     """
     if not users.size:
         raise ValueError("no user has a held-out event; events need at least three per user")
     sampler = NegativeSampler(log, tables)
-    batches = held_batches(log, tables, users, held_back, sampler, seed, negatives, popular_share)
+    batches = held_batches(log, tables, users, sampler, held)
     labels, scores, features = _score(model.eval(), batches)
-    groups = np.arange(len(labels)) // (1 + negatives)
+    groups = np.arange(len(labels)) // (1 + held.negatives)
     metrics = {}
     for column, task in enumerate(model.config.tasks):
         metrics[f"{task}_auc"] = auc(labels[:, column], scores[:, column])
@@ -81,7 +85,7 @@ def ranking_quality(
         name: gauc(labels[:, 0], features[:, names.index(feature)], groups)
         for name, feature in BASELINES.items()
     }
-    return RankingQuality(users.size, negatives, popular_share, metrics, baselines)
+    return RankingQuality(users.size, held.negatives, held.popular_share, metrics, baselines)
 
 
 def _score(

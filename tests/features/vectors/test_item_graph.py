@@ -6,7 +6,7 @@ import torch
 
 from recserve.features.vectors import item_graph
 from recserve.features.vectors.item_graph import ItemLinks, link_items
-from recserve.kernels.trie.item_graph import ItemGraph, search
+from recserve.kernels.trie.item_graph import GraphWalk, ItemGraph, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all, rows_of
 
 
@@ -107,7 +107,7 @@ def test_a_complete_graph_finds_what_exhaustive_scoring_finds(items, batch, k, f
     usable = None
     if filtered:
         usable = torch.rand(batch, items, generator=torch.manual_seed(2)) < 0.5
-    found = search(graph, log_probs, tokens, no_seeds(batch), usable, k, 4, 2)
+    found = search(graph, log_probs, tokens, no_seeds(batch), usable, GraphWalk(k, 4, 2))
     assert torch.equal(found.best, best_of_all(log_probs, tokens, usable, k))
     assert found.num_scored.tolist() == [items] * batch
 
@@ -144,7 +144,7 @@ def test_the_walk_is_that_of_a_plain_loop_alone_or_in_a_batch(late):
     tokens = torch.cat([tokens, tokens[:late] + 0])
     usable = torch.rand(5, 200 + late, generator=torch.manual_seed(3)) < 0.7
     seeds = torch.tensor([[7, 7, -1], [-1, -1, -1], [3, 0, 199], [5, 6, 7], [100, -1, 2]])
-    found = search(graph, log_probs, tokens, seeds, usable, 12, 5, 3)
+    found = search(graph, log_probs, tokens, seeds, usable, GraphWalk(12, 5, 3))
     for b in range(5):
         rows, count = plain_search(
             graph, log_probs[b], tokens, seeds[b].tolist(), usable[b], 12, 5, 3
@@ -152,5 +152,5 @@ def test_the_walk_is_that_of_a_plain_loop_alone_or_in_a_batch(late):
         best = found.best[b][found.best[b] != NOTHING]
         assert rows_of(best).tolist() == rows and int(found.num_scored[b]) == count
         one = slice(b, b + 1)
-        alone = search(graph, log_probs[one], tokens, seeds[one], usable[one], 12, 5, 3)
+        alone = search(graph, log_probs[one], tokens, seeds[one], usable[one], GraphWalk(12, 5, 3))
         assert torch.equal(alone.best, found.best[one])

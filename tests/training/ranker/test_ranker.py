@@ -36,6 +36,7 @@ from recserve.training.ranker.ranker import (
 )
 from recserve.training.ranker.ranking_batch import RankingBatch
 from recserve.training.ranker.ranking_data import (
+    HeldOut,
     NegativeSampler,
     RankingData,
     cross_fitted_vectors,
@@ -107,13 +108,13 @@ def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     tables = RankingTables.load(tmp_path, topic_items(), noise_vectors())
     model = load_ranker(tmp_path, noise_vectors())
     users = np.arange(log.num_users)
-    quality = ranking_quality(model, tables, log, users, held_back=1)
+    quality = ranking_quality(model, tables, log, users, HeldOut(1))
     assert quality.metrics["click_gauc"] > 0.75
     assert quality.metrics["conversion_auc"] > 0.8
     assert quality.baselines["popularity"] < 0.6 and quality.baselines["vectors"] < 0.6
     events = UserEvents.of(log, 0)
     root = root_columns(tables, events)
-    batch = next(held_batches(log, tables, users[:32], 1, NegativeSampler(log, tables), 0))
+    batch = next(held_batches(log, tables, users[:32], NegativeSampler(log, tables), HeldOut(1)))
     with torch.no_grad():
         logits = score(model, batch)
     rows = batch.inputs.tokens.flatten()[batch.candidates] // PER_TOPIC
@@ -223,7 +224,9 @@ def test_root_scores_the_same_in_any_batch() -> None:
 
     def scores(size: int) -> torch.Tensor:
         sampler = NegativeSampler(log, data.tables)
-        found = held_batches(log, data.tables, users, 1, sampler, 0, 0, batch_roots=size)
+        found = held_batches(
+            log, data.tables, users, sampler, HeldOut(1, negatives=0), batch_roots=size
+        )
         with torch.no_grad():
             return torch.cat([score(model, batch) for batch in found])
 
@@ -238,7 +241,7 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
     user = int(np.argmax(log.lengths() % 4 == 1))  # two events before the window slides
     sampler = NegativeSampler(log, data.tables)
     users, held = np.array([user]), 2
-    batch = next(held_batches(log, data.tables, users, held, sampler, 0, negatives=200))
+    batch = next(held_batches(log, data.tables, users, sampler, HeldOut(held, negatives=200)))
     with torch.no_grad():
         expected = score(model, batch).numpy()
     events, tables = UserEvents.of(log, user), data.tables
@@ -272,7 +275,7 @@ def test_held_batch_has_the_columns_of_serving() -> None:
     log = topic_log(20)
     data = make_data(log)
     sampler = NegativeSampler(log, data.tables)
-    batch = next(held_batches(log, data.tables, np.array([7]), 1, sampler, 0, negatives=9))
+    batch = next(held_batches(log, data.tables, np.array([7]), sampler, HeldOut(1, negatives=9)))
     events = UserEvents.of(log, 7)
     root = root_columns(data.tables, events.slice(0, len(events) - 1))
     n = len(root)
@@ -392,5 +395,5 @@ def test_movielens_beats_popularity_and_vectors(tmp_path) -> None:
     assert tables.settings.conversion_value == 4.0
     users = np.flatnonzero(log.leave_one_out().test_rows >= 0)
     model = load_ranker(tmp_path, vectors)
-    quality = ranking_quality(model, tables, log, users, held_back=1, popular_share=1.0)
+    quality = ranking_quality(model, tables, log, users, HeldOut(1, popular_share=1.0))
     assert quality.metrics["click_gauc"] > max(quality.baselines.values()) + 0.02
