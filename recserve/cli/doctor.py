@@ -130,12 +130,12 @@ def check_kernels() -> Finding:
     import torch
 
     from recserve.kernels import dispatch
-    from recserve.kernels.cpu import cpu_attention, products
+    from recserve.kernels.cpu import cpu_attention, native, products
     from recserve.kernels.cpu.cpu_plan import Form
 
     if dispatch.KERNELS != "auto":
         return Finding("kernels", "ok", f"not measured: RECSERVE_KERNELS is {dispatch.KERNELS}")
-    if not dispatch.looks_up():
+    if native.library() is None:
         return Finding("kernels", "ok", "torch, as there is no C compiler")
     parts = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -62,11 +62,6 @@ def lays_out(keys: Tensor) -> bool:
     return uses_c() and native.reads(keys)
 
 
-def looks_up() -> bool:
-    """Whether what followed in growing texts is looked up in C (native_lookup.py)."""
-    return uses_c() and native.library() is not None
-
-
 def packs(weights: Sequence[Tensor]) -> bool:
     """Whether products with these weights [n, m] of a model run in C: all or none.
 
@@ -201,7 +196,7 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
     """Bits of a trie's leaves, one row. rows [n / 8] uint8: bits of the item rows. leaf_rows [I]
     int32: the row of each leaf.
     """
-    if looks_up() and leaf_rows.is_cpu:
+    if uses_c() and native.library() is not None and leaf_rows.is_cpu:
         from recserve.kernels.trie import native_leaves
 
         return native_leaves.leaf_bits(rows, leaf_rows)

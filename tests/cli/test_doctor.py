@@ -4,7 +4,7 @@ import pytest
 
 from recserve.cli import doctor
 from recserve.kernels import dispatch
-from recserve.kernels.cpu import cpu_attention, products
+from recserve.kernels.cpu import cpu_attention, native, products
 from recserve.kernels.cpu.choice import KernelChoice
 
 
@@ -29,11 +29,11 @@ def test_the_choice_between_c_and_torch_is_shown(monkeypatch):
         choice = KernelChoice("a test", (ratio,), (1.0,))
         monkeypatch.setattr(products, "total", lambda shapes, dtype, it=choice: it)
         monkeypatch.setattr(cpu_attention, "choose", lambda form, it=choice: it)
-        monkeypatch.setattr(dispatch, "looks_up", lambda: True)
+        monkeypatch.setattr(native, "library", lambda: object())
         finding = doctor.check_kernels()
         parts = f"products {name} (2.0x), attention {name} (2.0x)"
         assert finding.detail == f"float32: {parts}; bfloat16: {parts}"
-    monkeypatch.setattr(dispatch, "looks_up", lambda: False)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert doctor.check_kernels().detail == "torch, as there is no C compiler"
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
     assert doctor.check_kernels().detail == "not measured: RECSERVE_KERNELS is torch"

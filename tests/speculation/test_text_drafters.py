@@ -69,7 +69,6 @@ def noisy(model, spread: float = 0.1):
 
 MAKERS = {
     "ngram": lambda m: NgramDrafter(min_match=1),
-    "ngram-tree": lambda m: NgramDrafter(min_match=1, branches=3),
     "suffix": lambda m: SuffixDrafter(),
     "lookahead": lambda m: LookaheadDrafter(),
     "lookahead-alone": lambda m: LookaheadDrafter(from_text=False),

@@ -259,7 +259,7 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
         return drafter
 
     makers: dict[str, Callable[[], Any]] = {
-        "ngram": lambda: NgramDrafter(min_match=1, branches=2),
+        "ngram": lambda: NgramDrafter(min_match=1),
         "suffix": lambda: SuffixDrafter(),
         "lookahead": lambda: LookaheadDrafter(window=3, ngram=3),
         "draft_model": lambda: ModelDrafter(small, VOCABULARY, (1,) * 3),

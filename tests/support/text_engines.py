@@ -81,7 +81,7 @@ def medusa(model) -> MedusaDrafter:
 
 
 MAKERS = {  # every drafter, for a target
-    "ngram": lambda m: NgramDrafter(min_match=1, branches=2),
+    "ngram": lambda m: NgramDrafter(min_match=1),
     "suffix": lambda m: SuffixDrafter(),
     "lookahead": lambda m: LookaheadDrafter(window=3, ngram=3),
     "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 4),

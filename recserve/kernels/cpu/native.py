@@ -38,9 +38,6 @@ SIGNATURES = {
     "wanted_prefixes": (P,),
     "passed_prefixes": (P,),
     "leaf_bits": (P, P, N, P, P),
-    "extend_text": (P, P, N),
-    "ngram_drafts": (P, N, P, P, P, P, N),
-    "suffix_drafts": (P, N, P, P, P, P, P),
     "scored_table": (N, P, P, P, N, P, P, P, P, P, P, N),
 }
 RETURNS = dict.fromkeys(("trie_search", "trie_layout", "wanted_prefixes", "passed_prefixes"), N)

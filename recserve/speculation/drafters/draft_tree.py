@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
+import torch
 
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
-from recserve.speculation.drafters.host_draft import NOTHING, HostDraft
+from recserve.speculation.text import TextDraft, empty_draft
 
 ROOT = -1
 
@@ -77,18 +77,24 @@ class DraftTree:
             waiting += children[node]
         return order
 
-    def finish(self, order: list[int], name_proposers: bool = False) -> HostDraft:
-        """The draft. order: of `preorder`. name_proposers: say which source proposed each node."""
+    def finish(self, order: list[int], name_proposers: bool = False) -> TextDraft:
+        """Returns the draft on the host.
+
+        Args:
+            order: Node numbers as `preorder` returns them.
+            name_proposers: True to say which source proposed each node.
+        """
         if not order:
-            return NOTHING
-        place = np.empty(len(order) + 1, np.int64)
-        place[order] = np.arange(len(order))
-        place[ROOT] = ROOT
-        kinds = np.array(self.kinds)[order]
-        return HostDraft(
-            np.array(self.tokens, np.int64)[order],
-            place[np.array(self.parents)[order]],
+            return empty_draft()
+        place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
+        kinds = [self.kinds[node] for node in order]
+        auxiliary = AUXILIARY in kinds
+        return TextDraft(
+            torch.tensor([self.tokens[node] for node in order]),
+            torch.tensor([place[self.parents[node]] for node in order]),
             max(self.depths),
-            kinds if (kinds != CANDIDATE).any() else None,
-            np.array(self.proposers)[order] if name_proposers else None,
+            kinds=torch.tensor(kinds) if auxiliary else None,
+            proposers=torch.tensor([self.proposers[node] for node in order])
+            if name_proposers
+            else None,
         )

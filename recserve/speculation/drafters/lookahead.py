@@ -22,9 +22,8 @@ import torch
 
 from recserve.kernels.noise import DRAFT, uniform
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
-from recserve.speculation.drafters.host_draft import NOTHING, HostDraft, as_tensors
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 
 
 class NgramPool:
@@ -99,10 +98,9 @@ class LookaheadDrafter:
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """N-grams of the pool as candidates, then the window."""
-        drafts = [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return as_tensors(drafts)
+        return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
-    def _draft(self, context: TextContext, budget: Budget) -> HostDraft:
+    def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
         window = self._windows.get(context.id)
         if window is None:
             window = self._windows[context.id] = self._start(context)
@@ -125,7 +123,7 @@ class LookaheadDrafter:
         wanted = _add_window(tree, window.rows) if fits else []
         order = tree.preorder()
         if not order:
-            return NOTHING
+            return empty_draft()
         place = {node: 1 + i for i, node in enumerate(order)} | {ROOT: 0}
         window.nodes = [place[node] for node in wanted]
         return tree.finish(order)

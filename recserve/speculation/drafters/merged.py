@@ -16,7 +16,6 @@ import torch
 
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
-from recserve.speculation.drafters.host_draft import as_tensors
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.ranked_heads import RankedHeads, ranked_heads_of
 from recserve.speculation.text import (
@@ -149,9 +148,9 @@ def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]
         trees.append(tree)
         nodes.append(own)
     orders = [tree.preorder() for tree in trees]
-    made = as_tensors(
-        [tree.finish(order, name_proposers=True) for tree, order in zip(trees, orders, strict=True)]
-    )
+    made = [
+        tree.finish(order, name_proposers=True) for tree, order in zip(trees, orders, strict=True)
+    ]
     merged = []
     for draft, order, own in zip(made, orders, nodes, strict=True):
         place = {node: i for i, node in enumerate(order)}

@@ -1,10 +1,10 @@
-"""Prompt lookup: what followed the last time the text ended like this.
+"""Prompt lookup: drafts what followed the last time the text ended like this.
 
     ... the cat sat on the mat ... then the cat sat | on the mat
             `--- the same n-gram                      `--- drafted
 
-The longest suffix counts, and its newest occurrence first. A continuation that reaches the end of
-the text goes on in what it has drafted, so that a text with a period is drafted to any length.
+The longest matching suffix counts, and its newest occurrence. A continuation that reaches the end
+of the text repeats itself, so a periodic text can be drafted to any length.
 Source: prompt lookup decoding (Saxena 2023).
 """
 
@@ -12,50 +12,73 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.lookup import Ask
-from recserve.speculation.drafters.text_lookup import text_lookup
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome
+import torch
+
+from recserve.speculation.drafters.limits import allowed
+from recserve.speculation.drafters.token_string import RunningTexts
+from recserve.speculation.text import (
+    Budget,
+    TextContext,
+    TextDraft,
+    TextOutcome,
+    chain_draft,
+    empty_draft,
+)
 
 
 class NgramDrafter:
-    """min_match, max_match: length of the n-grams. num_tokens: length of a continuation.
-    branches: most continuations that are merged into one tree.
+    """Drafts the continuation of the newest earlier occurrence of the text's last tokens.
 
-    Raises ValueError for numbers out of their range.
+    Args:
+        min_match: Shortest n-gram that is looked up, in tokens.
+        max_match: Longest n-gram that is looked up, in tokens.
+        num_tokens: Length of a draft, unless the request names another.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
-    def __init__(
-        self,
-        min_match: int = 2,
-        max_match: int = 5,
-        num_tokens: int = 8,
-        branches: int = 1,
-    ) -> None:
+    def __init__(self, min_match: int = 2, max_match: int = 5, num_tokens: int = 8) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"matches of {min_match} to {max_match} tokens; need 1 <= min <= max")
-        if num_tokens < 1 or branches < 1:
-            raise ValueError(f"num_tokens {num_tokens} and branches {branches} must be at least 1")
-        self.num_tokens, self.branches = num_tokens, branches
-        self._lookup = text_lookup(range(min_match, max_match + 1))
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
+        self.min_match, self.max_match, self.num_tokens = min_match, max_match, num_tokens
+        self._texts = RunningTexts()
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Continuations, longest match first."""
-        return self._lookup.ngrams(
-            [self._ask(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        )
+        """Returns one chain per context; it is empty where nothing matches."""
+        return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
-    def _ask(self, context: TextContext, budget: Budget) -> Ask:
-        branches = 1 if only_chains(context) else self.branches
-        budget = allowed(context, budget, self.num_tokens * branches)
+    def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
+        text = self._texts.update(context)
+        budget = allowed(context, budget, self.num_tokens)
         depth = min(budget.depth, budget.num_nodes)
-        if context.speculation.num_tokens is None:
-            depth = min(depth, self.num_tokens)
-        return Ask(context.id, context.tokens, budget.num_nodes, depth, branches)
+        found = self._followed(text)
+        if not found or not depth:
+            return empty_draft()
+        repeated = (found * (1 + depth // len(found)))[:depth]
+        return chain_draft(torch.tensor([ord(token) for token in repeated]))
+
+    def _followed(self, text: str) -> str:
+        """What followed the longest match to the end of the text; empty without a match.
+
+        The newest occurrence of a longer n-gram is never newer than that of a shorter one, so each
+        search begins where the last one ended.
+        """
+        stop = len(text) - 1
+        found = ""
+        for length in range(self.min_match, self.max_match + 1):
+            start = text.rfind(text[-length:], 0, stop)
+            if start < 0:
+                break
+            stop = start + length
+            found = text[stop:]
+        return found
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads what was committed."""
 
     def forget(self, context_id: int) -> None:
-        """Drop the sequence's index."""
-        self._lookup.forget(context_id)
+        """Drops the sequence's text."""
+        self._texts.forget(context_id)

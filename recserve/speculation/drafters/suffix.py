@@ -1,60 +1,251 @@
-"""Suffix decoding: what followed the end of this text before, here and in earlier outputs, by how
-often it did.
+"""Suffix decoding: drafts what followed the end of this text before, weighted by frequency.
 
-For every length m of the matched end, the occurrences that match m tokens give a tree of what
-followed them; a node's probability is its share of these occurrences. Longer matches may draft
-more, and the m whose draft has the largest sum of probabilities, its expected accept length, is
-proposed. The trees are those of a suffix tree, counted over the newest occurrences on demand.
+For every length m of the matched end, the occurrences that match m tokens give a tree of their
+continuations. A node's probability is its share of these occurrences. A longer match may draft
+more nodes. The drafter proposes the m whose draft has the largest sum of probabilities, which is
+its expected accept length. It searches the text itself and a store of earlier outputs.
 Source: SuffixDecoding (arXiv 2411.04975), section 3.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice, repeat
 
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.drafters.lookup import ANCHORS, USUAL, Ask, SuffixLimits
-from recserve.speculation.drafters.text_lookup import text_lookup
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome
+from recserve.speculation.drafters.output_store import OutputStore
+from recserve.speculation.drafters.token_string import (
+    GAP,
+    RunningTexts,
+    draft_of_paths,
+    earlier_ends,
+    to_string,
+)
+from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+
+# Lengths of the n-grams that are looked up, longest first; comparing tokens tells the rest apart.
+ANCHORS = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class SuffixLimits:
+    """Limits of a suffix draft.
+
+    Attributes:
+        num_tokens: Most nodes.
+        depth: Most levels.
+        max_match: A longer match counts as this many tokens.
+        factor: A match of m tokens drafts at most `factor * m + offset` nodes.
+        offset: See `factor`.
+        min_prob: Smallest probability of a node, above 0 and at most 1.
+        occurrences: Most occurrences of one n-gram that are counted, the newest ones.
+
+    Raises:
+        ValueError: If `min_prob` is out of its range.
+    """
+
+    num_tokens: int = 24
+    depth: int = 16
+    max_match: int = 24
+    factor: float = 1.5
+    offset: float = 0.0
+    min_prob: float = 0.1
+    occurrences: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_prob <= 1:
+            raise ValueError(f"min_prob is {self.min_prob}; it must be above 0 and at most 1")
+
+    def num_nodes(self, match: int) -> int:
+        """Most nodes after a match of `match` tokens."""
+        return int(self.factor * match + self.offset)
+
+
+DEFAULT_LIMITS = SuffixLimits()
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """Paths of a draft, and its expected accept length if the past repeats itself."""
+
+    paths: tuple[str, ...] = ()
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Query:
+    """The end of a text, and how large its draft may be.
+
+    Attributes:
+        text: All committed tokens.
+        num_nodes: Most nodes of the draft.
+        depth: Most levels of the draft.
+        only_chain: True if the draft must not fork.
+    """
+
+    text: str
+    num_nodes: int
+    depth: int
+    only_chain: bool
 
 
 class SuffixDrafter:
-    """Each sequence's own text, and one store of outputs for all.
+    """Searches each sequence's own text, and a store of outputs that all sequences share.
 
-    capacity: tokens of the store, the oldest leave first; 0: no store. An output enters the store
-    when its sequence ends or is set aside. A token takes 72 bytes, in the store (19 MB) and while
-    its sequence runs, and memory for up to twice as many is taken ahead.
+    Args:
+        limits: Size of the drafts.
+        capacity: Most tokens of the store; 0 means no store. An output enters the store when its
+            sequence ends or is preempted.
+
+    Raises:
+        ValueError: If the capacity is negative.
     """
 
-    def __init__(
-        self,
-        limits: SuffixLimits = USUAL,
-        capacity: int = 2**17,
-    ) -> None:
+    def __init__(self, limits: SuffixLimits = DEFAULT_LIMITS, capacity: int = 2**17) -> None:
         if capacity < 0:
             raise ValueError(f"capacity is {capacity}; it must be at least 0")
         self.limits = limits
-        self._lookup = text_lookup(ANCHORS, capacity, self.limits)
+        self._store = OutputStore(capacity, ANCHORS) if capacity else None
+        self._texts = RunningTexts()
         self._contexts: dict[int, TextContext] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """The better of the two sources' guesses, the own text's at a tie."""
-        asks = [self._ask(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        return self._lookup.suffixes(asks)
+        """Returns the better guess of the two sources; the text's own one if they are equal."""
+        return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
-    def _ask(self, context: TextContext, budget: Budget) -> Ask:
+    def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
         self._contexts[context.id] = context
+        text = self._texts.update(context)
         budget = allowed(context, budget, self.limits.num_tokens)
         depth = min(budget.depth, budget.num_nodes, self.limits.depth)
-        branches = 1 if only_chains(context) else budget.num_nodes
-        return Ask(context.id, context.tokens, budget.num_nodes, depth, branches)
+        if not depth:
+            return empty_draft()
+        query = _Query(text, budget.num_nodes, depth, only_chains(context))
+        guess = self._better(_Guess(), query, None)
+        if self._store is not None:
+            guess = self._better(guess, query, self._store)
+        return draft_of_paths(guess.paths) if guess.paths else empty_draft()
+
+    def _better(self, best: _Guess, query: _Query, store: OutputStore | None) -> _Guess:
+        """The best guess over all match lengths if it has a higher score than `best`.
+
+        Long matches come first. No tree of m matched tokens has a higher score than it has nodes
+        or levels, so the search ends as soon as no shorter match can win.
+        """
+        counted: list[str] = []
+        seen: set[tuple[str, int]] = set()
+        longest = self.limits.max_match
+        for length in ANCHORS:
+            if length > longest:
+                continue
+            if best.score >= self._bound(longest, query):
+                break
+            by_match = self._matches(query, store, length, longest, seen)
+            for match in sorted(by_match, reverse=True):
+                counted += by_match[match]
+                if best.score < self._bound(match, query):
+                    best = max(best, self._grow(counted, match, query), key=lambda g: g.score)
+            longest = length - 1
+        return best
+
+    def _bound(self, match: int, query: _Query) -> int:
+        return min(self.limits.num_nodes(match), query.num_nodes, query.depth)
+
+    def _matches(
+        self,
+        query: _Query,
+        store: OutputStore | None,
+        length: int,
+        longest: int,
+        seen: set[tuple[str, int]],
+    ) -> dict[int, list[str]]:
+        """Continuations of the newest occurrences of the last `length` tokens, by match length.
+
+        Args:
+            query: The text and the depth of a continuation.
+            store: Where to search; None searches the text itself.
+            length: One of ANCHORS.
+            longest: A longer match counts as this long.
+            seen: Occurrences of longer n-grams, which are left out; new ones are added.
+        """
+        text, found = query.text, dict[int, list[str]]()
+        if len(text) < length:
+            return found
+        for place in islice(_ends(text, length, store), self.limits.occurrences):
+            if place in seen:
+                continue
+            seen.add(place)
+            other, end = place
+            match = length
+            most = min(longest, end, len(text))
+            while match < most and other[end - match - 1] == text[-match - 1]:
+                match += 1
+            followed = other[end : end + query.depth]
+            if store is not None:
+                followed = followed.partition(GAP)[0]
+            if followed:
+                found.setdefault(match, []).append(followed)
+        return found
+
+    def _grow(self, followed: list[str], match: int, query: _Query) -> _Guess:
+        """The likeliest nodes of the tree of continuations; of equal ones, the first in preorder.
+
+        Shares fall along a path, so a node is always added after its parent.
+        """
+        most = min(self.limits.num_nodes(match), query.num_nodes)
+        least = self.limits.min_prob * len(followed)
+        paths: list[str] = []
+        total = 0
+        open_nodes = [(-len(followed), "", followed)]
+        while open_nodes and len(paths) < most:
+            count, path, group = heapq.heappop(open_nodes)
+            if path:
+                paths.append(path)
+                total -= count
+            if len(group) == 1:
+                # No other path has a node between these in the order of shares.
+                rest = group[0][: len(path) + most - len(paths)]
+                paths += [rest[:stop] for stop in range(len(path) + 1, len(rest) + 1)]
+                total += max(len(rest) - len(path), 0)
+                continue
+            below = _children(group, path, least)
+            if query.only_chain:
+                below = [min(below)] if below else []
+            for node in below:
+                heapq.heappush(open_nodes, node)
+        return _Guess(tuple(paths), total / len(followed))
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Nothing: the next proposal reads what was committed."""
 
     def forget(self, context_id: int) -> None:
-        """Move the sequence's output to the store."""
-        self._lookup.forget(context_id)
+        """Moves the sequence's output to the store."""
+        self._texts.forget(context_id)
         context = self._contexts.pop(context_id, None)
-        if context is not None and context.num_output:
-            self._lookup.store(context.tokens[context.num_prompt :])
+        if context is not None and context.num_output and self._store is not None:
+            self._store.add(to_string(context.tokens[context.num_prompt :]))
+
+
+def _ends(text: str, length: int, store: OutputStore | None) -> Iterable[tuple[str, int]]:
+    """Where the last `length` tokens of the text occurred: a string, and what index followed."""
+    if store is None:
+        return zip(repeat(text), earlier_ends(text, length))
+    return store.ends(text[-length:])
+
+
+def _children(group: list[str], path: str, least: float) -> list[tuple[int, str, list[str]]]:
+    """Entries (-count, path, continuations) of the children of a node that occur often enough."""
+    depth = len(path)
+    by_token: dict[str, list[str]] = {}
+    for followed in group:
+        token = followed[depth : depth + 1]
+        if token:
+            by_token.setdefault(token, []).append(followed)
+    return [
+        (-len(below), path + token, below)
+        for token, below in by_token.items()
+        if len(below) >= least
+    ]

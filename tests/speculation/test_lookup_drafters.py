@@ -3,27 +3,16 @@
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from recserve.kernels import dispatch
-from recserve.kernels.cpu import native
-from recserve.speculation.drafters.lookup import ANCHORS, LOOKED_AT, SuffixLimits
 from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.drafters.text_index import GAP, TextIndex
+from recserve.speculation.drafters.output_store import OutputStore
+from recserve.speculation.drafters.suffix import ANCHORS, SuffixDrafter, SuffixLimits
+from recserve.speculation.drafters.token_string import GAP, to_string
 from recserve.speculation.text import Budget, TextContext
 from recserve.speculation.text_request import SamplingParams, Speculation
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import drawn_text, paths
-
-
-@pytest.fixture(params=["c", "plain"])
-def way(request, monkeypatch):
-    """Drafters that are made look up in C, and then plainly."""
-    if request.param == "c" and native.library() is None:
-        pytest.skip("no C compiler here")
-    monkeypatch.setattr(dispatch, "KERNELS", "auto" if request.param == "c" else "torch")
 
 
 def context(tokens, id=0, num_prompt=None, rule="sample", num_tokens=None) -> TextContext:
@@ -33,39 +22,48 @@ def context(tokens, id=0, num_prompt=None, rule="sample", num_tokens=None) -> Te
     )
 
 
-@pytest.mark.parametrize("capacity", [None, 7, 50, 400])
-def test_index_finds_what_a_search_finds(capacity):
-    text = drawn_text(0, 300, 5)
-    text[60] = text[61] = text[150] = GAP
-    index, lengths = TextIndex((1, 2, 4), capacity), (1, 2, 4)
-    for stop in range(1, len(text) + 1):
-        index.extend(text[stop - 1 : stop])
-        start = max(0, stop - (capacity or stop))
-        for n in lengths:
-            tail = text[stop - n : stop] if stop >= n else []
-            ends = [
-                end
-                for end in range(stop - 2, -1, -1)
-                if end - n + 1 >= 0 and text[end - n + 1 : end + 1] == tail and end >= start
-            ]
-            ends = [] if GAP in tail else ends
-            assert index.ends(n, 1000) == ends
-            assert index.ends(n, 2) == ends[:2]
-            if tail and GAP not in tail:
-                assert index.ends_of(tail, 1000) == [stop - 1, *ends]
-    if capacity is not None:
-        assert len(index._heads) <= capacity * len(lengths)
-        assert len(index._tokens) == capacity
+@pytest.mark.parametrize("capacity", [60, 400, 10_000])
+def test_the_store_finds_what_a_search_of_its_outputs_finds(capacity):
+    """Newest first, within one output, and only among the outputs that it still has."""
+    lengths = (1, 2, 4)
+    store, outputs = OutputStore(capacity, lengths), []
+    for number in range(40):
+        output = to_string(drawn_text(number, 5 + number % 23, 5))
+        store.add(output)
+        outputs.append(output)
+        assert len(store) <= capacity
+        everything = GAP.join(outputs) + GAP
+        known = everything[len(everything) - len(store) :]
+        for length in lengths:
+            ngram = output[-length:]
+            found = [text[end - length : end + 3] for text, end in store.ends(ngram)]
+            found = [text.partition(GAP)[0] for text in found]
+            starts = [i for i in range(len(known)) if known.startswith(ngram, i)]
+            texts = [known[i : i + length + 3].partition(GAP)[0] for i in reversed(starts)]
+            assert found == texts
 
 
-def test_following_and_matches_stop_at_gaps_and_ends():
-    index = TextIndex((1,))
-    index.extend([1, 2, 3, GAP, 1, 2, 3, 4])
-    ends = np.array([0, 4, 6, 7])
-    following = [[2, 3, GAP], [2, 3, 4], [4, GAP, GAP], [GAP, GAP, GAP]]
-    assert index.following(ends, 3).tolist() == following
-    assert index.matches(ends, np.array([9, 2, 3, 4])).tolist() == [0, 0, 0, 3]
-    assert index.matches(ends, np.array([8, 1])).tolist() == [1, 1, 0, 0]
+def test_a_store_takes_the_end_of_an_output_that_is_too_long():
+    store = OutputStore(16, (1,))
+    store.add(to_string(range(100)))
+    assert len(store) == 8 and not list(store.ends(chr(92)))
+    assert [text[end - 1 : end + 1] for text, end in store.ends(chr(93))] == [chr(93) + chr(94)]
+
+
+def test_nothing_follows_the_end_of_an_output():
+    drafter = SuffixDrafter(limits=SuffixLimits(factor=4.0), capacity=32)
+    for number, output in enumerate(([1, 2, 3], [4, 5])):
+        drafter.propose([context([0, *output], number, 1)], [Budget(4, 4)])
+        drafter.forget(number)
+    texts = [context([9, 1, 2], 7), context([9, 2, 3], 8), context([3, 4], 9)]
+    drafts = drafter.propose(texts, [Budget(4, 4)] * 3)
+    assert [draft.tokens.tolist() for draft in drafts] == [[3], [], [5]]
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.1, 1.5])
+def test_shares_that_let_in_what_never_followed_are_refused(wrong):
+    with pytest.raises(ValueError, match="min_prob is"):
+        SuffixLimits(min_prob=wrong)
 
 
 def plain_continuation(text, end, depth) -> list[int]:
@@ -75,34 +73,18 @@ def plain_continuation(text, end, depth) -> list[int]:
     return grown[len(text) :]
 
 
-def plain_ngram(text, low, high, depth, branches, num_nodes) -> set[tuple[int, ...]]:
-    """Prefixes of the continuations, longest match first, newest first."""
-    nodes: dict[tuple[int, ...], None] = {}
-    seen, used = set(), 0
+def plain_ngram(text, low, high, depth) -> list[int]:
+    """The continuation of the newest occurrence of the longest match."""
     for n in range(high, low - 1, -1):
-        ends = [
-            e
-            for e in range(len(text) - 2, n - 2, -1)
-            if len(text) >= n and text[e - n + 1 : e + 1] == text[-n:]
-        ]
-        for end in ends[: LOOKED_AT * branches]:
-            if end in seen or used == branches:
-                continue
-            seen.add(end)
-            before = len(nodes)
-            tokens = plain_continuation(text, end, depth)
-            for i in range(1, depth + 1):
-                if tuple(tokens[:i]) not in nodes and len(nodes) == num_nodes:
-                    break
-                nodes[tuple(tokens[:i])] = None
-            used += len(nodes) > before
-    return set(nodes)
+        for end in range(len(text) - 2, n - 2, -1):
+            if len(text) >= n and text[end - n + 1 : end + 1] == text[-n:]:
+                return plain_continuation(text, end, depth)
+    return []
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 4, 20])
-@pytest.mark.parametrize("branches", [1, 3])
-def test_ngram_drafts_what_a_search_finds(vocabulary, branches, way):
-    drafter = NgramDrafter(min_match=1, max_match=4, num_tokens=6, branches=branches)
+def test_ngram_drafts_what_a_search_finds(vocabulary):
+    drafter = NgramDrafter(min_match=1, max_match=4, num_tokens=6)
     text = drawn_text(vocabulary, 160, vocabulary)
     rng = random.Random(1)
     stop = 1
@@ -110,16 +92,22 @@ def test_ngram_drafts_what_a_search_finds(vocabulary, branches, way):
         budget = Budget(rng.randrange(0, 20), rng.randrange(0, 9))
         draft = drafter.propose([context(text[:stop])], [budget])[0]
         check_draft(draft, budget, vocabulary)
-        nodes = min(budget.num_nodes, 6 * branches)
-        depth = min(budget.depth, nodes, 6)
-        expected = plain_ngram(text[:stop], 1, 4, depth, branches, nodes) if depth else set()
-        assert set(paths(draft)) == expected
+        depth = min(budget.depth, budget.num_nodes, 6)
+        assert draft.tokens.tolist() == plain_ngram(text[:stop], 1, 4, depth)
         stop += rng.randrange(1, 4)
 
 
-def test_a_period_is_drafted_past_the_end_of_the_text(way):
+def test_a_period_is_drafted_past_the_end_of_the_text():
     draft = NgramDrafter(num_tokens=7).propose([context([1, 2, 3] * 2)], [Budget(7, 7)])[0]
     assert draft.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter(), SuffixDrafter()])
+def test_tokens_of_any_vocabulary_are_drafted(drafter):
+    """Also those whose characters are surrogates or lie outside Unicode's first plane."""
+    tokens = [0, 0xD800, 0xDC00, 0xFFFF, 262_143, 1_000_000] * 2
+    draft = drafter.propose([context(tokens)], [Budget(4, 4)])[0]
+    assert draft.tokens.tolist() == tokens[:4]
 
 
 def plain_suffix(texts, tail, limits, num_nodes, depth):
@@ -144,7 +132,7 @@ def plain_suffix(texts, tail, limits, num_nodes, depth):
 
 
 @pytest.mark.parametrize("vocabulary", [2, 4, 20])
-def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary, way):
+def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary):
     limits = SuffixLimits(12, 6, 9, 1.3, 0.5, 0.12, occurrences=10_000)
     drafter = SuffixDrafter(limits=limits)
     stored = []
@@ -170,7 +158,7 @@ def test_suffix_drafts_the_likeliest_tree_of_all_match_lengths(vocabulary, way):
         assert set(paths(draft)) == set(expected[1])
 
 
-def test_suffix_chain_follows_the_most_frequent_child(way):
+def test_suffix_chain_follows_the_most_frequent_child():
     tokens = [1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 3, 7, 1, 2]
     drafter = SuffixDrafter(limits=SuffixLimits(factor=4.0, min_prob=0.01), capacity=0)
     tree = drafter.propose([context(tokens)], [Budget(32, 4)])[0]
@@ -179,7 +167,7 @@ def test_suffix_chain_follows_the_most_frequent_child(way):
     assert chain.tokens.tolist() == [3, 7, 1, 2]
 
 
-def test_long_matches_are_found_behind_many_short_ones(way):
+def test_long_matches_are_found_behind_many_short_ones():
     """The long match is older than more occurrences of its last token than are looked at."""
     rare = [11, 12, 13, 14, 15, 16, 17, 5]
     tokens = [*rare, 99, *([5, 6, 7] * 200), *rare]
@@ -189,21 +177,20 @@ def test_long_matches_are_found_behind_many_short_ones(way):
     assert max(ANCHORS) <= len(rare)
 
 
-def test_the_store_forgets_its_oldest_and_keeps_its_bound(way):
-    drafter = SuffixDrafter(capacity=64)
+def test_the_store_forgets_its_oldest_and_keeps_its_bound():
+    drafter = SuffixDrafter(capacity=128)
     for number in range(50):
         drafter.propose([context([1, *range(100, 140)], number, 1)], [Budget(4, 4)])
         drafter.forget(number)
-    store = drafter._lookup._store
-    assert store.stop - store.start <= 64
-    assert not drafter._lookup._texts and not drafter._contexts
+        assert len(drafter._store) <= 128
+    assert not len(drafter._texts) and not drafter._contexts
     found = drafter.propose([context([120, 121], 99)], [Budget(3, 3)])[0]
     assert found.tokens.tolist()[0] == 122
 
 
-def test_request_asks_for_fewer_or_no_tokens(way):
+def test_request_asks_for_fewer_or_no_tokens():
     tokens = [1, 2, 3] * 6
-    for drafter in (NgramDrafter(branches=2), SuffixDrafter()):
+    for drafter in (NgramDrafter(), SuffixDrafter()):
         for asked in (0, 1, 2):
             draft = drafter.propose([context(tokens, num_tokens=asked)], [Budget(30, 30)])[0]
             assert len(draft) == asked
