@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, RollbackBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import train_recommender
 from recserve.training.recommender.retriever import train_retriever
@@ -148,7 +148,9 @@ def main() -> None:
         weight = float(bundle.manifest.recommender["dense_weight"])
         ways = [Way("beam", 0.0), Way("beam", weight), Way("specgr", 0.0), Way("dense", 0.0)]
         journal = Path(name) / "journal"
-        with Service.open(bundle.root, f"lmdb:{name}/store", "cpu", journal=journal) as service:
+        with Service.open(
+            bundle.root, f"lmdb:{name}/store", "cpu", ServiceOptions(journal=journal)
+        ) as service:
             first = service.versions()["catalog_version"]
             said["insert_s"] = put(service, rows)
             said["similar"] = figures(service, asked, cold, ways)

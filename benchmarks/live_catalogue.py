@@ -39,7 +39,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.schemas.items import ItemsBody, RecommendBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 
 WIDTH, SET = 32, 100
 FITTED_ON = 100_000
@@ -211,7 +211,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bundle = make_bundle(Path(folder) / "bundle", options.items, options.retriever)
         store = f"lmdb:{folder}/store"
-        with Service.open(bundle, store, "cpu", journal=Path(folder) / "items") as service:
+        with Service.open(
+            bundle, store, "cpu", ServiceOptions(journal=Path(folder) / "items")
+        ) as service:
             service.put_items(ItemsBody(items=[{"item_id": "first", "embedding": [0.1] * WIDTH}]))
             gc.collect()
             gc.freeze()

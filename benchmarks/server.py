@@ -85,8 +85,8 @@ def serve(service: Service) -> tuple[uvicorn.Server, threading.Thread, int]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
-    worker = app.state.worker
-    while not server.started or not worker.loaded.is_set():
+    lifecycle = app.state.lifecycle
+    while not server.started or not lifecycle.loaded.is_set():
         time.sleep(0.01)
     return server, thread, server.servers[0].sockets[0].getsockname()[1]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recserve.engine.build import ModelEngine as Engine
     from recserve.engine.engine_config import EngineConfig
     from recserve.schemas.items import RankBody, RecommendBody
-    from recserve.service import Service
+    from recserve.service import Service, ServiceOptions
 
 __all__ = [
     "BuildOptions",
@@ -32,6 +32,7 @@ __all__ = [
     "RankBody",
     "RecommendBody",
     "Service",
+    "ServiceOptions",
     "__version__",
     "build_bundle",
     "build_engine",
@@ -46,6 +47,7 @@ _HOMES = {
     "RankBody": "recserve.schemas.items",
     "RecommendBody": "recserve.schemas.items",
     "Service": "recserve.service",
+    "ServiceOptions": "recserve.service",
     "build_bundle": "recserve.bundle.building",
     "build_engine": "recserve.engine.build",
 }

@@ -39,7 +39,6 @@ from recserve.schemas.items import (
 from recserve.schemas.text import CompletionAnswer, CompletionBody, SpeculationBody
 from recserve.server.run import serve
 from recserve.service import Service
-from recserve.service.served import Served
 from recserve.service.text.text_loading import TextSettings, load_text
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranker.ranker import RankerRecipe, train_ranker
@@ -197,13 +196,10 @@ def show_answers(bundle: Path, console: Console) -> None:
 def show_completion(folder: Path, console: Console) -> None:
     """Print a completion, drafted and plain: the same text in fewer steps."""
     console.rule(f"completion, drafted by {DRAFTER}", align="left")
-    served = Served.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU))
-    try:
-        completion(served, "none")
-        plain, plain_s = completion(served, "none")
-        drafted, drafted_s = completion(served, DRAFTER)
-    finally:
-        served.close()
+    with Service.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU)) as service:
+        completion(service, "none")
+        plain, plain_s = completion(service, "none")
+        drafted, drafted_s = completion(service, DRAFTER)
     say(console, PROMPT + drafted.choices[0].text)
     same = "the same text" if drafted.choices[0].text == plain.choices[0].text else "another text"
     counts = drafted.metrics.speculative_decoding if drafted.metrics else None
@@ -212,7 +208,7 @@ def show_completion(folder: Path, console: Console) -> None:
     say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
 
 
-def completion(served: Served, drafter: str) -> tuple[CompletionAnswer, float]:
+def completion(service: Service, drafter: str) -> tuple[CompletionAnswer, float]:
     """The prompt continued, and the seconds it took."""
     began = time.monotonic()
     body = CompletionBody(
@@ -222,7 +218,7 @@ def completion(served: Served, drafter: str) -> tuple[CompletionAnswer, float]:
         ignore_eos=True,
         speculation=SpeculationBody(drafter=drafter),
     )
-    answer = served.texts.begin_completion(body).answer()
+    answer = service.texts.begin_completion(body).answer()
     assert isinstance(answer, CompletionAnswer)
     return answer, time.monotonic() - began
 

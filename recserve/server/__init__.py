@@ -1,1 +1,1 @@
-"""HTTP: routes, errors, the worker behind them and the playground page."""
+"""HTTP: routes, errors, the lifecycle of the service and the playground page."""

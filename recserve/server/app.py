@@ -1,4 +1,4 @@
-"""The ASGI application: routes, the gate in front of them, the worker behind them."""
+"""The ASGI application: routes, the gate in front of them, the service behind them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -30,33 +31,40 @@ from recserve.server import (
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange
 from recserve.server.gate import Gate
+from recserve.server.lifecycle import Lifecycle
 from recserve.server.methods import allowed_methods
 from recserve.server.openapi import describe
-from recserve.server.worker import Worker
 from recserve.service import Service
 from recserve.service.loading import resolve_device
-from recserve.service.served import Served
+from recserve.service.options import ServiceOptions
 from recserve.service.service import SCORERS, STRATEGIES
 from recserve.service.text.text_loading import TextSettings, load_text
+
+# Engine settings that the server's configuration has, by their common name.
+ENGINE_SETTINGS = sorted(
+    {field.name for field in fields(EngineConfig)} & set(ServerConfig.model_fields)
+)
 
 log = logging.getLogger(__name__)
 
 
-def create_app(config: ServerConfig, served: Service | Served | None = None) -> FastAPI:
-    """An application for any ASGI server; its lifespan loads and closes the service.
+def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
+    """Returns an application for any ASGI server. Its lifespan loads and closes the service.
 
-    served: something opened to use instead of loading what `config` names; the app closes it.
-    `app.state.worker` is the worker, for whoever drains it; `app.state.metrics` counts what the
-    connections refuse.
+    `app.state.lifecycle` drains the service; `app.state.metrics` also counts what connections
+    refuse.
+
+    Args:
+        config: Settings of the server.
+        service: An open service to use instead of the one that `config` names.
     """
-    given = Served(served) if isinstance(served, Service) else served
-    worker = Worker((lambda: load(config)) if given is None else (lambda: given))
+    lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        lifecycle.start()
         yield
-        await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(lifecycle.close)
 
     app = FastAPI(
         title="recserve",
@@ -66,9 +74,9 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, worker.gauges)
+    metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, lifecycle.gauges)
     exchange = Exchange(
-        worker,
+        lifecycle,
         metrics,
         config.max_body_bytes,
         config.default_timeout_ms,
@@ -79,10 +87,10 @@ def create_app(config: ServerConfig, served: Service | Served | None = None) -> 
         room.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
-    app.add_middleware(Gate, worker=worker, metrics=metrics, api_keys=keys)
+    app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)
     app.add_exception_handler(HTTPException, _to_gate)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
-    app.state.worker = worker
+    app.state.lifecycle = lifecycle
     app.state.metrics = metrics
     return app
 
@@ -95,8 +103,9 @@ async def _to_gate(request: Request, error: Exception) -> Response:
     raise error
 
 
-def load(config: ServerConfig) -> Served:
-    """Everything that the settings name, loaded; the engine runs. Raises what loading refuses."""
+def load(config: ServerConfig) -> Service:
+    """Opens the service that the settings name; its engine runs."""
+    engine = EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS})
     text = None
     if config.llm is not None:
         settings = TextSettings(
@@ -105,32 +114,17 @@ def load(config: ServerConfig) -> Served:
         text = load_text(settings, resolve_device(config.device))
     if config.bundle is None:
         assert text is not None
-        sizes = EngineConfig(
-            max_queue=config.max_queue,
-            kv_bytes=config.kv_bytes,
-            kv_dtype=config.kv_dtype,
-            load_aware=config.load_aware,
-            graphs=config.graphs,
-            invariant=config.invariant,
-        )
-        return Served.of_text(text, sizes)
+        return Service.of_text(text, engine)
     secret = config.signing_key
-    items = Service.open(
-        config.bundle,
-        config.store,
-        config.device,
-        signing_key=None if secret is None else secret.get_secret_value().encode(),
-        max_queue=config.max_queue,
-        kv_bytes=config.kv_bytes,
-        kv_dtype=config.kv_dtype,
-        load_aware=config.load_aware,
-        graphs=config.graphs,
-        invariant=config.invariant,
-        text=text,
+    options = ServiceOptions(
+        engine=engine,
         dtype=config.dtype,
+        signing_key=None if secret is None else secret.get_secret_value().encode(),
         journal=config.journal,
+        text=text,
         warm_drafts=config.warm_drafts,
     )
+    service = Service.open(config.bundle, config.store, config.device, options)
     if config.shadow is not None:
-        items.compare_with(config.shadow, config.shadow_share)
-    return Served(items, None if text is None else text.model)
+        service.compare_with(config.shadow, config.shadow_share)
+    return service

@@ -32,13 +32,13 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def complete(request: Request) -> Response:
         """The prompt goes on."""
         body = await exchange.body(request, BODY)
-        return await _answer(exchange, request, body, exchange.served.texts.begin_completion)
+        return await _answer(exchange, request, body, exchange.service.texts.begin_completion)
 
     @app.post("/v1/chat/completions", operation_id="chat")
     async def chat(request: Request) -> Response:
         """The assistant's next turn."""
         body = await exchange.body(request, CHAT_BODY)
-        return await _answer(exchange, request, body, exchange.served.texts.begin_chat)
+        return await _answer(exchange, request, body, exchange.service.texts.begin_chat)
 
 
 async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]) -> Response:

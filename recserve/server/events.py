@@ -24,15 +24,17 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def add_events(request: Request) -> Response:
         """Store events; the next answer sees them."""
         body = await exchange.body(request, BODY)
-        return json_response(await asyncio.to_thread(exchange.service.add_events, body))
+        return json_response(await asyncio.to_thread(exchange.service.users.add, body))
 
     async def history(user_id: str) -> Response:
         """A user's events, oldest first."""
-        return json_response(await asyncio.to_thread(exchange.service.history, _bounded(user_id)))
+        return json_response(
+            await asyncio.to_thread(exchange.service.users.history, _bounded(user_id))
+        )
 
     async def delete_user(user_id: str) -> Response:
         """Forget a user: stored events and cached work."""
-        await asyncio.to_thread(exchange.service.delete_user, _bounded(user_id))
+        await asyncio.to_thread(exchange.service.users.delete, _bounded(user_id))
         return Response(status_code=204)
 
     app.router.add_api_route(

@@ -1,4 +1,4 @@
-"""Between a route and the service: bodies in, deadlines, waiting for the engine, answers out."""
+"""Between a route and the service: bodies, deadlines, pending results, JSON answers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.server.decoding import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
+from recserve.server.lifecycle import Lifecycle
 from recserve.server.trace import Trace, trace_of
 from recserve.server.upload import upload_error
-from recserve.server.worker import Worker
 from recserve.service import Service
-from recserve.service.served import Served
 from recserve.service.work import Work
 
 T = TypeVar("T")
 A = TypeVar("A")
+B = TypeVar("B")
 DEADLINE_HEADER = "x-deadline-ms"
 # The engine itself ends what is late; this is how much longer a route waits for it to say so.
 GRACE_S = 0.05
@@ -36,26 +36,29 @@ GRACE_S = 0.05
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the routes of one app share."""
+    """What the routes of one app share.
 
-    worker: Worker
+    Attributes:
+        lifecycle: Holds the service.
+        metrics: Counters and histograms of the app.
+        max_body_bytes: Most bytes of a request body.
+        default_timeout_ms: Time of a request that names none.
+        text_timeout_ms: The same for text requests.
+    """
+
+    lifecycle: Lifecycle
     metrics: Metrics
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int
 
     @property
-    def served(self) -> Served:
-        """What is served. Raises NotReady."""
-        return self.worker.served
-
-    @property
     def service(self) -> Service:
-        """The bundle's side of it. Raises NotReady, or UnknownModel where there is none."""
-        return self.worker.service
+        """The service. Raises NotReady."""
+        return self.lifecycle.service
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """Returns the typed body.
+        """Returns the typed body of a request.
 
         Raises:
             BodyTooLarge: If it is longer than `max_body_bytes`.
@@ -115,12 +118,18 @@ class Exchange:
         """As `deadline_s`, with the longer times that texts take."""
         return self.deadline_s(request, timeout_ms, self.text_timeout_ms, MAX_TEXT_TIMEOUT_MS)
 
-
-async def begin(service: Service, function: Callable[..., A], *arguments: Any) -> A:
-    """A part of the service that reads the history store: on a thread where that may block."""
-    if service.store_blocks:
-        return await asyncio.to_thread(function, *arguments)
-    return function(*arguments)
+    async def begin(
+        self,
+        function: Callable[[B, str, float], A],
+        request: Request,
+        body: B,
+        deadline_s: float,
+    ) -> A:
+        """Starts work that reads the history store, on a thread where that may block."""
+        arguments = body, trace_of(request.scope).request_id, deadline_s
+        if self.service.store_blocks:
+            return await asyncio.to_thread(function, *arguments)
+        return function(*arguments)
 
 
 async def outcomes(

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recserve.metrics import Metrics
 from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
+from recserve.server.lifecycle import Lifecycle
 from recserve.server.trace import HEADER, SCOPE_KEY, Trace
-from recserve.server.worker import Worker
 
 log = logging.getLogger(__name__)
 # Probes of orchestrators carry no key, and up or down is all that these say.
@@ -28,10 +28,10 @@ class Gate:
     """ASGI middleware; the only place that sees keys."""
 
     def __init__(
-        self, app: ASGIApp, worker: Worker, metrics: Metrics, api_keys: tuple[str, ...]
+        self, app: ASGIApp, lifecycle: Lifecycle, metrics: Metrics, api_keys: tuple[str, ...]
     ) -> None:
         self.app = app
-        self.worker = worker
+        self.lifecycle = lifecycle
         self.metrics = metrics
         self.keys = tuple(key.encode() for key in api_keys)
 
@@ -51,7 +51,7 @@ class Gate:
                 message["headers"] = [*message["headers"], *trace.headers()]
             await send(message)
 
-        self.worker.in_flight += 1
+        self.lifecycle.in_flight += 1
         try:
             try:
                 headers = Headers(scope=scope)
@@ -69,7 +69,7 @@ class Gate:
                 if not started and not isinstance(error, ClientGone):
                     await error_response(error)(scope, receive, answer)
         finally:
-            self.worker.in_flight -= 1
+            self.lifecycle.in_flight -= 1
             self._count(scope, trace)
 
     def _check(self, scope: Scope, headers: Headers) -> None:

@@ -21,13 +21,13 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 
     async def ready() -> Response:
         """Requests are taken now; 503 while loading, draining or broken."""
-        _ = exchange.served
+        _ = exchange.service
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
     async def version() -> Response:
         """Versions of the program and of what it serves."""
-        return json_response({"version": installed("recserve"), **exchange.served.versions()})
+        return json_response({"version": installed("recserve"), **exchange.service.versions()})
 
     def metrics() -> Response:  # ten milliseconds, on a thread: other requests do not wait for it
         """Prometheus' text format."""

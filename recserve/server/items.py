@@ -23,7 +23,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def put_items(request: Request) -> Response:
         """Insert and update items; the next answer knows them."""
         body = await exchange.body(request, ITEMS)
-        return json_response(await asyncio.to_thread(exchange.service.put_items, body))
+        return json_response(await asyncio.to_thread(exchange.service.items.put, body))
 
     @app.post("/v1/items:rollback", operation_id="rollback_items")
     async def rollback_items(request: Request) -> Response:
@@ -39,4 +39,4 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:
         """What the catalogue knows of an item."""
-        return json_response(exchange.service.item(item_id))
+        return json_response(exchange.service.items.get(item_id))

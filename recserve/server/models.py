@@ -14,9 +14,9 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.get("/v1/models", operation_id="models")
     async def models() -> Response:
         """What is served, in OpenAI's list form."""
-        return json_response({"object": "list", "data": exchange.served.models()})
+        return json_response({"object": "list", "data": exchange.service.models()})
 
     @app.get("/v1/models/{name:path}", operation_id="model")
     async def model(name: str) -> Response:
         """One of the models."""
-        return json_response(exchange.served.model(name))
+        return json_response(exchange.service.model(name))

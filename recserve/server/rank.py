@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from recserve.schemas.items import RankBatchAnswer, RankBatchBody, RankBody, RankOutcome
 from recserve.server.errors import error_answer
-from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
+from recserve.server.exchange import Exchange, finished, json_response, outcomes
 from recserve.server.trace import trace_of
 
 BODY = msgspec.json.Decoder(RankBody)
@@ -23,24 +23,25 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def rank(request: Request) -> Response:
         """Given candidates, best first."""
         body = await exchange.body(request, BODY)
-        service, trace = exchange.service, trace_of(request.scope)
+        begin = exchange.service.rankings.begin
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        work = await begin(service, service.begin_rank, body, trace.request_id, deadline_s)
+        work = await exchange.begin(begin, request, body, deadline_s)
         (outcome,) = await outcomes(request, [work], deadline_s)
-        return json_response(finished(trace, outcome))
+        return json_response(finished(trace_of(request.scope), outcome))
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:
         """One ranking per user; an error in one leaves the others as they are."""
         body = await exchange.body(request, BATCH_BODY)
-        service, trace = exchange.service, trace_of(request.scope)
+        begin = exchange.service.begin_rank_batch
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        works = await begin(service, service.begin_rank_batch, body, trace.request_id, deadline_s)
+        works = await exchange.begin(begin, request, body, deadline_s)
         found = await outcomes(request, works, deadline_s)
+        request_id = trace_of(request.scope).request_id
         results = [
             RankOutcome(error=error_answer(outcome).error)
             if isinstance(outcome, Exception)
             else RankOutcome(answer=outcome)
             for outcome in found
         ]
-        return json_response(RankBatchAnswer(request_id=trace.request_id, results=results))
+        return json_response(RankBatchAnswer(request_id=request_id, results=results))

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from recserve.schemas.items import RecommendBody
-from recserve.server.exchange import Exchange, begin, finished, json_response, outcomes
+from recserve.server.exchange import Exchange, finished, json_response, outcomes
 from recserve.server.trace import trace_of
 
 BODY = msgspec.json.Decoder(RecommendBody)
@@ -21,10 +21,10 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
     async def recommend(request: Request) -> Response:
         """The k best items for a user or a history."""
         body = await exchange.body(request, BODY)
-        service, trace = exchange.service, trace_of(request.scope)
+        begin = exchange.service.recommendations.begin
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
-        work = await begin(service, service.begin_recommend, body, trace.request_id, deadline_s)
+        work = await exchange.begin(begin, request, body, deadline_s)
         (outcome,) = await outcomes(request, [work], deadline_s)
-        answer = finished(trace, outcome)
+        answer = finished(trace_of(request.scope), outcome)
         exchange.metrics.rounds.observe(answer.rounds)
         return json_response(answer)

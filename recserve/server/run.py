@@ -16,8 +16,8 @@ from recserve.config import ServerConfig
 from recserve.server.app import create_app
 from recserve.server.connection import Connection, connection_class
 from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.lifecycle import Lifecycle
 from recserve.server.open_files import possible_connections
-from recserve.server.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +28,24 @@ class DrainingServer(uvicorn.Server):
     A second signal ends the wait.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, delay_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, delay_s: float) -> None:
         super().__init__(config)
-        self.worker = worker
+        self.lifecycle = lifecycle
         self.delay_s = delay_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler."""
-        if self.worker.draining:
+        if self.lifecycle.draining:
             super().handle_exit(sig, frame)
             return
         log.info("%s: draining", signal.Signals(sig).name)
-        self.worker.draining = True
+        self.lifecycle.draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True: stop listening and wait for what is in flight."""
-        if self.worker.failure is not None:
+        if self.lifecycle.failure is not None:
             return True
-        if self.worker.draining:
+        if self.lifecycle.draining:
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.drain()
@@ -91,9 +91,9 @@ def serve(config: ServerConfig) -> int:
         torch.set_num_threads(config.threads)
     show_log()
     app = create_app(config)
-    worker: Worker = app.state.worker
+    lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)
     # uvloop where it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
-        runner.run(DrainingServer(settings, worker, config.drain_delay_s).serve())
-    return 1 if worker.failure is not None else 0
+        runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
+    return 1 if lifecycle.failure is not None else 0

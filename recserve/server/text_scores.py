@@ -37,7 +37,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
         """Probabilities of label tokens after a query and each item."""
         body = await exchange.body(request, SCORING_BODY)
         deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-        name, scores = trace_of(request.scope).request_id, exchange.served.texts.scores
+        name, scores = trace_of(request.scope).request_id, exchange.service.texts.scores
         begin = scores.begin_scoring
         return await _answer(request, deadline_s, lambda: begin(body, name, deadline_s))
 
@@ -45,7 +45,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 async def _rerank(exchange: Exchange, request: Request, version: str) -> Response:
     body = await exchange.body(request, RERANK_BODY)
     deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
-    name, begin = trace_of(request.scope).request_id, exchange.served.texts.scores.begin_rerank
+    name, begin = trace_of(request.scope).request_id, exchange.service.texts.scores.begin_rerank
     return await _answer(request, deadline_s, lambda: begin(body, version, name, deadline_s))
 
 

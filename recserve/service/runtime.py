@@ -26,9 +26,18 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Runtime:
-    """Shared by the parts of a service. illegal_items: seen since the start; must stay 0. shadow:
-    compares another strategy with the answers given, None: none is compared. warm_drafts: whoever
-    is warmed gets a draft beside the root, where that pays.
+    """Shared by the parts of a service that answer about items.
+
+    Attributes:
+        engine: Runs the requests.
+        snapshot: The catalogue version that new requests use.
+        histories: Stored events of users.
+        signer: Signs attribution tokens.
+        model_version: Version of the bundle's models.
+        device: Device of the models.
+        illegal_items: Items that a model returned and may not; must stay 0.
+        shadow: Compares another strategy with the answers given; None: there is no comparison.
+        warm_drafts: Events with `warm` also prepare a draft, where that pays.
     """
 
     engine: Engine
@@ -65,6 +74,10 @@ class Runtime:
             "timing_ms": watch.read(timing),
         }
 
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of models and catalogue."""
+        return {"model_version": self.model_version, "catalog_version": self.snapshot.items.name}
+
     def illegal(self, count: int) -> None:
         """Note items that a model should never have returned."""
         self.illegal_items += count
@@ -82,10 +95,10 @@ def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
     """An engine's figures as Prometheus gets them."""
     used = stats.pages_total - stats.pages_free - stats.pages_cached
     return Gauges(
-        stats.queue_depth,
-        illegal_items,
-        {"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
-        {"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
+        queue_depth=stats.queue_depth,
+        illegal_items=illegal_items,
+        kv_pages={"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
+        prefix_tokens={"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
         graph_steps=stats.graph_steps,
         graph_searches=stats.graph_searches,
         graph_seconds=stats.graph_seconds,

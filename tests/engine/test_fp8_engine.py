@@ -186,19 +186,18 @@ def test_it_is_a_setting_of_the_server(tmp_path):
             bundle=shared_bundle(), store=f"lmdb:{tmp_path}/{kv_dtype}", journal=tmp_path,
             device="cpu", kv_dtype=kv_dtype, kv_bytes=2**24,
         )  # fmt: skip
-        served = load(config)
+        service = load(config)
         try:
-            service = served.items
             user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
             events = [EventBody(user_id="me", item_id=item) for item in ids[50:61]]
             service.add_events(EventsBody(events=events))
             candidates = [Candidate(item_id=item) for item in ids[:40]]
             slate = service.recommend(RecommendBody(user=user, k=10))
             ranked = service.rank(RankBody(user=user, candidates=candidates))
-            rooms = [served.engine.room(name) for name in ("recommender", "ranker")]
+            rooms = [service.engine.room(name) for name in ("recommender", "ranker")]
             return rooms, [i.score for i in slate.items], {i.item_id: i.score for i in ranked.items}
         finally:
-            served.close()
+            service.close()
 
     (rooms, scores, ranks), (more, others, marks) = answered(None), answered("fp8")
     assert all(3 < b / a < 4 for a, b in zip(rooms, more, strict=True))

@@ -10,6 +10,7 @@ import torch
 from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime import invariance
 from recserve.engine.runtime.invariance import NotInvariant
 from recserve.kernels import dispatch
@@ -18,7 +19,7 @@ from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
 from recserve.search.heads import Heads
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
 from tests.support.invariant_texts import SIZES, asked, long_sums, packed, report
@@ -158,7 +159,10 @@ def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
 
     def opened(name: str) -> Service:
         return Service.open(
-            shared_bundle(), f"lmdb:{tmp_path}/{name}", "cpu", journal=tmp_path, invariant=True
+            shared_bundle(),
+            f"lmdb:{tmp_path}/{name}",
+            "cpu",
+            ServiceOptions(EngineConfig(invariant=True), journal=tmp_path),
         )
 
     def ask(service: Service, few: int) -> list[dict[str, float]]:

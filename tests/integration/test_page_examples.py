@@ -8,8 +8,7 @@ import shlex
 import pytest
 import torch
 
-from recserve.service import Service
-from recserve.service.served import Served
+from recserve.service import Service, ServiceOptions
 from recserve.service.text.text_loading import TextSettings, load_text
 from tests.support.live_server import live
 from tests.support.paths import ROOT, reference
@@ -43,8 +42,10 @@ def client(tmp_path):
     settings = TextSettings(llm, chat_template=tmp_path / "template.jinja")
     text = load_text(settings, torch.device("cpu"))
     store, journal = f"lmdb:{tmp_path}/store", tmp_path / "items"
-    service = Service.open(shared_bundle(), store, "cpu", text=text, journal=journal)
-    with live(Served(service, text.model)) as running:
+    service = Service.open(
+        shared_bundle(), store, "cpu", ServiceOptions(text=text, journal=journal)
+    )
+    with live(service) as running:
         yield running
 
 

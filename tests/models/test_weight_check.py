@@ -20,7 +20,7 @@ from recserve.models.recommender import load_recommender
 from recserve.models.sasrec import SasRec, SasRecConfig, load_sasrec, save_sasrec
 from recserve.models.saving import save_language_model
 from recserve.models.weight_check import is_finite
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.text_plain import VOCABULARY, drawn_model
 from tests.support.tiny_bundle import shared_bundle
 
@@ -74,7 +74,9 @@ def test_a_bundle_with_such_a_weight_is_not_opened(tmp_path, section, value):
     bundle.commit(section, {})
     bundle.verify()
     with pytest.raises(ValueError, match="holds NaN or infinity") as caught:
-        Service.open(folder, f"lmdb:{tmp_path}/store", "cpu", journal=tmp_path / "items").close()
+        Service.open(
+            folder, f"lmdb:{tmp_path}/store", "cpu", ServiceOptions(journal=tmp_path / "items")
+        ).close()
     assert str(caught.value).startswith(f"{file}: {name} holds")
 
 

@@ -41,18 +41,18 @@ def is_answered(client):
 @pytest.fixture
 def stalled(client):
     """Two connections whose texts are not written before the test ends."""
-    worker = client.app.state.worker
+    lifecycle = client.app.state.lifecycle
     client.close()
     until(lambda: is_answered(client))
-    worker.served.engine.hold.set()
+    lifecycle.service.engine.hold.set()
     with connect(client) as first, connect(client) as second:
         for wire in (first, second):
             wire.sendall(POST + BODY)
         try:
-            until(lambda: worker.in_flight == 2)
+            until(lambda: lifecycle.in_flight == 2)
             yield first, second
         finally:
-            worker.served.engine.hold.clear()
+            lifecycle.service.engine.hold.clear()
 
 
 def test_a_connection_above_the_limit_gets_503_and_the_others_go_on(client, stalled):
@@ -68,7 +68,7 @@ def test_a_connection_above_the_limit_gets_503_and_the_others_go_on(client, stal
     }
     failed = client.app.state.metrics.failed.labels("too_many_connections")
     assert failed._value.get() >= 1
-    client.app.state.worker.served.engine.hold.clear()
+    client.app.state.lifecycle.service.engine.hold.clear()
     for wire in stalled:
         assert one_of(wire)[0].startswith(b"HTTP/1.1 200 ")
         wire.close()

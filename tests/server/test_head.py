@@ -37,12 +37,12 @@ def test_head_needs_a_key_where_get_does(server):
 
 
 def test_head_says_that_the_server_is_not_ready(server):
-    worker = server.app.state.worker
-    worker.draining = True
+    lifecycle = server.app.state.lifecycle
+    lifecycle.draining = True
     try:
         answer = server.head("/health/ready")
     finally:
-        worker.draining = False
+        lifecycle.draining = False
     assert (answer.status_code, answer.content) == (503, b"")
 
 

@@ -112,7 +112,7 @@ def test_trailers_count_as_headers(server, wire, trailers, message):
     wire.sendall(CHUNKED + CHUNK + b"0\r\n" + trailers)
     assert_refused(all_of(wire), message)
     end = time.monotonic() + 10
-    while server.app.state.worker.in_flight:
+    while server.app.state.lifecycle.in_flight:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -148,7 +148,7 @@ def test_refusals_are_counted(server, wire):
 
 
 def test_a_refusal_waits_for_the_answer_before_it(server, wire):
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     engine.hold.set()
     try:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)

@@ -38,12 +38,12 @@ def test_health_is_200_when_the_server_is_ready_and_needs_no_key(server):
 
 
 def test_health_is_503_while_draining(server):
-    worker = server.app.state.worker
-    worker.draining = True
+    lifecycle = server.app.state.lifecycle
+    lifecycle.draining = True
     try:
         answer = server.get("/health")
     finally:
-        worker.draining = False
+        lifecycle.draining = False
     assert (answer.status_code, answer.json()) == (503, not_ready("the server is shutting down"))
     assert answer.headers["retry-after"] == "1"
 

@@ -7,8 +7,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.service import Service
-from recserve.service.served import Served
+from recserve.service import Service, ServiceOptions
 from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
@@ -40,7 +39,9 @@ class Fault:
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     store = f"lmdb:{folder}/store"
-    with live(Service.open(shared_bundle(), store, "cpu", journal=folder / "items")) as client:
+    with live(
+        Service.open(shared_bundle(), store, "cpu", ServiceOptions(journal=folder / "items"))
+    ) as client:
         yield client
 
 
@@ -51,7 +52,7 @@ def answered(client, route, body):
 
 
 def history(client):
-    return client.app.state.worker.service.runtime.snapshot.catalog.items.ids
+    return client.app.state.lifecycle.service.runtime.snapshot.catalog.items.ids
 
 
 def assert_fails_once(client, fault, route, body, said):
@@ -72,7 +73,7 @@ def assert_fails_once(client, fault, route, body, said):
 
 
 def test_slates(server, monkeypatch):
-    lane = server.app.state.worker.service.runtime.engine.schedulers["recommender"]
+    lane = server.app.state.lifecycle.service.runtime.engine.schedulers["recommender"]
     fault, ids = Fault(monkeypatch, lane.runner), history(server)
     for number, strategy in enumerate(("beam", "speculative", "nezha")):
         body = {
@@ -93,7 +94,7 @@ def test_slates(server, monkeypatch):
 
 @pytest.mark.parametrize("scorer, model", [("ranker", "ranker"), ("likelihood", "recommender")])
 def test_rankings(server, scorer, model, monkeypatch):
-    engine = server.app.state.worker.service.runtime.engine
+    engine = server.app.state.lifecycle.service.runtime.engine
     fault, ids = Fault(monkeypatch, engine.schedulers[model].runner), history(server)
     body = {
         "history": [ids[7], ids[57]],
@@ -120,7 +121,7 @@ def text_server(tmp_path_factory):
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), 700, 1, cpu, none)
-    with live(Served(None, model, engine)) as client:
+    with live(Service(engine, text=model)) as client:
         yield client
 
 
@@ -146,7 +147,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("route", TEXTS)
 def test_texts(text_server, route, monkeypatch):
-    engine = text_server.app.state.worker.served.engine
+    engine = text_server.app.state.lifecycle.service.engine
     fault = Fault(monkeypatch, engine.schedulers["text"].runner)
     body, said = TEXTS[route]
     fault.strike()
@@ -156,7 +157,7 @@ def test_texts(text_server, route, monkeypatch):
 
 
 def test_a_stream_ends_with_the_error(text_server, monkeypatch):
-    engine = text_server.app.state.worker.served.engine
+    engine = text_server.app.state.lifecycle.service.engine
     fault, read = Fault(monkeypatch, engine.schedulers["text"].runner), []
     body = {"prompt": "five", "max_tokens": 50, "temperature": 0, "stream": True}
     fault.strike(9)

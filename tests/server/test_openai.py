@@ -29,7 +29,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def engine(server):
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     engine.requests.clear()
     yield engine
     engine.hold.clear()
@@ -450,11 +450,11 @@ def test_a_deadline_that_passes_in_a_stream_is_an_event(client, engine):
 
 
 def test_a_stream_goes_on_while_the_server_drains(client, server, engine):
-    worker = server.app.state.worker
+    lifecycle = server.app.state.lifecycle
     engine.hold.set()
     stream = iter(client.completions.create(**ASK, stream=True))
     first = next(stream).choices[0].text
-    worker.draining = True
+    lifecycle.draining = True
     try:
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(**ASK)
@@ -462,7 +462,7 @@ def test_a_stream_goes_on_while_the_server_drains(client, server, engine):
         engine.hold.clear()
         assert first + "".join(chunk.choices[0].text for chunk in stream) == STORY
     finally:
-        worker.draining = False
+        lifecycle.draining = False
 
 
 def raw_events(server, body, path="/v1/completions"):
@@ -505,7 +505,7 @@ def test_a_client_that_leaves_ends_its_texts(server, client, engine):
     with httpx.Client(base_url=server.base_url) as other, pytest.raises(httpx.ReadTimeout):
         other.post("/v1/completions", json=ASK, timeout=0.2)
     until(lambda: engine.cancelled == before + 3)
-    until(lambda: server.app.state.worker.in_flight == 0)
+    until(lambda: server.app.state.lifecycle.in_flight == 0)
 
 
 def test_an_async_client_that_cancels(server, engine):

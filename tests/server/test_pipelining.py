@@ -60,8 +60,8 @@ def test_bodies_that_come_in_pieces_are_put_together_on_one_connection(server):
 
 def test_a_client_that_leaves_cancels_the_request_that_is_answered(server):
     """Not only the last one that came."""
-    worker = server.app.state.worker
-    engine = worker.served.engine
+    lifecycle = server.app.state.lifecycle
+    engine = lifecycle.service.engine
     num_cancelled = engine.cancelled
     body = b'{"model": "toy", "prompt": "a", "max_tokens": 4}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -69,8 +69,8 @@ def test_a_client_that_leaves_cancels_the_request_that_is_answered(server):
     try:
         with connect(server) as wire:
             wire.sendall(head + body + SMALLEST)
-            until(lambda: worker.in_flight == 1)
-        until(lambda: worker.in_flight == 0 and engine.cancelled == num_cancelled + 1)
+            until(lambda: lifecycle.in_flight == 1)
+        until(lambda: lifecycle.in_flight == 0 and engine.cancelled == num_cancelled + 1)
     finally:
         engine.hold.clear()
 

@@ -102,7 +102,7 @@ def test_a_connection_stays_open_between_requests(wire):
 
 def test_a_request_behind_a_long_answer_has_its_time_after_it(server, wire):
     """Half a request waits behind a text that takes longer than headers may."""
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     engine.hold.set()
     try:
         post = POST.replace(b"1000", b"%d" % len(BODY)) + b"\r\n"

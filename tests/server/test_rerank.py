@@ -10,7 +10,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.service.served import Served
+from recserve.service import Service
 from recserve.service.text import text_scores
 from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.none import NoDrafter
@@ -41,7 +41,7 @@ def server(request, network, tmp_path_factory):
     engine.start()
     none, cpu = {"none": NoDrafter()}, torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), POSITIONS, 1, cpu, none)
-    with live(Served(None, model, engine)) as running:
+    with live(Service(engine, text=model)) as running:
         running.tokenizer, running.templated = tokenizer, request.param == "template"
         yield running
 
@@ -74,7 +74,7 @@ def test_many_items_are_several_groups_and_the_same_scores(server, network, monk
     one = server.post("/generative_scoring", json=body).json()["data"]
     monkeypatch.setattr(text_scores, "GROUP_TOKENS", 50)
     submitted = []
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda r: submitted.append(r) or submit(r))
     many = server.post("/generative_scoring", json=body).json()["data"]

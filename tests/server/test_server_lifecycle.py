@@ -16,7 +16,7 @@ import pytest
 from recserve.config import ServerConfig
 from recserve.metrics import STAGES
 from recserve.server.errors import REASONS, NotReady
-from recserve.server.worker import Worker
+from recserve.server.lifecycle import Lifecycle
 from recserve.service import Service
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
@@ -111,10 +111,10 @@ def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
 
 def test_the_log_says_when_it_is_ready(caplog):
     with caplog.at_level("INFO", "recserve"):
-        worker = Worker(lambda: None)
-        worker.start()
-        assert worker.loaded.wait(10)
-        worker.close()
+        lifecycle = Lifecycle(lambda: None)
+        lifecycle.start()
+        assert lifecycle.loaded.wait(10)
+        lifecycle.close()
     assert "ready after" in caplog.text
 
 
@@ -124,9 +124,9 @@ def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog
         raise error
 
     caplog.set_level("INFO", "recserve")
-    worker = Worker(load)
-    worker.start()
-    assert worker.loaded.wait(10) and worker.failure is error
+    lifecycle = Lifecycle(load)
+    lifecycle.start()
+    assert lifecycle.loaded.wait(10) and lifecycle.failure is error
     assert [bool(record.exc_info) for record in caplog.records] == [traced]
 
 
@@ -137,20 +137,20 @@ def test_worker_says_why_it_is_not_ready():
         gate.wait()
         raise ValueError("/secret/path is broken")
 
-    worker = Worker(load)
-    worker.start()
+    lifecycle = Lifecycle(load)
+    lifecycle.start()
     with pytest.raises(NotReady, match="loading"):
-        _ = worker.service
-    assert worker.gauges() is None
+        _ = lifecycle.service
+    assert lifecycle.gauges() is None
     gate.set()
-    worker.loaded.wait()
+    lifecycle.loaded.wait()
     with pytest.raises(NotReady, match="could not start") as caught:
-        _ = worker.service
+        _ = lifecycle.service
     assert "secret" not in str(caught.value)
-    worker.draining = True
+    lifecycle.draining = True
     with pytest.raises(NotReady, match="shutting down"):
-        _ = worker.service
-    worker.close()
+        _ = lifecycle.service
+    lifecycle.close()
 
 
 def series(client: httpx.Client) -> set[str]:

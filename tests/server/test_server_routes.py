@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import JournalError
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -50,7 +51,7 @@ def stalled(engine: Engine):
 
 
 def engine_of(client) -> Engine:
-    return client.app.state.worker.service.runtime.engine
+    return client.app.state.lifecycle.service.runtime.engine
 
 
 def error_of(answer):
@@ -290,7 +291,9 @@ def test_no_key_no_answer(tmp_path):
 
 
 def test_a_full_queue_is_429_with_retry_after(tmp_path):
-    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", max_queue=2)
+    service = Service.open(
+        shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", ServiceOptions(EngineConfig(max_queue=2))
+    )
     user = service.samples(1, 1)["users"][0]
     with live(service) as client, ThreadPoolExecutor(8) as pool:
 

@@ -19,19 +19,19 @@ UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\
 
 @contextmanager
 def draining(folder, delay_s):
-    """A server as `recserve serve` runs it, in a thread; `worker.draining` is what SIGTERM sets."""
+    """A server as `recserve serve` runs it, in a thread; SIGTERM sets `lifecycle.draining`."""
     config = ServerConfig(llm="given", port=0, drain_delay_s=delay_s, drain_timeout_s=3600)
     app = create_app(config, scripted(folder, lambda prompt, seed: "yes"))
     settings = uvicorn_config(app, config)
-    server = DrainingServer(settings, app.state.worker, config.drain_delay_s)
+    server = DrainingServer(settings, app.state.lifecycle, config.drain_delay_s)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started or not app.state.worker.loaded.is_set():
+    while not server.started or not app.state.lifecycle.loaded.is_set():
         time.sleep(0.01)
     host, port = server.servers[0].sockets[0].getsockname()
     try:
         with httpx.Client(base_url=f"http://{host}:{port}", timeout=30) as client:
-            yield client, app.state.worker, thread, server
+            yield client, app.state.lifecycle, thread, server
     finally:
         server.should_exit = True
         thread.join(30)
@@ -51,11 +51,11 @@ def assert_shutting_down(said):
 
 
 def test_an_unfinished_body_does_not_hold_a_shutdown(tmp_path):
-    with draining(tmp_path, 0.2) as (client, worker, thread, _), connect(client) as wire:
+    with draining(tmp_path, 0.2) as (client, lifecycle, thread, _), connect(client) as wire:
         wire.sendall(UNFINISHED)
-        while not worker.in_flight:
+        while not lifecycle.in_flight:
             time.sleep(0.01)
-        worker.draining = True
+        lifecycle.draining = True
         assert_shutting_down(all_of(wire))
         thread.join(30)
         assert not thread.is_alive()
@@ -63,11 +63,11 @@ def test_an_unfinished_body_does_not_hold_a_shutdown(tmp_path):
 
 def test_an_unfinished_body_is_refused_as_soon_as_the_server_drains(tmp_path):
     """Long before the server stops listening, which probes are given time to see."""
-    with draining(tmp_path, 600) as (client, worker, _, server), connect(client) as wire:
+    with draining(tmp_path, 600) as (client, lifecycle, _, server), connect(client) as wire:
         wire.sendall(UNFINISHED)
-        while not worker.in_flight:
+        while not lifecycle.in_flight:
             time.sleep(0.01)
-        worker.draining = True
+        lifecycle.draining = True
         assert_shutting_down(all_of(wire))
         assert client.get("/health/live").status_code == 200
         assert client.get("/health").status_code == 503
@@ -76,9 +76,9 @@ def test_an_unfinished_body_is_refused_as_soon_as_the_server_drains(tmp_path):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost: x\r\n"])
 def test_a_connection_without_a_complete_head_does_not_hold_a_shutdown(tmp_path, sent):
-    with draining(tmp_path, 0.2) as (client, worker, thread, _), connect(client) as wire:
+    with draining(tmp_path, 0.2) as (client, lifecycle, thread, _), connect(client) as wire:
         wire.sendall(sent)
-        worker.draining = True
+        lifecycle.draining = True
         assert all_of(wire) == b""
         thread.join(30)
         assert not thread.is_alive()

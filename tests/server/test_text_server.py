@@ -11,8 +11,7 @@ import torch
 
 from recserve.config import ServerConfig
 from recserve.server.app import load
-from recserve.service import Service
-from recserve.service.served import Served
+from recserve.service import Service, ServiceOptions
 from recserve.service.text.text_loading import TextSettings, load_text, open_drafters
 from tests.support.live_server import live
 from tests.support.paths import reference
@@ -35,8 +34,8 @@ def server(folder, tmp_path_factory):
     """A bundle and a language model on one engine."""
     text = load_text(TextSettings(folder, drafters=("suffix", "ngram+suffix")), torch.device("cpu"))
     store = f"lmdb:{tmp_path_factory.mktemp('store')}"
-    items = Service.open(shared_bundle(), store, "cpu", text=text)
-    with live(Served(items, text.model)) as running:
+    service = Service.open(shared_bundle(), store, "cpu", ServiceOptions(text=text))
+    with live(service) as running:
         yield running
 
 
@@ -166,7 +165,7 @@ def test_items_and_text_on_one_engine(server, client):
 
 def test_clients_that_leave_leave_no_page_behind(server, client):
     """60 streams, most of them left at a drawn place."""
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     rng = random.Random(3)
     drawn = [(rng.choice(["none", "ngram", "suffix"]), rng.randrange(12), n) for n in range(60)]
 
@@ -182,7 +181,7 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(leave, drawn))
     end = time.monotonic() + 20
-    while engine.stats().running or server.app.state.worker.in_flight:
+    while engine.stats().running or server.app.state.lifecycle.in_flight:
         assert time.monotonic() < end
         time.sleep(0.02)
     lane = engine.schedulers["text"]
@@ -196,14 +195,14 @@ def test_what_serve_is_told_is_what_is_served(folder):
     config = ServerConfig(
         llm=folder, llm_name="tiny", drafters="ngram,suffix", device="cpu", kv_bytes=2**24
     )
-    served = load(config)
+    service = load(config)
     try:
-        (model,) = served.models()
+        (model,) = service.models()
         assert model["id"] == "tiny" and model["recserve"]["drafters"][:2] == ["ngram", "suffix"]
-        assert served.model("tiny") == model and served.alive
+        assert service.model("tiny") == model and service.alive
     finally:
-        served.close()
-    assert not served.alive
+        service.close()
+    assert not service.alive
 
 
 def test_wrong_drafters_are_refused_when_loading(folder, tmp_path):

@@ -112,7 +112,7 @@ class Exhaustive:
     def __init__(self, service) -> None:
         items = service.runtime.snapshot.items
         self.rows = np.setdiff1d(np.arange(items.num_rows), items.gone)
-        models = service._items.models
+        models = service.items.models
         vectors = item_vectors(models.heads.retriever, models.recommender)
         self.vectors = vectors.numpy()[self.rows]
         self.num_items = len(self.rows)
@@ -164,7 +164,7 @@ def fold(service, monkeypatch) -> None:
     """Two folds: what comes during one is left for the next."""
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
     put_some(service, 90)
-    service._items._folding.join()
+    service.items._folding.join()
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
 
 
@@ -235,7 +235,7 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     base = service.runtime.snapshot.base_trie
     check_dense(service)
     waiting.set()
-    service._items._folding.join()
+    service.items._folding.join()
     assert (service.runtime.snapshot.base_trie is base) == undone
     assert rows_in(service)[0] == (18 if undone else 6)
     check_dense(service)
@@ -303,7 +303,7 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
     service.close()
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
     with Service.open(bundle, f"lmdb:{tmp_path}/other", "cpu") as again:
-        again._items._folding.join()
+        again.items._folding.join()
         assert rows_in(again) == (0, 0)
         assert "new0-3" in dense_slate(again, 504)
         check_dense(again)

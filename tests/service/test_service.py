@@ -20,7 +20,7 @@ from recserve.schemas.items import (
     RecommendBody,
     UserRef,
 )
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
 from recserve.service.recommend.attribution import BadToken
 from tests.support.background_work import settled
@@ -31,7 +31,9 @@ KEY = b"sixteen bytes or"
 
 @pytest.fixture
 def service(tmp_path):
-    with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", signing_key=KEY) as opened:
+    with Service.open(
+        shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", ServiceOptions(signing_key=KEY)
+    ) as opened:
         yield opened
 
 
@@ -147,7 +149,7 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
     answer = recommend(service, user, k=3, beam_width=3)
     assert {i.source for i in answer.items} == {"model"}
     body = RecommendBody(user=UserRef(id=user), k=30)
-    recommendations = service._recommendations
+    recommendations = service.recommendations
     work = recommendations.begin(body, None, None)
     slate = work.future.result()
     short = type(slate)(slate.rows[:4], slate.scores[:4], True, 1, slate.timing)
@@ -160,7 +162,7 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
 
 def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     body = RecommendBody(user=UserRef(id=user), k=3)
-    work = service._recommendations.begin(body, None, None)
+    work = service.recommendations.begin(body, None, None)
     slate = work.future.result()
     seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
     wrong = type(slate)(
@@ -481,7 +483,7 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
     timing, warm = ask(service)
     assert timing.root_computed == 0 < timing.root_cached
     with Service.open(
-        shared_bundle(), f"lmdb:{tmp_path}/cold", "cpu", journal=tmp_path / "items"
+        shared_bundle(), f"lmdb:{tmp_path}/cold", "cpu", ServiceOptions(journal=tmp_path / "items")
     ) as cold:
         for item in ids[:11]:
             cold.add_events(view("me", item))
@@ -498,3 +500,26 @@ def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
     monkeypatch.setattr(service.runtime.engine, "submit", full)
     body = structs.replace(view("me", ids[0]), warm=True)
     assert service.add_events(body).warmed == 0
+
+
+def test_the_old_keywords_of_open_warn_and_work(tmp_path):
+    journal, store = tmp_path / "items", f"lmdb:{tmp_path}/old"
+    with pytest.warns(DeprecationWarning, match="ServiceOptions") as caught:
+        opened = Service.open(
+            shared_bundle(),
+            store,
+            "cpu",
+            signing_key=KEY,
+            max_queue=7,
+            kv_bytes=2**22,
+            journal=journal,
+            warm_drafts=False,
+        )
+    with opened as service:
+        assert len(caught) == 5 and str(caught[0].filename) == __file__
+        assert (service.engine.config.max_queue, service.engine.config.kv_bytes) == (7, 2**22)
+        assert service.runtime.signer._key == KEY and not service.runtime.warm_drafts
+        assert service.items.journal.path.parent == journal
+        assert service.recommend(RecommendBody(history=[], k=3)).items
+    with pytest.raises(TypeError, match="'max_que'"):
+        Service.open(shared_bundle(), store, "cpu", max_que=7)

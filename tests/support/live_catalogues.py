@@ -3,14 +3,16 @@
 import numpy as np
 
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
 EVERYTHING = Exclude(seen=False)
 
 
 def opened(folder):
-    return Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", journal=folder / "items")
+    return Service.open(
+        shared_bundle(), f"lmdb:{folder}/store", "cpu", ServiceOptions(journal=folder / "items")
+    )
 
 
 def base_of(service):

@@ -15,21 +15,21 @@ import httpx
 import uvicorn
 
 from recserve.config import ServerConfig
-from recserve.server import worker
+from recserve.server import lifecycle
 from recserve.server.app import create_app
 from recserve.server.connection import connection_class
 from recserve.server.connection_limits import ConnectionLimits
 from recserve.service import Service
-from recserve.service.served import Served
 
 # A full collection when a server is ready takes long in a process with thousands of tests.
 COLLECTOR = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
 
 
 @contextmanager
-def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
+def live(service: Service, **settings: Any) -> Iterator[httpx.Client]:
     """A client of a running server; the service is closed with it."""
-    named = {"bundle": service.bundle.root} if isinstance(service, Service) else {"llm": "given"}
+    parts = service.item_parts
+    named = {"llm": "given"} if parts is None else {"bundle": parts.bundle.root}
     config = ServerConfig(**named, **settings)
     app = create_app(config, service)
     http = connection_class(ConnectionLimits.of(config), app.state.metrics)
@@ -37,7 +37,7 @@ def live(service: Service | Served, **settings: Any) -> Iterator[httpx.Client]:
         uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none", server_header=False)
     )
     thread = threading.Thread(target=server.run, daemon=True)
-    with mock.patch.object(worker, "gc", COLLECTOR):
+    with mock.patch.object(lifecycle, "gc", COLLECTOR):
         thread.start()
         while not server.started:
             time.sleep(0.01)

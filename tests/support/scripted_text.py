@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from recserve.core.request import DeadlineExceeded, QueueFull, Timing
 from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.service.served import Served
+from recserve.service import Service
 from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.none import NoDrafter
@@ -141,7 +141,7 @@ def likely(token: int, count: int | None) -> TokenLogprobs:
     return TokenLogprobs(-1.5, tuple(sharp), tuple(-0.5 - place for place in range(len(sharp))))
 
 
-def scripted(folder: Path, script: Callable[[str, int], str], template: bool = True) -> Served:
+def scripted(folder: Path, script: Callable[[str, int], str], template: bool = True) -> Service:
     """A server's side of a scripted model called `toy`."""
     byte_tokenizer(folder)
     tokenizer = TextTokenizer.open(folder)
@@ -159,4 +159,4 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
         torch.device("cpu"),
         {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
     )
-    return Served(None, model, ScriptedEngine(script, tokenizer))
+    return Service(ScriptedEngine(script, tokenizer), text=model)

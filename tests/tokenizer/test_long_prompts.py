@@ -147,7 +147,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def calls(server, monkeypatch):
     """Returns how often a text was encoded since the test began."""
-    texts = server.app.state.worker.served.texts
+    texts = server.app.state.lifecycle.service.texts
     tokenizer = texts.model.tokenizer
     recording = [Recording(tokenizer.tokenizer), Recording(tokenizer.literal)]
     model = replace(
@@ -212,14 +212,14 @@ def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypa
 
 
 def test_a_document_that_is_cut_may_be_of_any_length(server, calls, monkeypatch):
-    engine = server.app.state.worker.served.engine
+    engine = server.app.state.lifecycle.service.engine
     monkeypatch.setattr("recserve.service.text.text_scores.JUDGE", "Judge.")
     monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     sent = []
     monkeypatch.setattr(engine, "submit", lambda request: sent.append(request) or 1 / 0)
     asked = {"query": "q", "documents": [TOO_LONG], "max_tokens_per_doc": 5}
     assert server.post("/v1/rerank", json=asked).status_code == 500
-    (x,) = server.app.state.worker.served.texts.model.tokenizer.encode_literal("x")
+    (x,) = server.app.state.lifecycle.service.texts.model.tokenizer.encode_literal("x")
     assert sent[0].tokens[:5].tolist() == [x] * 5 and sent[0].tokens[5] != x
 
 

@@ -50,5 +50,5 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.get("/playground/samples", include_in_schema=False)
     async def samples() -> Response:
-        samples_of = exchange.served.samples
+        samples_of = exchange.service.samples
         return json_response(await asyncio.to_thread(samples_of, NUM_USERS, NUM_ITEMS))

@@ -11,7 +11,7 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import ItemsBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
 from tests.support.tiny_bundle import shared_bundle
 
@@ -49,7 +49,7 @@ def test_small_filters_are_not_taken_for_weightless():
 @pytest.fixture
 def service(tmp_path):
     store, journal = f"lmdb:{tmp_path}/store", tmp_path / "items"
-    with Service.open(shared_bundle(), store, "cpu", journal=journal) as opened:
+    with Service.open(shared_bundle(), store, "cpu", ServiceOptions(journal=journal)) as opened:
         yield opened
 
 

@@ -85,7 +85,7 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     expected = scores(slate(service))
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 5)
     put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
-    service._items._folding.join()
+    service.items._folding.join()
     service.hide_item("a1")
     folded = service.runtime.snapshot.base_trie
     answer = service.rollback_items(RollbackBody(catalog_version=wanted.catalog_version))

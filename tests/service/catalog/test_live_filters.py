@@ -86,7 +86,7 @@ def test_answers_follow_every_change(service, monkeypatch):
     assert_filtered(service)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 3)
     put(service, *[item_like(service, f"late-{n}", 30 * n, price=float(n)) for n in range(9)])
-    service._items._folding.join()
+    service.items._folding.join()
     assert service.runtime.snapshot.base_trie.num_rows > len(base_of(service))
     assert_filtered(service)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)

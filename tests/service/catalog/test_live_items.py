@@ -230,7 +230,7 @@ def test_folding_the_overlay_changes_no_answer(service, monkeypatch):
     assert service.runtime.snapshot.base_trie.num_rows == 500
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 20)
     put(service, {"item_id": ids[40], "title": "over the bound"})
-    service._items._folding.join()
+    service.items._folding.join()
     snapshot = service.runtime.snapshot
     assert snapshot.base_trie.num_rows == snapshot.num_items == 520
     found = slate(service, dense_weight=0.5)
@@ -268,7 +268,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     recorded(first.base_trie)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 10)
     put(service, *[item_like(service, f"b{n}", 9 * n) for n in range(9)])
-    service._items._folding.join()
+    service.items._folding.join()
     folded = service.runtime.snapshot.base_trie
     assert folded is not first.base_trie
     recorded(folded)
@@ -296,7 +296,7 @@ def test_changes_survive_a_restart(tmp_path):
         service.rollback_items(RollbackBody(catalog_version=back))
         expected = slate(service, dense_weight=0.5)
         there = service.item("kept")
-        journal = service._items.journal
+        journal = service.items.journal
         assert journal.num_changes == 4 and len(journal.path.read_bytes()) == journal.length
     with opened(tmp_path) as service:
         found = slate(service, dense_weight=0.5)
@@ -325,9 +325,10 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from recserve.schemas.items import ItemsBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 bundle, folder = sys.argv[1:]
-service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", journal=Path(folder) / "items")
+options = ServiceOptions(journal=Path(folder) / "items")
+service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", options)
 n = 0
 while True:
     answer = service.put_items(ItemsBody(items=[{"item_id": f"w{n}", "title": "Rose"}]))

@@ -78,7 +78,7 @@ def test_an_answer_says_that_it_was_hurried(service):
     body = RecommendBody(history=history, k=5)
     calm = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
     assert calm.exact and "hurried" not in calm.degraded
-    chooser = service._recommendations.chooser
+    chooser = service.recommendations.chooser
     if not chooser.quick:
         pytest.fail("the tiny bundle should hold a quick strategy")
     for _ in range(50):

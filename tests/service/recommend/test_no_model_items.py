@@ -7,14 +7,16 @@ import pytest
 
 from recserve.core.request import Slate
 from recserve.schemas.items import Diversity, Exclude, RecommendBody
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("service")
-    with Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", journal=folder / "i") as one:
+    with Service.open(
+        shared_bundle(), f"lmdb:{folder}/store", "cpu", ServiceOptions(journal=folder / "i")
+    ) as one:
         yield one
 
 

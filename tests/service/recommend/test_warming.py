@@ -8,11 +8,12 @@ import pytest
 
 from recserve.config import ServerConfig
 from recserve.core.request import DeadlineExceeded, WarmDraftRequest
+from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, UserRef
 from recserve.search.strategies import speculative
 from recserve.server.app import load
-from recserve.service import Service
+from recserve.service import Service, ServiceOptions
 from recserve.service.recommend import warming
 from recserve.service.recommend.usual import LATELY, Shape, Usual
 from tests.support.background_work import settled
@@ -26,7 +27,8 @@ DEFAULT = Shape(10, 50, 0.0)
 def opened(tmp_path):
     def make(**settings):
         store = f"lmdb:{tmp_path}/store"
-        return Service.open(shared_bundle(), store, "cpu", journal=tmp_path / "items", **settings)
+        options = ServiceOptions(journal=tmp_path / "items", **settings)
+        return Service.open(shared_bundle(), store, "cpu", options)
 
     return make
 
@@ -93,7 +95,7 @@ def test_the_first_question_of_a_warmed_user_is_proved_in_one_round(service, dra
 
 
 def test_in_the_invariant_mode_it_has_the_bits_of_beam_search(opened):
-    with opened(invariant=True) as service:
+    with opened(engine=EngineConfig(invariant=True)) as service:
         warm(service, "me")
         answer = ask(service, "me")
         assert answer.rounds == 1 and slate(answer) == slate(ask(service, "me", strategy="beam"))
@@ -205,7 +207,7 @@ def test_newer_events_take_the_place_of_a_warming_under_way(service, monkeypatch
         assert [f.cancelled() for pair in futures for f in pair] == [True] * 4 + [False] * 2
     settled(service)
     assert len(found) == 6 and isinstance(found[-1], WarmDraftRequest)
-    assert not service._warming._under_way
+    assert not service.item_parts.warming._under_way
     assert ask(service, "me").rounds == 1
 
 
@@ -226,7 +228,7 @@ def test_a_deleted_user_is_not_warmed(service):
     assert all(future.cancelled() for future in futures)
     settled(service)
     assert len(futures) == 2 and engine.stats().pages_cached == before
-    assert not service._warming._under_way
+    assert not service.item_parts.warming._under_way
 
 
 def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
@@ -245,13 +247,13 @@ def test_it_is_a_setting_of_the_server(tmp_path, monkeypatch, value):
         bundle=shared_bundle(), store=f"lmdb:{tmp_path}/store", journal=tmp_path,
         device="cpu", warm_drafts=value, kv_bytes=2**24,
     )  # fmt: skip
-    served = load(config)
+    service = load(config)
     try:
-        found = submitted(served.items, monkeypatch)
-        warm(served.items, "me")
+        found = submitted(service, monkeypatch)
+        warm(service, "me")
         assert isinstance(found[-1], WarmDraftRequest) == value
     finally:
-        served.close()
+        service.close()
 
 
 def test_over_http(opened):

@@ -1,0 +1,56 @@
+"""The stored events of users, and what depends on them: cached and prepared prefixes."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
+from recserve.service.catalog.live_items import LiveItems
+from recserve.service.history.histories import Rewritten
+from recserve.service.recommend.warming import Warming
+from recserve.service.runtime import Runtime
+
+
+class UserEvents:
+    """Adds, lists and deletes the events of users."""
+
+    def __init__(self, runtime: Runtime, items: LiveItems, warming: Warming) -> None:
+        self.runtime, self.items, self.warming = runtime, items, warming
+
+    def add(self, body: EventsBody) -> EventsAnswer:
+        """Stores events and corrections, and drops cached prefixes that they invalidate.
+
+        With `warm`, prefixes of these users are computed again.
+
+        Raises:
+            StoreUnavailable: If the history store does not answer.
+        """
+        added = self.runtime.histories.add(body, self.runtime.snapshot)
+        self.warming.forget(added.rewritten)
+        answer = added.answer
+        if not body.warm:
+            return answer
+        refused = {rejection.index for rejection in answer.rejected}
+        users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
+        return structs.replace(answer, warmed=self.warming.warm(users))
+
+    def history(self, user_id: str) -> HistoryAnswer:
+        """Returns a user's stored events.
+
+        Raises:
+            StoreUnavailable: If the history store does not answer.
+            CorruptHistory: If the stored events are damaged.
+        """
+        return self.runtime.histories.listed(user_id, self.runtime.snapshot)
+
+    def delete(self, user_id: str) -> None:
+        """Removes a user from the history store and from the prefix caches.
+
+        Raises:
+            StoreUnavailable: If the history store does not answer.
+        """
+        runtime = self.runtime
+        history = runtime.histories.delete(user_id, runtime.snapshot)
+        if self.items.was_read_otherwise(history):
+            runtime.engine.forget_all()
+        self.warming.forget({user_id: Rewritten(history, None)})

@@ -1,0 +1,63 @@
+"""Options of `Service.open`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recserve.engine.engine_config import EngineConfig
+from recserve.service.loading import DTypeName
+from recserve.service.text.text_loading import LoadedText
+
+# Keywords of `Service.open` that the previous release had, by the object that has them now.
+OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")
+OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text", "warm_drafts")
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How a service is opened.
+
+    Attributes:
+        engine: Sizes and modes of the engine.
+        dtype: Element type of the recommender; "auto" is the fastest on this machine.
+        signing_key: Key of attribution tokens; None: a random key, whose tokens are not valid in
+            another process.
+        journal: Folder of item changes; None: a folder next to the bundle.
+        text: A language model that the same engine serves.
+        warm_drafts: Events with `warm` also prepare a draft, where that pays.
+    """
+
+    engine: EngineConfig = EngineConfig()
+    dtype: DTypeName = "float32"
+    signing_key: bytes | None = None
+    journal: Path | None = None
+    text: LoadedText | None = None
+    warm_drafts: bool = True
+
+
+def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:
+    """Returns the options with the previous release's keywords of `Service.open` put in.
+
+    Args:
+        options: The options.
+        old: Keyword arguments as the previous release accepted them.
+
+    Raises:
+        TypeError: If a keyword is unknown.
+    """
+    for name in old:
+        if name not in OLD_ENGINE_KEYWORDS + OLD_KEYWORDS:
+            raise TypeError(f"Service.open() got an unexpected keyword argument {name!r}")
+        owner = "engine=EngineConfig" if name in OLD_ENGINE_KEYWORDS else ""
+        new = f"{owner}({name}=...)" if owner else f"{name}=..."
+        warnings.warn(
+            f"Service.open({name}=...) is Service.open(options=ServiceOptions({new})) now",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    engine = {name: value for name, value in old.items() if name in OLD_ENGINE_KEYWORDS}
+    own = {name: value for name, value in old.items() if name in OLD_KEYWORDS}
+    return replace(options, engine=replace(options.engine, **engine), **own)

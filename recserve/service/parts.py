@@ -1,0 +1,185 @@
+"""From a bundle on disk to the parts of a service: models, engine, histories, catalogue."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from recserve.bundle.bundle import EVENTS, Bundle
+from recserve.engine.build import EngineModels, build_engine
+from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.history_stores import open_store
+from recserve.features.ranking.live_ranking import LiveRanking
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.service.catalog.live_items import LiveItems
+from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.histories import Histories
+from recserve.service.history.incoming import import_events
+from recserve.service.history.user_events import UserEvents
+from recserve.service.loading import (
+    Device,
+    Models,
+    default_journal,
+    default_store,
+    item_index,
+    load_item_graph,
+    load_models,
+    resolve_device,
+)
+from recserve.service.options import ServiceOptions
+from recserve.service.recommend.attribution import Signer
+from recserve.service.recommend.rank import Rankings
+from recserve.service.recommend.recommend import Recommendations
+from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
+from recserve.service.recommend.scorers import LikelihoodScorer, RankerScorer, Scorer
+from recserve.service.recommend.warming import Warming
+from recserve.service.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class ItemParts:
+    """What serves the items of a bundle.
+
+    Attributes:
+        bundle: The open bundle.
+        models: Its networks.
+        runtime: Engine, catalogue snapshot, histories, versions.
+        items: The live catalogue.
+        users: Stored events.
+        warming: Prefixes that are computed before a request needs them.
+        recommendations: Slates; None: the bundle has no recommender.
+        rankings: Rankings; None: the bundle has no model that ranks.
+    """
+
+    bundle: Bundle
+    models: Models
+    runtime: Runtime
+    items: LiveItems
+    users: UserEvents
+    warming: Warming
+    recommendations: Recommendations | None
+    rankings: Rankings | None
+
+    def close(self) -> None:
+        """Finishes what the engine has, then closes the engine and the stores."""
+        self.items.close()
+        self.runtime.engine.close()
+        self.runtime.histories.close()
+
+    def described(self) -> list[dict[str, Any]]:
+        """Returns the models in OpenAI's form, with fields of ours under `recserve`."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "recserve",
+                "recserve": {**self.runtime.versions(), **fields},
+            }
+            for name, fields in self.models.described(self.runtime.engine.strategies).items()
+        ]
+
+    def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
+        """Returns ids of some users and of the most popular items."""
+        snapshot = self.runtime.snapshot
+        popular = snapshot.most_popular(num_items, np.zeros(0, np.int64), None)
+        items = [snapshot.items.item_id(row) for row in popular.tolist()]
+        users: list[str] = []
+        if EVENTS in self.bundle.manifest.files:
+            column = pq.read_table(self.bundle.path(EVENTS), columns=["user_id"]).column(0)
+            users = column.unique().slice(0, num_users).to_pylist()
+        return {"users": users, "items": items}
+
+
+def open_parts(
+    folder: Path, store: str | None, device: Device, options: ServiceOptions
+) -> ItemParts:
+    """Opens a bundle and starts its engine.
+
+    Args:
+        folder: Folder of the bundle.
+        store: URL of the history store; None: `default_store`. The bundle's own events fill an
+            empty store.
+        device: Device of the models.
+        options: The other options.
+
+    Raises:
+        BundleError: If the bundle is damaged.
+        StoreUnavailable: If the history store does not answer.
+        JournalError: If the journal of item changes cannot be read.
+        ValueError: If the device or an option does not fit this machine.
+    """
+    bundle = Bundle.open(folder)
+    place = resolve_device(device)
+    snapshot = Snapshot.of(bundle.catalog(), place)
+    models = load_models(bundle, snapshot, place, options.dtype)
+    snapshot = replace(
+        snapshot,
+        graph=load_item_graph(bundle, place),
+        index=item_index(models.recommender, models.heads),
+    )
+    url = default_store(folder) if store is None else store
+    opened_store = open_store(url)
+    import_events(opened_store, bundle)
+    network, drafters = options.text.parts if options.text else (None, None)
+    engine = build_engine(
+        EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
+        options.engine,
+    )
+    engine.prepare(snapshot.trie)
+    engine.start()
+    key = secrets.token_bytes(32) if options.signing_key is None else options.signing_key
+    runtime = Runtime(
+        engine=engine,
+        snapshot=snapshot,
+        histories=Histories(opened_store, blocks=not url.startswith("lmdb:")),
+        signer=Signer(key),
+        model_version=bundle.manifest.model_version,
+        device=place,
+        warm_drafts=options.warm_drafts,
+    )
+    journal = default_journal(folder) if options.journal is None else options.journal
+    name = f"{bundle.manifest.catalog_version}.jsonl"
+    return _assemble(bundle, models, runtime, ItemJournal(journal / name))
+
+
+def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJournal) -> ItemParts:
+    manifest, scorers = bundle.manifest, dict[str, Scorer]()
+    ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
+    if models.ranker is not None:
+        catalog = runtime.snapshot.catalog
+        tables = RankingTables.load(bundle.directory("ranker"), catalog.items, catalog.vectors)
+        ranking = LiveRanking(tables)
+        runtime.snapshot = replace(runtime.snapshot, ranking=tables)
+        salt = int.from_bytes(hashlib.sha256(manifest.model_version.encode()).digest()[:8])
+        ranker_roots = RankerRoots(tables, salt, runtime.device)
+        if tables.settings.has_values:
+            runtime.histories.default_value = tables.settings.mean_value
+        scorers["ranker"] = RankerScorer(ranker_roots, models.ranker.config.tasks)
+    if models.recommender is not None:
+        recommender_roots = RecommenderRoots(models.recommender.config, runtime.device)
+        weight = float(manifest.recommender.get("dense_weight", 0.0))
+        retriever = models.heads.retriever
+        outcomes = () if retriever is None else retriever.config.outcomes
+        recommendations = Recommendations(runtime, recommender_roots, weight, outcomes)
+        scorers["likelihood"] = LikelihoodScorer(recommender_roots)
+    usual = None if recommendations is None else recommendations.usual
+    warming = Warming(runtime, recommender_roots, ranker_roots, usual)
+    items = LiveItems(runtime, models, bundle, journal, ranking)
+    items.replay()
+    return ItemParts(
+        bundle=bundle,
+        models=models,
+        runtime=runtime,
+        items=items,
+        users=UserEvents(runtime, items, warming),
+        warming=warming,
+        recommendations=recommendations,
+        rankings=Rankings(runtime, scorers) if scorers else None,
+    )
