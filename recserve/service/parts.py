@@ -132,7 +132,7 @@ def open_parts(
         EngineModels(models.recommender, models.ranker, models.heads, network, drafters),
         options.engine,
     )
-    engine.prepare(snapshot.trie)
+    engine.record(snapshot.trie)
     engine.start()
     key = secrets.token_bytes(32) if options.signing_key is None else options.signing_key
     runtime = Runtime(
