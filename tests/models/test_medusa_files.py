@@ -21,7 +21,7 @@ from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.paths import ROOT
 from tests.support.text_loop import tiny_model
 
-CONVERT = ROOT / "benchmarks" / "convert_medusa.py"
+CONVERT = ROOT / "benchmarks" / "text" / "convert_medusa.py"
 
 
 def original(heads: MedusaHeads, prefix: str = "") -> dict[str, torch.Tensor]:

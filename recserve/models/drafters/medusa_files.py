@@ -4,7 +4,7 @@
     vLLM        blocks.{i}.layers.{j}.weight, .bias, lm_heads.{i}.weight, token_map
 
 Sizes are read from the tensors: published configurations say 2 heads where there are 5. A `.pt`
-file is turned into safetensors offline by benchmarks/convert_medusa.py.
+file is turned into safetensors offline by `python -m benchmarks.text.convert_medusa`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     else:
         hint = ""
         if pickled := sorted(path.name for path in folder.glob("*.pt")):
-            hint = f"; convert {pickled[0]} offline with benchmarks/convert_medusa.py"
+            command = "python -m benchmarks.text.convert_medusa"
+            hint = f"; convert {pickled[0]} offline with `{command}`"
         raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
     weights: dict[str, Tensor] = {}
     for path in paths:

@@ -1,0 +1,348 @@
+"""The engine on a device: the same answers as on the CPU from every strategy, and its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.checks import Task
+from benchmarks.support.drawn import (
+    Catalogue,
+    drawn_catalogue,
+    drawn_ranker,
+    drawn_ranking_root,
+    drawn_recommender,
+)
+from benchmarks.support.failures import attempted, complaints, failure, once
+from benchmarks.support.timing import Deadline
+from recserve.core.request import RankRequest, RecommendRequest, Root
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
+from recserve.engine.runtime.cuda_recorder import CudaRecorder
+from recserve.kernels.trie.trie import build_trie
+from recserve.kernels.trie.trie_view import TrieView
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.inputs import NodeInputs
+from recserve.models.ranker import Ranker
+from recserve.models.recommender import Recommender
+from recserve.search.heads import Heads
+from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
+
+
+def small_catalogue(items: int = 150) -> Catalogue:
+    """A few items, no data read."""
+    g = torch.Generator().manual_seed(1)
+    codes = torch.unique(torch.randint(0, 6, (items, 4), generator=g), dim=0)
+    return Catalogue("small", codes, build_trie(codes, (6,) * 4))
+
+
+def recommender_engine(model: Recommender, kv_bytes: int) -> Engine:
+    """With heads started from the target, so that every strategy is there that needs no index."""
+    weight = model.tokens.weight
+    config = SelfDraftConfig(model.config.decoder.hidden_size, model.config.codebook_sizes)
+    heads = []
+    for form in (config, replace(config, placeholders=True)):
+        torch.manual_seed(0)
+        head = SelfDraftHead(form)
+        head.start_from(model)
+        heads.append(head.to(weight.device, weight.dtype).eval())
+    return build_engine(EngineModels(model, heads=Heads(*heads)), EngineConfig(kv_bytes=kv_bytes))
+
+
+@torch.inference_mode()
+def recorded(
+    engine: Engine,
+    model: Recommender,
+    trie: TrieView,
+    shapes: tuple[SearchShape, ...],
+    room: int,
+    record: Any = None,
+) -> SearchGraphs:
+    """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
+    each time. As many as can be; `unrecorded` tells which are not.
+    """
+    lane: Any = engine.schedulers["recommender"]
+    nezha: Any = engine._strategies["nezha"]
+    limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
+    on_cuda = model.tokens.weight.is_cuda and torch.cuda.is_available()
+    record = record or (CudaRecorder() if on_cuda else lambda step: step)
+    graphs = SearchGraphs(lane.runner, model, nezha.head, limits, record)
+    engine.replay(graphs)
+    engine.record(trie)
+    return graphs
+
+
+def recommend_root(model: Recommender, events: int, seed: int) -> Root:
+    """BOS and a drawn history, on the model's device."""
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
+    device = model.tokens.weight.device
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens.cpu()[rows].flatten()])
+    return Root(NodeInputs(tokens.to(device)), tokens.numpy())
+
+
+def candidates(ranker: Ranker, count: int, seed: int) -> NodeInputs:
+    """Drawn candidates on the CPU."""
+    g = torch.Generator().manual_seed(seed)
+    c = ranker.config
+    return NodeInputs(
+        torch.randint(0, c.num_items, (count,), generator=g),
+        torch.full((count,), 3),
+        torch.randint(0, c.num_types, (count,), generator=g),
+        torch.arange(count),
+        torch.randn(count, c.dense_size, generator=g),
+    )
+
+
+def on_device(inputs: NodeInputs, device: str) -> NodeInputs:
+    """The same rows elsewhere."""
+    return replace(
+        inputs, **{k: v.to(device) for k, v in vars(inputs).items() if isinstance(v, torch.Tensor)}
+    )
+
+
+STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood", "warm")
+HOW = {
+    "items": ("plain", "filters", "diversity", "weighed", "live"),
+    "codes": ("plain", "filters", "live"),
+}
+DRAFTERS = ("ngram", "suffix", "lookahead", "draft_model", "specinfer", "medusa", "merged")
+RULES = [("draft_model", "rejection"), ("draft_model", "block"), ("specinfer", "multi_step")]
+CLOSE = 2e-3  # scores of two devices, which add up in another order
+
+
+def engine_checks(device: str, smoke: bool = False) -> Iterator[Task]:
+    """Every strategy in every way of asking, every drafter and rule, cold and with the root in the
+    prefix cache: the CPU's answers on the device, in float32.
+    """
+    made = once(recommending)
+    for form, ways in HOW.items():
+        for strategy in STRATEGIES:
+
+            def asked(s: str = strategy, f: str = form, w: Any = ways) -> float:
+                h, t = made("cpu", f), made(device, f)
+                pairs = [(h.ask(s, how), t.ask(s, how)) for how in (*w, w[0])]
+                return max(difference(h.engine, t.engine, *pair) for pair in pairs)
+
+            yield Task(f"strategy {strategy} of {form}: as on the CPU", asked, CLOSE)
+
+        def as_beam(f: str = form) -> float:
+            there = made(device, f)
+            both = there.ask("beam"), there.ask("speculative")
+            return difference(there.engine, there.engine, *both)
+
+        yield Task(f"strategy speculative of {form}: as beam on this device", as_beam, 1e-4)
+    yield Task("strategy level_likelihood: as on the CPU", lambda: level_likelihoods(device), CLOSE)
+    yield Task("strategy rank: as on the CPU", lambda: rankings(device), CLOSE)
+    yield Task("strategy text_scores: as on the CPU", lambda: label_scores(device), CLOSE)
+    parameters = ("everything",) if smoke else ("greedy", "everything")
+    cases = [(d, "sample", p) for d in ("none", *DRAFTERS) for p in parameters]
+    cases += [(drafter, rule, "hot") for drafter, rule in RULES]
+    for case in cases:
+        name = f"text {', '.join(case)}: as on the CPU"
+        yield Task(name, lambda c=case: text_difference(device, *c), 0.0)
+    if not smoke:
+        yield Task("beam and nezha, 256x4, 12,101 items", lambda: larger(device), CLOSE)
+
+
+def difference(one: Engine, two: Engine, asked_one: list[Any], asked_two: list[Any]) -> float:
+    """Largest difference of scores place by place; infinite where answers are about other items,
+    but for one in ten, since scores may tie.
+    """
+    worst = 0.0
+    for a, b in zip(one.run_many(asked_one), two.run_many(asked_two), strict=True):
+        if hasattr(a, "rows"):
+            if len(a.rows) != len(b.rows) or (a.rows != b.rows).sum() > max(len(a.rows) // 10, 1):
+                return float("inf")
+            worst = max(worst, float(np.abs(a.scores - b.scores).max(initial=0)))
+        elif hasattr(a, "values"):
+            worst = max(worst, float(np.abs(a.values - b.values).max()))
+    return worst
+
+
+def level_likelihoods(device: str) -> float:
+    """Of a model that has level heads alone."""
+    here, there = (recommending(d, autoregressive=False) for d in ("cpu", device))
+    return difference(here.engine, there.engine, here.ask("likelihood"), there.ask("likelihood"))
+
+
+def rankings(device: str) -> float:
+    """Cold, then warm."""
+    here, there = ranking("cpu"), ranking(device)
+    return max(difference(here.engine, there.engine, here.ask(), there.ask()) for _ in range(2))
+
+
+def label_scores(device: str) -> float:
+    """Two equal requests in one step."""
+    engines = text_engine("cpu"), text_engine(device)
+    return difference(*engines, [text_scores("cpu")] * 2, [text_scores(device)] * 2)
+
+
+def text_difference(device: str, drafter: str, rule: str, parameters: str) -> float:
+    """0, or infinite where a token differs."""
+    names = () if drafter == "none" else (drafter,)
+    here, there = text_engine("cpu", names), text_engine(device, names)
+    asked = texts(drafter, rule, parameters)
+    for requests in (asked, asked[:1]):
+        pairs = zip(here.run_many(requests), there.run_many(requests), strict=True)
+        if any(a.tokens.tolist() != b.tokens.tolist() for a, b in pairs):
+            return float("inf")
+    return 0.0
+
+
+def larger(device: str) -> float:
+    """Beams of 50 in a catalogue of real size."""
+    catalogue, worst = drawn_catalogue(12_101), 0.0
+    models = [
+        drawn_recommender(catalogue, 256, 4, "children", torch.float32).to(d)
+        for d in ("cpu", device)
+    ]
+    for model in models:
+        model.bind_items(catalogue.codes)
+    engines = [recommender_engine(model, 2**28) for model in models]
+    for strategy in ("beam", "nezha"):
+        asked: list[list[Any]] = [
+            [
+                RecommendRequest(
+                    recommend_root(model, n, n), catalogue.trie.to(d), 10, 50, strategy
+                )
+                for n in (5, 50)
+            ]
+            for model, d in zip(models, ("cpu", device), strict=True)
+        ]
+        worst = max(worst, difference(engines[0], engines[1], *asked))
+    return worst
+
+
+def requests_of(
+    model: Recommender, trie: TrieView, strategy: Any, cell: tuple[int, int], events: int, seed: int
+) -> list[RecommendRequest]:
+    """As many as the cell says, with so many beams, each user with so many drawn events."""
+    batch, width = cell
+    roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
+    return [RecommendRequest(root, trie, 10, width, strategy) for root in roots]
+
+
+def cold_and_warm(
+    engine: Engine, requests: Callable[[int], list[Any]], seeds: range, again: int
+) -> tuple[dict[str, float], list[Any]]:
+    """Medians of milliseconds but for the first run: of users never seen, one seed each, and of the
+    last seed's asked so often again; and the last answers.
+    """
+    times, answers = {}, list[Any]()
+    for state, asked in (("cold", seeds), ("warm", [seeds[-1]] * again)):
+        taken = []
+        for seed in asked:
+            if state == "cold":
+                engine.forget_all()
+            made = requests(seed)
+            began = time.perf_counter()
+            answers = engine.run_many(made)
+            taken.append((time.perf_counter() - began) * 1e3)
+        times[f"{state}_ms"] = float(np.median(taken[1:]))
+    return times, answers
+
+
+def timed(engine: Engine, asked: Callable[[int], list[Any]]) -> dict[str, Any]:
+    """Milliseconds, the forwards of the last search, and how many of the searches were replayed."""
+    searches = engine.searches
+    before = searches.counts["replayed"] if searches is not None else 0
+    times, answers = cold_and_warm(engine, asked, range(1, 6), 10)
+    row: dict[str, Any] = {"rounds": getattr(answers[0], "rounds", 0), **times}
+    if searches is not None:
+        row["replayed"] = searches.counts["replayed"] - before
+    return row
+
+
+def engine_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[str, Any]]:
+    """Milliseconds of whole requests: rankings; then slates, cold and warm, strategies and batches,
+    of each model launched and recorded.
+    """
+    for count in (40,) if smoke else (500, 4000):
+        if deadline.passed():
+            return
+        name = f"rank {count} candidates, warm"
+        yield attempted(name, partial(ranked, device, smoke, count, name))
+    catalogue = small_catalogue() if smoke else drawn_catalogue(12_101)
+    for size in ((64, 1),) if smoke else ((256, 4), (1024, 12)):
+        if deadline.passed():
+            return
+        try:
+            yield from slates(device, smoke, deadline, catalogue, size)
+        except Exception as error:
+            yield failure(f"recommend {size[0]}x{size[1]}", error)
+
+
+def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
+    """Milliseconds of so many candidates behind a root that is in the prefix cache."""
+    ranker = drawn_ranker(500 if smoke else 12_101, 64 if smoke else 512, 1 if smoke else 3)
+    ranker = ranker.to(device)
+    ranker.freeze_items()
+    engine = build_engine(
+        EngineModels(ranker=ranker), EngineConfig(kv_bytes=2**24 if smoke else 2**31)
+    )
+    root = drawn_ranking_root(ranker, 40 if smoke else 1000, 0)
+    root = replace(root, inputs=on_device(root.inputs, device))
+    asked = on_device(candidates(ranker, count, 1), device)
+    taken = []
+    for _ in range(12):
+        began = time.perf_counter()
+        engine.run(RankRequest(root, asked))
+        taken.append((time.perf_counter() - began) * 1e3)
+    return {"engine": name, "warm_ms": float(np.median(taken[2:]))}
+
+
+def slates(
+    device: str, smoke: bool, deadline: Deadline, catalogue: Catalogue, size: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Of one model."""
+    hidden, layers = size
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
+    model = model.to(device)
+    model.bind_items(catalogue.codes)
+    engine = recommender_engine(model, 2**24 if smoke else 2**33)
+    trie = catalogue.trie.to(device)
+    cells = ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256))
+    for how in ("launched", "recorded"):
+        strategies = engine.strategies
+        if how == "recorded":
+            cells, strategies = cells[:2] + cells[3:], ("beam", "nezha")
+            shapes = tuple(SearchShape(*cell) for cell in cells)
+            yield from lost(f"{hidden}x{layers}", engine, model, trie, shapes, 64)
+        for strategy, (batch, width) in product(strategies, cells):
+            if deadline.passed():
+                return
+            name = f"recommend {hidden}x{layers} {strategy}, {how}, batch {batch} beam {width}"
+            asked = partial(requests_of, model, trie, strategy, (batch, width), 50)
+            row = attempted(name, partial(timed, engine, asked))
+            yield row if "ok" in row else {"engine": name, "dtype": str(dtype)[6:], **row}
+
+
+def lost(
+    name: str,
+    engine: Engine,
+    model: Recommender,
+    trie: TrieView,
+    shapes: tuple[SearchShape, ...],
+    room: int,
+) -> Iterator[dict[str, Any]]:
+    """Records searches; a row of what could not be, which is launched where it is asked for."""
+    with complaints() as heard:
+        row = attempted(f"searches of {name}: recorded", lambda: {
+            "lost": recorded(engine, model, trie, shapes, room).unrecorded
+        })  # fmt: skip
+    if "ok" in row:
+        yield row
+    elif row["lost"]:
+        yield failure(f"searches of {name}, not recorded: {row['lost']}", "; ".join(heard))

@@ -1,0 +1,191 @@
+"""Microseconds that the host needs for a recorded text step, or for an answer from a recorded
+search: everything but the replay.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.gpu.host_step [--json host.json] [--only steps|searches]
+
+The replay is left out: what it would find lies there already, a path of the draft's first nodes of
+each level, or the beams of the first search. So this runs anywhere; on a GPU the host would launch
+one graph instead, and wait. CPU time of one thread, median of a warm loop; of a search from the
+request to its slate, all users with cached roots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.engine import recommender_engine, recorded
+from benchmarks.gpu.text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
+from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+from benchmarks.support.timing import machine
+from recserve.core.request import RecommendRequest
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.items.fixed_search import Leaves, SearchShape
+from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
+from recserve.engine.text.text_lane import TextLane
+from recserve.engine.text.text_step import StepOutputs
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.text import Drafter
+from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from tests.support.walking_model import drawn_language_model
+
+VOCABULARY = 1500
+GOAL_US = 50.0
+NODES = 6  # of a draft
+ACCEPTED = 2  # drafted tokens of every step
+PARAMETERS = {
+    "temperature": SamplingParams(temperature=0.8),
+    "every parameter": SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1
+    ),
+}
+
+
+class NoReplay:
+    """Records what the step would find once, and gives that back."""
+
+    def __init__(self) -> None:
+        self.accept = 0
+
+    def __call__(self, step: Step) -> Step:
+        outputs = step()
+        forms = {0: found(outputs, 0), ACCEPTED: found(outputs, ACCEPTED)}
+        return lambda: forms[self.accept]
+
+
+def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
+    """The same but for what was accepted: so many tokens of every text, and a bonus token."""
+    columns, at = outputs.found.clone(), outputs.columns
+    accepted = min(accepted, at.depth)
+    columns[:, at.nodes] = -1
+    columns[:, : accepted + 1] = torch.arange(accepted + 1)
+    columns[:, at.length], columns[:, at.bonus] = accepted, 1
+    columns[:, at.tokens][:, : accepted + 1] = 2
+    return replace(outputs, found=columns)
+
+
+def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row for texts and drafter."""
+    model = drawn_language_model(64, 1, VOCABULARY, torch.float32)
+    model.config = replace(model.config, decoder=replace(model.config.decoder, max_positions=4096))
+    drafters: dict[str, Drafter] = {
+        "walk": WalkDrafter(VOCABULARY, 3),
+        "medusa": drawn_heads(model),
+        "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(),
+        "drawn": DrawnDrafter(VOCABULARY, NODES, torch.device("cpu")),
+    }
+    engine = build_engine(EngineModels(text=model, drafters=drafters), EngineConfig(kv_bytes=2**27))
+    lane: Any = engine.schedulers["text"]
+    none = NoReplay()
+    shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
+    limits = GraphLimits(shapes, seconds=float("inf"))
+    graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
+    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    for name in PARAMETERS:
+        for drafter in ("none", *drafters):
+            for texts in (1, 2) if smoke else (1, 8, 32):
+                none.accept = 0 if drafter == "none" else ACCEPTED
+                yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)
+
+
+def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row for a strategy, a number of requests and what they leave out."""
+    catalogue = drawn_catalogue(12_101)
+    model = drawn_recommender(catalogue, 64, 1, "children", torch.float32)
+    engine = recommender_engine(model, 2**27)
+    batches = (1, 8)
+    shapes = tuple(SearchShape(batch, 64) for batch in batches)
+    graphs = recorded(engine, model, catalogue.trie, shapes, 1024, once)
+    roots = drawn_roots(model, 50, max(batches), 0)
+    seen = np.arange(0, 12_101, 240)
+    for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
+        asked = [
+            RecommendRequest(
+                root, catalogue.trie, 10, 50, strategy, excluded=seen if left_out else None
+            )
+            for root in roots[:batch]
+        ]
+        engine.run_many(asked)
+        before, taken = graphs.counts["replayed"], []
+        for _ in range(20 if smoke else 300):
+            began = time.thread_time()
+            engine.run_many(asked)
+            taken.append((time.thread_time() - began) * 1e6)
+        words = f"search {strategy}, {batch} requests{', 51 items left out' * left_out}"
+        replayed = graphs.counts["replayed"] - before
+        yield {"host": words, "replayed": replayed, "host_us": statistics.median(taken[5:])}
+
+
+def once(search: Callable[[], Leaves]) -> Callable[[], Leaves]:
+    """Gives back what the search found when it was recorded."""
+    found = search()
+    return lambda: found
+
+
+@torch.inference_mode()
+def measured(
+    engine: Engine, graphs: StepGraphs, name: str, drafter: str, texts: int, steps: int
+) -> dict[str, Any]:
+    """Texts that run side by side for so many replayed steps, in the mode that the engine's thread
+    enters once and not at every step.
+    """
+    rng = np.random.default_rng(0)
+    rule = RULES.get(drafter, ("sample",))[0]
+    words = Speculation(drafter, rule, num_tokens=NODES)
+    futures = []
+    for n in range(texts):
+        params = replace(PARAMETERS[name], seed=n, max_tokens=3 * steps + 60)
+        prompt = rng.integers(0, VOCABULARY, 20)
+        futures.append(engine.submit(TextRequest(prompt, params, words)))
+    taken = []
+    for _ in range(30 + steps):
+        replayed, began = graphs.counts["replayed"], time.thread_time()
+        engine.step()
+        spent = time.thread_time() - began
+        if graphs.counts["replayed"] > replayed:
+            taken.append(spent * 1e6)
+    for future in futures:
+        engine.cancel(future)
+    while engine.step():
+        pass
+    host_us = statistics.median(taken[10:]) if len(taken) > 10 else None
+    row = {"host": f"{name}, drafter {drafter}, {texts} texts", "replayed": len(taken)}
+    return row | {"host_us": host_us, "in_goal": host_us is not None and host_us <= GOAL_US}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="few steps of few texts")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=["steps", "searches"], help="not both")
+    chosen = parser.parse_args(arguments)
+    rows = []
+    steps = host_rows(chosen.smoke) if chosen.only != "searches" else ()
+    searches = search_rows(chosen.smoke) if chosen.only != "steps" else ()
+    for row in chain(steps, searches):
+        shown = "was not replayed" if row["host_us"] is None else f"{row['host_us']:8.0f} us"
+        print(f"{row['host']:<48} {shown}", flush=True)
+        rows.append(row)
+    if chosen.json is not None:
+        content = {"machine": machine(), "goal_us": GOAL_US, "rows": rows}
+        chosen.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

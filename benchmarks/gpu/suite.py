@@ -1,0 +1,327 @@
+"""One command for a GPU: is every kernel and strategy right, and how fast is all of it.
+
+    python benchmarks/gpu.py --json gpu.json                        # within 9 minutes
+    python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
+    python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
+
+It needs torch, numpy, safetensors and triton, nothing else, and runs from a checkout that is not
+installed. It exits with 2 without a CUDA device, and with 1 if a check failed. Every part runs in
+its own process and within its share of the time, so a part that dies does not lose the others. The
+summary and the JSON list what was cut; the JSON is written after every row. While the checks run,
+torch fills new tensors with NaN.
+
+A kernel takes seconds to compile, and there are about a hundred variants. So the checks run in
+parallel. Then everything that will be measured runs once in parallel, to be compiled; these figures
+are discarded. Afterwards the parts are measured one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.checks import Task, kernel_checks
+from benchmarks.gpu.engine import engine_checks, engine_rows
+from benchmarks.gpu.parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side
+from benchmarks.gpu.searches import search_checks, search_rows
+from benchmarks.gpu.text import text_checks, text_rows
+from benchmarks.kernels.attention_rows import (
+    FIRST_SHAPES,
+    attention_rows,
+    cuda_shapes,
+    flex_rows,
+    line,
+    with_share,
+)
+from benchmarks.kernels.small_kernels import small_kernels
+from benchmarks.kernels.tuning import tuning_rows
+from benchmarks.support.timing import Deadline, ceilings, machine
+
+Rows = Iterator[dict[str, Any]]
+SCRIPT = Path(__file__).resolve().parents[1] / "gpu.py"
+EVERYTHING = slice(0, None, 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does. rows: of (device, smoke, deadline, share). stage: where they belong in
+    the report. Where it dies, checks go on behind the death. shares: processes for it where several
+    run side by side.
+    """
+
+    stage: str
+    rows: Callable[..., Rows]
+    shares: int = 1
+
+    @property
+    def measures(self) -> bool:
+        """Whether it is to run alone, with its kernels compiled before."""
+        return self.stage not in ("machine", "checks")
+
+
+def checked(
+    tasks: Callable[[str, bool], Iterator[Task]],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Callable[..., Rows]:
+    """The rows of checks, begun one by one, within `around`."""
+
+    def rows(device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING) -> Rows:
+        with around():
+            for task in islice(tasks(device, smoke), share.start, None, share.step):
+                if deadline.passed():
+                    note = "not reached in the time of its part"
+                    yield {"name": task.name, "ok": False, "note": note}
+                    return
+                yield {"task": task}
+
+    return rows
+
+
+def measured_attention(
+    device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING
+) -> Rows:
+    """Tree attention and its rivals, the most telling shapes first."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = list(enumerate(cuda_shapes(smoke)))[share]
+    first = [(number, shape) for number, shape in shapes if number < FIRST_SHAPES]
+    for some in (first, shapes[len(first) :]):
+        yield from attention_rows(some, dtype, device, deadline)
+        if device == "cuda":
+            yield from flex_rows(some, dtype, deadline)
+
+
+def measured_kernels(device: str, smoke: bool, deadline: Deadline, _: slice = EVERYTHING) -> Rows:
+    """The other kernels."""
+    rows = small_kernels(device, smoke)
+    while not deadline.passed() and (row := next(rows, None)) is not None:
+        yield row
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Everything that torch.empty returns is NaN, or the largest integer. Not where anything is
+    recorded: deterministic operators are others than serving records, and some ask the device.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Of one command, in all.
+LIMIT_S = 540.0
+# Seconds of each stage in the order in which they run, starts and last rows of its processes
+# included: first what must be right, then what the goals speak of. What one leaves is for those
+# behind it. A CPU, where the logic is tried, takes what it takes.
+SHARES_S = {
+    "start": 10,  # of this process, before its clock
+    "machine": 25,
+    "checks": 125,
+    "compiling": 75,
+    "attention": 80,
+    "text": 60,
+    "searches": 55,
+    "engine": 50,
+    "kernels": 30,
+    "tuning": 25,
+}
+PARTS = {
+    "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
+    "kernel checks": Part("checks", checked(kernel_checks, poisoned), 4),
+    "engine checks": Part("checks", checked(engine_checks, poisoned), 4),
+    "text checks": Part("checks", checked(text_checks)),
+    "search checks": Part("checks", checked(search_checks)),
+    "attention": Part("attention", measured_attention, 4),
+    "text": Part("text", lambda *how: text_rows(*how[:3])),
+    "searches": Part("engine", lambda *how: search_rows(*how[:3])),
+    "engine": Part("engine", lambda *how: engine_rows(*how[:3])),
+    "kernels": Part("kernels", measured_kernels),
+    "tuning": Part("tuning", lambda *how: tuning_rows(*how), 4),
+}
+
+
+def end_s(stage: str) -> float:
+    """Seconds behind the begin of the run at which a stage has ended."""
+    stages = list(SHARES_S)
+    return float(sum(SHARES_S[name] for name in stages[1 : stages.index(stage) + 1]))
+
+
+def facts(device: str, smoke: bool) -> dict[str, Any]:
+    """What the figures depend on, and what the device can do at most."""
+    return {"machine": machine(device), "ceilings": ceilings(device, smoke)}
+
+
+def run_part(
+    name: str, device: str, smoke: bool, skip: int, seconds: float, share: slice = EVERYTHING
+) -> int:
+    """The rows of a part, or of a share of it, but for the first `skip`, as lines for the process
+    above, and a last one where it was cut; DEAD where the device answers nothing any more.
+    """
+    deadline = Deadline(seconds)
+    rows = PARTS[name].rows(device, smoke, deadline, share)
+    for number, row in enumerate(rows):
+        task = row.get("task")
+        if number < skip:
+            continue
+        if isinstance(task, Task):
+            begun(task.name)
+            row = asdict(task.checked())
+        found(row)
+        if device == "cuda" and not row.get("ok", True):
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(error, file=sys.stderr)
+                return DEAD
+    if deadline.cut:
+        found({"cut": name, "note": "its time was used up"})
+    return 0
+
+
+class Report:
+    """What has been found so far, on disk after every row."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"shares_s": SHARES_S, "checks": [], "cut": []}
+
+    def add(self, stage: str, row: dict[str, Any]) -> None:
+        """One line on the terminal, one entry in the file. A row that is not `ok` is a check."""
+        if stage == "machine" and "ok" not in row:
+            self.content |= row
+            print(json.dumps(row), flush=True)
+        else:
+            stage = "cut" if "cut" in row else "checks" if "ok" in row else stage
+            if stage in ("attention", "kernels") and "ceilings" in self.content:
+                row = with_share(row, self.content["ceilings"])
+            self.content.setdefault(stage, []).append(row)
+            print(shown(row), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """Infinite and missing numbers as null."""
+        if self.path is not None:
+            text = json.dumps(self.content, indent=1)
+            for word in ("-Infinity", "Infinity", "NaN"):
+                text = text.replace(word, "null")
+            self.path.write_text(text + "\n", encoding="utf-8")
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row for the terminal."""
+    if "cut" in row:
+        return f"CUT    {row['cut']}: {row['note']}"
+    if "ok" not in row:
+        return line(row) if "share" in row else json.dumps(row)
+    word = "ok    " if row["ok"] else "FAILED"
+    figures = f"{row['error']:.2g} ({row['seconds']:.1f} s) " if "error" in row else ""
+    return f"{word} {row['name']}: {figures}{row.get('note', '')}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """All parts on one device. workers: processes that run side by side at most."""
+
+    device: str
+    smoke: bool
+    workers: int
+    began: float
+
+    def rows(self, name: str, stage: str, share: str = "0/1") -> Rows:
+        """What a part finds before its stage has to end."""
+        how = ["--part", name, "--share", share, "--device", self.device]
+        command = [sys.executable, str(SCRIPT), *how, *(["--smoke"] if self.smoke else [])]
+        left = self.began + end_s(stage) - GRACE_S - time.monotonic()
+        seconds = left if self.device == "cuda" else float("inf")
+        yield from rows_of(command, name, seconds, stage == "checks")
+
+    def checks(self) -> Rows:
+        """Of all parts that check, side by side."""
+        names = [name for name, part in PARTS.items() if part.stage == "checks"]
+        yield from side_by_side(self.jobs(names, "checks"), self.workers)
+
+    def compiled(self) -> Rows:
+        """What is measured has run once; alone on one worker it compiles as it is measured. What
+        failed is told here, and fails again where it is measured. Rows of what was cut.
+        """
+        if self.workers > 1:
+            names = [name for name, part in PARTS.items() if part.measures]
+            for row in side_by_side(self.jobs(names, "compiling"), self.workers):
+                if "cut" in row:
+                    yield row | {"cut": f"compiling {row['cut']}"}
+                if not row.get("ok", True):
+                    print(f"while compiling: {shown(row)}", file=sys.stderr, flush=True)
+
+    def jobs(self, names: list[str], stage: str) -> list[Callable[[], Rows]]:
+        """One for each share of each part."""
+        found = []
+        for name in names:
+            shares = PARTS[name].shares if self.workers > 1 else 1
+            for number in range(shares):
+                how = (name, stage, f"{number}/{shares}")
+                found.append(lambda how=how: self.rows(*how))
+        return found
+
+
+def run(device: str, smoke: bool, path: Path | None, workers: int) -> bool:
+    """All parts; true if every check passed."""
+    start, report = time.monotonic(), Report(path)
+    everything = Run(device, smoke, workers, start)
+    for row in everything.rows("machine", "machine"):
+        report.add("machine", row)
+    for row in everything.checks():
+        report.add("checks", row)
+    for row in everything.compiled():
+        report.add("cut", row)
+    for name, part in PARTS.items():
+        for row in everything.rows(name, name) if part.measures else ():
+            report.add(part.stage, row)
+    checks = report.content["checks"]
+    failed = [check["name"] for check in checks if not check["ok"]]
+    report.content["seconds"] = time.monotonic() - start
+    report.save()
+    passed, seconds = len(checks) - len(failed), report.content["seconds"]
+    print(f"{passed} of {len(checks)} checks passed in {seconds:.0f} s")
+    for name in failed:
+        print(f"FAILED {name}")
+    for name in dict.fromkeys(row["cut"] for row in report.content["cut"]):
+        print(f"CUT {name}")
+    return not failed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=PARTS, help="this one alone, its rows as lines")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, help="processes side by side; cores, or 1 on a CPU")
+    parser.add_argument("--share", default="0/1", help="of a part: every n-th row from this one on")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the part to leave out")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    chosen = parser.parse_args(arguments)
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here; --device cpu --smoke tries the logic", file=sys.stderr)
+        return 2
+    if chosen.part:
+        first, step = map(int, chosen.share.split("/"))
+        how = chosen.device, chosen.smoke, chosen.skip, chosen.seconds
+        if step > 1:
+            torch.set_num_threads(1)
+        return run_part(chosen.part, *how, slice(first, None, step))
+    workers = chosen.workers or (cores if chosen.device == "cuda" else 1)
+    return 0 if run(chosen.device, chosen.smoke, chosen.json, workers) else 1

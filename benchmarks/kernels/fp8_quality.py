@@ -1,0 +1,139 @@
+"""What keys and values in 8 bits cost in quality.
+
+    python -m benchmarks.kernels.fp8_quality --llm ../shared/data/stories260k
+    python -m benchmarks.kernels.fp8_quality --bundle B --users 3000
+
+A language model writes texts as it computes, at temperature 1; how many nats per token it gives
+them over either pool is measured by prefill. The difference is the divergence of the two. A
+bundle's recommender answers test users with beam search, seen items filtered, over either pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.support.timing import machine
+from recserve.bundle.bundle import Bundle
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.networks import DecoderTrunk
+from recserve.engine.runtime.runner import Piece, Runner
+from recserve.kernels.fp8 import FP8
+from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import chain
+from recserve.models.inputs import NodeInputs
+from recserve.models.language_model import LanguageModel
+from recserve.models.loading import load_language_model
+from recserve.service.loading import load_heads
+from recserve.speculation.text_request import SamplingParams, TextRequest
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.training.evaluation.bundle_slates import BundleSlates
+from recserve.training.evaluation.cases import leave_one_out_cases
+
+BATCH = 256
+
+
+def written(model: LanguageModel, count: int, length: int, start: int) -> list[torch.Tensor]:
+    """Texts of the model's own, their first token included."""
+    requests = [
+        TextRequest(np.array([start]), SamplingParams(seed=n, max_tokens=length))
+        for n in range(count)
+    ]
+    engine = build_engine(EngineModels(text=model), EngineConfig(max_running=16))
+    futures = [engine.submit(request) for request in requests]
+    while engine.step():
+        pass
+    tokens = [[start, *future.result().tokens.tolist()] for future in futures]
+    return [torch.tensor(text) for text in tokens]
+
+
+@torch.inference_mode()
+def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n - 1, V] log-probabilities of the tokens after the first, over a pool of this type."""
+    trunk = DecoderTrunk(model)
+    inputs, slots = text[:-1], torch.arange(len(text) - 1)
+    runner = Runner(trunk, KVPool(trunk.kv_shape, len(slots), 1, dtype))
+    piece = Piece(chain(inputs), NodeInputs(inputs), None, slots, (slots[:0],))
+    return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
+
+
+def of_texts(folder: Path, count: int, length: int, start: int) -> dict[str, Any]:
+    model = load_language_model(folder).eval()
+    nats: dict[str, list[float]] = {"model": [], "fp8": []}
+    same = total = 0
+    for text in written(model, count, length, start):
+        kinds = {"model": model.tokens.weight.dtype, "fp8": FP8}
+        found = {name: predictions(model, text, dtype) for name, dtype in kinds.items()}
+        for name, log_p in found.items():
+            nats[name].append(-float(log_p.gather(1, text[1:, None]).sum()))
+        same += int((found["model"].argmax(-1) == found["fp8"].argmax(-1)).sum())
+        total += len(text) - 1
+    mean = {name: sum(values) / total for name, values in nats.items()}
+    gaps = torch.tensor(nats["fp8"]) - torch.tensor(nats["model"])
+    error = float(gaps.std()) * len(gaps) ** 0.5 / total
+    shape = DecoderTrunk(model).kv_shape
+    return {
+        "texts": count, "tokens": total, "nats": mean, "more": mean["fp8"] - mean["model"],
+        "standard_error": error, "same_best_token": same / total,
+        "slot_bytes": [shape.slot_bytes(model.tokens.weight.dtype), shape.slot_bytes(FP8)],
+    }  # fmt: skip
+
+
+def of_slates(folder: Path, users: int, width: int) -> dict[str, Any]:
+    bundle = Bundle.open(folder)
+    answers = BundleSlates.open(bundle)
+    model = answers.slates.model
+    cases = leave_one_out_cases(bundle.events(), "test").sample(users)
+    options = answers.options("beam", width, filtered=True)
+    rows, metrics = {}, {}
+    for name in (None, "fp8"):
+        config = EngineConfig(kv_dtype=name)
+        answers.slates.engine = build_engine(
+            EngineModels(model, heads=load_heads(bundle, model)), config
+        )
+        batches = [answers.slates(cases, b, 10, options) for b in cases.batches(BATCH)]
+        order = np.concatenate(list(cases.batches(BATCH)))
+        rows[name] = np.concatenate(batches)
+        metrics[name or "model"] = slate_metrics(ranks_of(rows[name], cases.held[order]), (5, 10))
+    shared = [len(np.intersect1d(*pair)) for pair in zip(rows[None], rows["fp8"], strict=True)]
+    return {
+        "users": len(cases), "width": width, "metrics": metrics,
+        "shared_items": float(np.mean(shared)) / 10,
+        "same_slates": float((rows[None] == rows["fp8"]).all(1).mean()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llm", type=Path, help="folder of a language model")
+    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a text")
+    parser.add_argument("--start", type=int, default=1, help="the token that begins a text")
+    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--users", type=int, default=3000)
+    parser.add_argument("--width", type=int, default=50)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not (arguments.llm or arguments.bundle):
+        parser.error("--llm, --bundle or both say what to measure")
+    began, content = time.monotonic(), {"machine": machine("cpu")}
+    if arguments.llm:
+        sizes = arguments.texts, arguments.length, arguments.start
+        content["texts"] = of_texts(arguments.llm, *sizes)
+    if arguments.bundle:
+        content["slates"] = of_slates(arguments.bundle, arguments.users, arguments.width)
+    content["seconds"] = round(time.monotonic() - began, 1)
+    print(json.dumps(content, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Rank: candidates in one tree beside one forward each, and beside one forward with a dense mask.
+
+    python -m benchmarks.rank.candidates        # quick: 100 and 500 candidates
+    python -m benchmarks.rank.candidates --all  # 100, 500, 4,000 candidates, roots 200 and 2,000
+
+likelihood: a recommender scores the semantic ids of the candidates, 4 tokens each, softmax over the
+valid children. ranker: one token per candidate under MTGR's mask. Scores of all methods are
+compared; the run fails where they differ. Scoring one by one takes a time proportional to the
+candidates: where all of them would pass --budget-s, as many as fit are timed and the rest is
+extrapolated, marked with "~". "cold": a user never seen; "warm": the user's root is cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.support.baselines.llama import to_llama
+from benchmarks.support.baselines.scoring import (
+    CHUNK,
+    Items,
+    dense_mask,
+    pointwise,
+    pointwise_cached,
+    ranker_dense,
+    ranker_pointwise,
+)
+from benchmarks.support.drawn import (
+    drawn_catalogue,
+    drawn_ranker,
+    drawn_ranking_root,
+    drawn_recommender,
+    drawn_roots,
+)
+from benchmarks.support.report import Report, options_of
+from benchmarks.support.runs import Runs, measure
+from recserve.core.request import (
+    LikelihoodRequest,
+    RankRequest,
+    Request,
+    Root,
+    RootKeys,
+    Scores,
+    Timing,
+)
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.models.inputs import NodeInputs
+
+TOLERANCE = 1e-3
+METHODS = ("pointwise", "pointwise, cached", "dense mask", "cold", "warm")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell: the engine's request per root, and the baselines as functions of a count.
+
+    linear: baselines that take the first `count` candidates; whole: the one that takes all of them.
+    whole_gflop, mask_gb: operations and mask of the dense forward.
+    """
+
+    engine: Engine
+    request: Callable[[Root], Request]
+    roots: list[Root]
+    linear: dict[str, Callable[[int], torch.Tensor]]
+    whole: Callable[[], torch.Tensor]
+    whole_gflop: float
+    mask_gb: float
+
+
+@dataclass
+class Measured:
+    """Figures of a cell; scores [M, tasks] of each method."""
+
+    runs: dict[str, Runs] = field(default_factory=dict)
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+    stages: dict[str, Timing] = field(default_factory=dict)
+
+
+class Likelihood:
+    """The recommender of hidden x layers, `codes` input, over 12,101 drawn items."""
+
+    name = "likelihood"
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        self.catalogue = drawn_catalogue(12_101)
+        self.model = drawn_recommender(self.catalogue, hidden, layers, "children", torch.float32)
+        self.theirs = to_llama(self.model)
+        self.engine = build_engine(EngineModels(self.model), EngineConfig(kv_bytes=3 * 2**30))
+        self.trunk = sum(w.numel() for w in self.model.decoder.parameters())
+        self.width = layers * hidden
+
+    def task(self, root: int, candidates: int, count: int) -> Task:
+        model, trie = self.model, self.catalogue.trie
+        roots = drawn_roots(model, root // model.config.num_levels, count, 0)
+        rows = np.random.default_rng(1).permutation(model.num_bound_items)[:candidates]
+        offsets = model.config.level_offsets
+        items = Items.of(trie, torch.from_numpy(rows), model.item_tokens, offsets)
+        prompt = roots[0].inputs.tokens
+        nodes = candidates * (model.config.num_levels - 1)
+        total = root + nodes
+        return Task(
+            self.engine,
+            lambda r: LikelihoodRequest(r, trie, rows),
+            roots,
+            {
+                "pointwise": lambda n: pointwise(self.theirs, prompt, items.select(slice(n))),
+                "pointwise, cached": lambda n: pointwise_cached(
+                    self.theirs, prompt, items.select(slice(n))
+                ),
+            },
+            lambda: dense_mask(model, prompt, items),
+            1e-9 * (2 * self.trunk * total + 4 * self.width * total * total),
+            5e-9 * total * total,
+        )
+
+
+class Ranking:
+    """The ranker of hidden x layers over 12,101 drawn items: 2 tasks, 24 dense columns."""
+
+    name = "ranker"
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        self.model = drawn_ranker(12_101, hidden, layers)
+        self.engine = build_engine(
+            EngineModels(ranker=self.model), EngineConfig(kv_bytes=3 * 2**30)
+        )
+        self.trunk = sum(w.numel() for w in self.model.layers.parameters())
+        self.width = layers * hidden
+
+    def task(self, root: int, candidates: int, count: int) -> Task:
+        roots = [drawn_ranking_root(self.model, root, seed) for seed in range(count)]
+        chosen, shared = drawn_ranking_root(self.model, candidates, 10_000).inputs, roots[0].shared
+        branches = replace(chosen, groups=torch.full((candidates,), 3))
+        first: NodeInputs = roots[0].inputs
+        total = root + candidates
+        return Task(
+            self.engine,
+            lambda r: RankRequest(r, branches),
+            roots,
+            {
+                "pointwise": lambda n: ranker_pointwise(
+                    self.model, first, shared, branches.select(slice(n))
+                )
+            },
+            lambda: ranker_dense(self.model, first, shared, branches),
+            1e-9 * (2 * self.trunk * total + 4 * self.width * total * total),
+            # Scores of all heads of one layer exist at once, twice.
+            8e-9 * total * total * self.model.config.num_heads + 5e-9 * total * total,
+        )
+
+
+def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: float) -> Measured:
+    """Time every method."""
+    out = Measured()
+    budget, clock = options.budget_s, options.clock
+    for name, score in task.linear.items():
+        # A chunk tells how many candidates fit.
+        trial = measure(partial(_first_chunk, score), 1, budget, clock)
+        fit = int(budget / 2 / (trial.median_ms / 1e3 / CHUNK)) // CHUNK * CHUNK
+        count = min(candidates, max(CHUNK, fit))
+
+        def call(_: int, s: Any = score, n: int = count, name: str = name) -> None:
+            out.scores[name] = s(n).float().numpy().reshape(n, -1)
+
+        runs = measure(call, options.repeats, budget, clock)
+        if count < candidates:
+            scaled = tuple(t * candidates / count for t in runs.times_ms)
+            runs = Runs(scaled, f"~ from {count}")
+        out.runs[name] = runs
+    seconds = task.whole_gflop / gflops
+    if seconds > budget or task.mask_gb > options.memory_gb:
+        words = f"skipped: > {seconds:,.0f} s by its operations, {task.mask_gb:.1f} GB of mask"
+        out.runs["dense mask"] = Runs(note=words)
+    else:
+
+        def whole(_: int) -> None:
+            out.scores["dense mask"] = task.whole().float().numpy().reshape(candidates, -1)
+
+        out.runs["dense mask"] = measure(whole, options.repeats, budget, clock)
+    for name in ("cold", "warm"):
+        timings: list[Timing] = []
+
+        def answer(number: int, name: str = name, timings: Any = timings) -> None:
+            root = task.roots[number if name == "cold" else 0]
+            result = task.engine.run(task.request(root))
+            assert isinstance(result, Scores)
+            if number:
+                timings.append(result.timing)
+            if name == "warm":
+                out.scores[name] = result.values
+
+        if name == "cold":
+            for root in task.roots:
+                task.engine.forget(RootKeys(root.keys, root.shared))
+        out.runs[name] = measure(answer, options.repeats, budget, clock)
+        if timings:
+            out.stages[name] = timings[len(timings) // 2]
+    return out
+
+
+def _first_chunk(score: Callable[[int], torch.Tensor], _: int) -> None:
+    score(CHUNK)
+
+
+def agreement(scores: dict[str, np.ndarray]) -> tuple[str, bool]:
+    """Largest difference of each method's scores from the engine's."""
+    ours = scores["warm"]
+    apart = {
+        name: float(np.abs(theirs - ours[: len(theirs)]).max())
+        for name, theirs in scores.items()
+        if name != "warm"
+    }
+    words = ", ".join(f"{name} {value:.1e}" for name, value in apart.items())
+    spread = float(ours.std())
+    return f"scores (spread {spread:.2f}) within: {words}", all(
+        a < TOLERANCE for a in apart.values()
+    )
+
+
+def print_table(console: Console, title: str, columns: dict[int, Measured]) -> None:
+    """Methods down, candidates across."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("ms, median")
+    for candidates in columns:
+        table.add_column(f"{candidates:,} candidates", justify="right")
+    for name in METHODS:
+        if any(name in c.runs for c in columns.values()):
+            empty = Runs(note="-")
+            table.add_row(name, *(c.runs.get(name, empty).words() for c in columns.values()))
+    console.print(table)
+    for candidates, c in columns.items():
+        for name, t in c.stages.items():
+            console.print(
+                f"  {candidates:,} {name}: prefill {t.prefill_ms:.2f} draft {t.draft_ms:.2f} "
+                f"verify {t.verify_ms:.2f} total {t.total_ms:.2f} ms, {t.nodes} nodes"
+            )
+
+
+def arguments() -> argparse.Namespace:
+    parser = options_of(__doc__, budget_s=8.0, repeats=10)
+    parser.add_argument("--scorers", nargs="+", choices=["likelihood", "ranker"])
+    parser.add_argument("--candidates", nargs="+", type=int)
+    parser.add_argument("--roots", nargs="+", type=int)
+    parser.add_argument("--model", default="256x4", help="hidden x layers of both scorers")
+    parser.add_argument("--memory-gb", type=float, default=4.0)
+    options = parser.parse_args()
+    options.scorers = options.scorers or ["likelihood", "ranker"]
+    options.candidates = options.candidates or ([100, 500, 4000] if options.all else [100, 500])
+    options.roots = options.roots or ([200, 2000] if options.all else [200])
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    report = Report(options)
+    console = report.console
+    hidden, layers = (int(part) for part in options.model.split("x"))
+    gflops = report.matmul(512, hidden, 8 * hidden, torch.float32)
+    all_same = True
+    scorers: dict[str, type[Likelihood] | type[Ranking]] = {
+        "likelihood": Likelihood,
+        "ranker": Ranking,
+    }
+    for name in options.scorers:
+        scorer = scorers[name](hidden, layers)
+        for root in options.roots:
+            columns: dict[int, Measured] = {}
+            said = []
+            for candidates in options.candidates:
+                task = scorer.task(root, candidates, options.repeats + 2)
+                done = run_task(task, candidates, options, gflops)
+                words, same = agreement(done.scores)
+                said.append(f"  {candidates:,} {words}")
+                all_same &= same
+                columns[candidates] = done
+                report.add(
+                    [
+                        {
+                            "scorer": name,
+                            "model": options.model,
+                            "root": root,
+                            "candidates": candidates,
+                            "dense_gflop": task.whole_gflop,
+                            "runs": {
+                                n: asdict(r) | {"median_ms": r.median_ms}
+                                for n, r in done.runs.items()
+                            },
+                            "stages": {n: asdict(t) for n, t in done.stages.items()},
+                            "agreement": words,
+                        }
+                    ]
+                )
+            print_table(console, f"{name} · {options.model} · root {root:,}", columns)
+            for line in said:
+                console.print(line)
+    if not all_same:
+        console.print("[red]scores differ between methods[/red]")
+    return 0 if all_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How fast and how good recommendations are: strategies, catalogues, quantisers."""

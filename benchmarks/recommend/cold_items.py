@@ -1,0 +1,182 @@
+"""Items that training never saw: how often are they found when they are what comes next?
+
+    python -m benchmarks.recommend.cold_items --data DIR [--epochs 3] [--users 1000]
+
+A share of the items is taken out of the items and the events, a bundle is built and trained on the
+rest, and the items are put into the running service with their words alone. Then the users whose
+last event is one of them ask for slates, as many whose last event is not, and as many of all: with
+beam search, which hardly keeps a prefix that it never saw, and with `specgr`, where a retriever
+proposes items and the recommender verifies them. Two ways to fill the collaborative part of a new
+item's vector are compared: zero, and what similar items have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.service import Service, ServiceOptions
+from recserve.training.options import TrainOptions
+from recserve.training.recommender.recommender import train_recommender
+from recserve.training.recommender.retriever import train_retriever
+
+CUTOFFS = (10, 50)
+BEAM = 200
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, and how much the recommender's dense head counts in it."""
+
+    strategy: str
+    dense_weight: float
+
+    def __str__(self) -> str:
+        weight = f", dense head {self.dense_weight:g}" if self.dense_weight else ""
+        return self.strategy + weight
+
+
+def split(data: Path, folder: Path, share: float) -> tuple[set[str], dict[str, list[str]]]:
+    """Write the warm part of the data; the cold items, and every user's items in order."""
+    items = pq.read_table(data / "items.parquet")
+    events = pq.read_table(data / "events.parquet").sort_by(
+        [("user_id", "ascending"), ("position", "ascending")]
+    )
+    draw = np.random.default_rng(0)
+    chosen = draw.permutation(items.num_rows)[: round(share * items.num_rows)]
+    cold = items.column("item_id").take(chosen)
+    kept = pc.invert(pc.is_in(items.column("item_id"), cold.combine_chunks()))
+    pq.write_table(items.filter(kept), folder / "items.parquet")
+    kept = pc.invert(pc.is_in(events.column("item_id"), cold.combine_chunks()))
+    pq.write_table(events.filter(kept), folder / "events.parquet")
+    users: dict[str, list[str]] = {}
+    columns = (events.column("user_id").to_pylist(), events.column("item_id").to_pylist())
+    for user, item in zip(*columns, strict=True):
+        users.setdefault(user, []).append(item)
+    return set(cold.to_pylist()), users
+
+
+def put(service: Service, rows: list[dict[str, Any]]) -> float:
+    """Insert items; seconds."""
+    began = time.perf_counter()
+    for first in range(0, len(rows), 500):
+        answer = service.put_items(ItemsBody(items=rows[first : first + 500]))
+        assert not answer.rejected, answer.rejected[:3]
+    return time.perf_counter() - began
+
+
+def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) -> dict[str, float]:
+    """Recall and NDCG of the last item of each case; the share of cold items in the slates."""
+    bodies = [
+        RecommendBody(
+            history=case[:-1],
+            k=max(CUTOFFS),
+            beam_width=BEAM,
+            strategy=way.strategy,
+            dense_weight=way.dense_weight,
+            exclude=Exclude(seen=False),
+        )
+        for case in cases
+    ]
+    ranks, shown, rounds = [], 0, 0
+    for case, answer in zip(cases, service.recommend_many(bodies), strict=True):
+        if isinstance(answer, Exception):
+            raise answer
+        assert "illegal_items" not in answer.degraded
+        ids = [item.item_id for item in answer.items]
+        shown += len(cold & set(ids[:10]))
+        rounds += answer.rounds
+        ranks.append(ids.index(case[-1]) if case[-1] in ids else max(CUTOFFS))
+    said = {f"recall@{cutoff}": float(np.mean(np.array(ranks) < cutoff)) for cutoff in CUTOFFS}
+    gains = np.where(np.array(ranks) < 10, 1 / np.log2(np.array(ranks) + 2), 0.0)
+    said["ndcg@10"] = float(gains.mean())
+    return said | {"cold_share@10": shown / (10 * len(cases)), "rounds": rounds / len(cases)}
+
+
+def trained_bundle(folder: Path, epochs: int) -> Bundle:
+    """Built and trained on the warm part of the data in the folder; taken as it is where it is
+    there already.
+    """
+    out = folder / "bundle"
+    if not out.exists():
+        build_bundle(BuildOptions(folder / "items.parquet", folder / "events.parquet", out))
+    for name, train in (("recommender", train_recommender), ("retriever", train_retriever)):
+        bundle = Bundle.open(out)
+        if not bundle.has(name):
+            wanted = TrainOptions(epochs=epochs if name == "recommender" else None, device="cpu")
+            train(bundle, wanted)
+    return Bundle.open(out)
+
+
+def main() -> None:
+    """Split, build, train, insert, ask; one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="kept, with the bundle; default: a temporary one")
+    parser.add_argument("--share", type=float, default=0.05)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--users", type=int, default=1000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = options.work or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        cold, users = split(options.data, folder, options.share)
+        bundle = trained_bundle(folder, options.epochs)
+        table = pq.read_table(options.data / "items.parquet").to_pylist()
+        rows = [{k: v for k, v in row.items() if v} for row in table if row["item_id"] in cold]
+        histories = [items for items in users.values() if len(items) >= 3]
+        order = np.random.default_rng(1).permutation(len(histories))
+        histories = [histories[place] for place in order]
+        asked = {
+            "cold": [h for h in histories if h[-1] in cold][: options.users],
+            "warm": [h for h in histories if h[-1] not in cold][: options.users],
+            "all": histories[: options.users],
+        }
+        said: dict[str, Any] = {"epochs": options.epochs, "cold_items": len(cold)}
+        weight = float(bundle.manifest.recommender["dense_weight"])
+        ways = [Way("beam", 0.0), Way("beam", weight), Way("specgr", 0.0), Way("dense", 0.0)]
+        journal = Path(name) / "journal"
+        with Service.open(
+            bundle.root, f"lmdb:{name}/store", "cpu", ServiceOptions(journal=journal)
+        ) as service:
+            first = service.versions()["catalog_version"]
+            said["insert_s"] = put(service, rows)
+            said["similar"] = figures(service, asked, cold, ways)
+            vectors = service.runtime.snapshot.items.vectors
+            content = BuildOptions.text_dim
+            for row in rows:
+                vector = vectors[service.runtime.snapshot.rows.get(row["item_id"])].copy()
+                vector[content:] = 0
+                row["embedding"] = vector.tolist()
+            service.rollback_items(RollbackBody(catalog_version=first))
+            put(service, rows)
+            said["zero"] = figures(service, asked, cold, ways[:2])
+        said["asked"] = {kind: len(cases) for kind, cases in asked.items()}
+        said["chance_recall@10"] = 10 / len(table)
+        print(json.dumps(said, indent=1))
+
+
+def figures(
+    service: Service, asked: dict[str, list[list[str]]], cold: set[str], ways: list[Way]
+) -> dict[str, Any]:
+    """By kind of user and way to answer."""
+    return {
+        kind: {str(way): found(service, cases, cold, way) for way in ways}
+        for kind, cases in asked.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Train and evaluate every model of docs/quality.md and write its table and its plot.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.recommend.quality --data DIR --work /tmp/quality
+
+`--data` holds items.parquet and events.parquet; `--work` keeps one bundle per model, so that a
+second call evaluates without training again. `--models` names some of them. The figures of all of
+them also land in `quality.json`, with machine, versions, seed and minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.kernels.cpu.processor import processor
+from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
+from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
+
+CUTOFFS = (5, 10)
+WIDTH = 50
+METRICS = ("ndcg@5", "ndcg@10", "recall@5", "recall@10")
+PUBLISHED = {"TIGER": 0.0384, "RPG": 0.0464}
+
+Columns = dict[str, dict[str, float]]
+Train = Callable[[Bundle, TrainOptions], TrainReport]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model and how it is trained. dense: whether it has a dense head to rerank with."""
+
+    label: str
+    section: str
+    train: Train
+    dense: bool = False
+
+
+ENTRIES = {
+    "sasrec": Entry(
+        "SASRec-CE, ids", "sasrec", lambda bundle, options: train_sasrec(bundle, options, PLAIN)
+    ),
+    "sasrec-vectors": Entry(
+        "SASRec-CE, cosine, vectors, seen masked",
+        "sasrec",
+        lambda bundle, options: train_sasrec(bundle, options, VECTORS),
+    ),
+    "codes": Entry(
+        "recommender, `codes`",
+        "recommender",
+        lambda bundle, options: train_recommender(bundle, options, CODES),
+    ),
+    "items": Entry(
+        "recommender, `items` (default)",
+        "recommender",
+        lambda bundle, options: train_recommender(bundle, options, ITEMS),
+        dense=True,
+    ),
+    "items-masked": Entry(
+        "recommender, `items`, seen items masked in training",
+        "recommender",
+        lambda bundle, options: train_recommender(bundle, options, ITEMS_MASKED),
+        dense=True,
+    ),
+}
+
+
+def measure(
+    entry: Entry, bundle: Bundle, options: TrainOptions, users: int | None
+) -> dict[str, Any]:
+    """Train where that is not done, evaluate on the test split, and return what the table needs."""
+    if not bundle.has(entry.section):
+        entry.train(bundle, options)
+    trained = bundle.manifest.sections[entry.section]
+    began = time.monotonic()
+    if entry.section == "sasrec":
+        ways = {
+            "all items": evaluate_bundle(bundle, "test", "sasrec", CUTOFFS, users=users).columns
+        }
+    else:
+        ways = beam_ways(bundle, users)
+        if entry.dense:
+            found = evaluate_bundle(bundle, "test", "dense_head", CUTOFFS, users=users)
+            ways["dense head, all items"] = found.columns
+    kept = {key: trained[key] for key in ("seed", "epochs", "best_epoch", "seconds", "validation")}
+    evaluated_s = round(time.monotonic() - began, 1)
+    return {"label": entry.label, "trained": kept, "evaluation_s": evaluated_s, "ways": ways}
+
+
+def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
+    """Beam 50 by itself, and with the dense head's best items and weight, by the engine."""
+    weight = float(bundle.manifest.recommender["dense_weight"])
+    ways: dict[str, Columns] = {}
+    for name, used in ((f"beam {WIDTH}", 0.0), (f"beam {WIDTH} + {weight:g} dense", weight)):
+        if used or not ways:
+            found = evaluate_bundle(
+                bundle, "test", "beam", CUTOFFS, width=WIDTH, dense_weight=used, users=users
+            )
+            ways[name] = found.columns
+    return ways
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/quality.md: a row per model and way, both columns."""
+    heads = [f"{name.upper()} {column}" for column in ("kept", "filtered") for name in METRICS]
+    lines = ["| model | slates | minutes | " + " | ".join(heads) + " |"]
+    lines.append("|" + " --- |" * (3 + len(heads)))
+    for result in results.values():
+        minutes = result["trained"]["seconds"] / 60
+        for way, found in result["ways"].items():
+            cells = [f"{found[c][m]:.4f}" for c in ("kept", "filtered") for m in METRICS]
+            lines.append(
+                f"| {result['label']} | {way} | {minutes:.1f} | " + " | ".join(cells) + " |"
+            )
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Bars of NDCG@10 on test, both columns, with the published figures as lines."""
+    rows = [
+        (f"{result['label'].replace('`', '')}, {way}", found)
+        for result in results.values()
+        for way, found in result["ways"].items()
+    ][::-1]
+    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for shift, column in ((0.2, "kept"), (-0.2, "filtered")):
+        heights = [columns[column]["ndcg@10"] for _, columns in rows]
+        axes.barh([y + shift for y in range(len(rows))], heights, 0.4, label=f"seen items {column}")
+    for name, value in PUBLISHED.items():
+        axes.axvline(value, color="gray", linestyle=":")
+        axes.text(value, len(rows) - 0.4, f" {name}", fontsize=8, color="gray")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    axes.set_xlabel("NDCG@10 on test")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def machine() -> dict[str, Any]:
+    """What the minutes were measured on."""
+    return {
+        "processor": processor().name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, help="instead of the recipes' own")
+    parser.add_argument("--users", type=int, help="evaluate that many users instead of all")
+    parser.add_argument("--plot", type=Path, help="where the picture goes")
+    given = parser.parse_args()
+    built = given.work / "built"
+    if not built.exists():
+        build_bundle(
+            BuildOptions(given.data / "items.parquet", given.data / "events.parquet", built)
+        )
+    options = TrainOptions(epochs=given.epochs, seed=given.seed)
+    results = {}
+    for name in given.models:
+        folder = given.work / f"{name}-{given.seed}"
+        if not folder.exists():
+            shutil.copytree(built, folder)
+        results[name] = measure(ENTRIES[name], Bundle.open(folder), options, given.users)
+        report = {"machine": machine(), "options": asdict(options), "results": results}
+        (given.work / "quality.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(markdown(results))
+    plot(results, given.plot or given.work / "quality.png")
+
+
+if __name__ == "__main__":
+    main()

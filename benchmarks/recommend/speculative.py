@@ -1,0 +1,197 @@
+"""Drafts beside full beam search: the same users, one after the other, and what `auto` makes of it.
+
+    python -m benchmarks.recommend.speculative --bundle B --dtype bfloat16         # every cell
+    python -m benchmarks.recommend.speculative --bundle B --clock cpu              # on busy cores
+    python -m benchmarks.recommend.speculative --bundle B --least-events 150       # long histories
+
+"beam": full beam search. "drafted": the draft with the least
+expected work, whether or not it pays. "auto": what the server does. The three take turns over the
+same users; a ratio is the median over those turns, so that what else the machine does meets all of
+them. All slates are compared: the run fails where one differs in float32.
+"again": a user who asked the same before. "warmed": one who has not asked, and for whom events were
+posted with `warm`: root and draft are there. "first": one whose root alone is computed. "cold": one
+never seen. benchmarks/recommend/joined_bundle.py makes a bundle with long histories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.recommend.workloads import Subject, Work, trained_subject
+from benchmarks.support.report import Report, options_of
+from benchmarks.support.runs import CLOCKS, Runs
+from recserve.core.request import (
+    RecommendRequest,
+    Root,
+    RootKeys,
+    Slate,
+    WarmDraftRequest,
+    WarmRequest,
+)
+from recserve.models.drafters.calibration import DraftPlan
+from recserve.search.draft_plan import cheapest_draft
+from recserve.search.strategies import SpeculativeStrategy
+from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
+
+DRAFTED = "drafted"
+METHODS = (BEAM, DRAFTED, AUTO)
+VISITS = ("again", "warmed", "first", "cold")
+WARM_UP = 4  # groups asked before the first turn
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    k: int
+    beam: int
+    batch: int
+    visit: str
+
+
+@dataclass
+class Measured:
+    """Milliseconds of each turn and work of each answer, by method. differing: slates that are not
+    beam search's.
+    """
+
+    times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    work: dict[str, Work] = field(default_factory=lambda: {name: Work() for name in METHODS})
+    differing: int = 0
+
+    def ratio(self, name: str) -> float:
+        """Beam search's time over the method's."""
+        return float(np.median(np.array(self.times[BEAM]) / np.array(self.times[name])))
+
+
+class AlwaysDrafting(SpeculativeStrategy):
+    """Drafts whether or not it pays."""
+
+    def plan(self, request: RecommendRequest) -> DraftPlan:
+        """The draft with the least work."""
+        assert self.head.calibration is not None
+        return cheapest_draft(self.head.calibration.scaled(request.width, request.k))
+
+
+def offer_drafts(subject: Subject) -> None:
+    """A strategy of the engine that always drafts. Raises ValueError for a bundle without head."""
+    strategy = subject.engine._strategies.get(SPECULATIVE)
+    if not isinstance(strategy, SpeculativeStrategy) or strategy.head.calibration is None:
+        raise ValueError("the bundle has no calibrated draft head; run `recserve train drafter`")
+    subject.engine.offer(DRAFTED, AlwaysDrafting(subject.model, strategy.head))
+
+
+def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:
+    """All methods in turn, until the repeats or the cell's budget are spent."""
+    found, clock = Measured(), CLOCKS[options.clock]
+    groups = len(subject.roots) // cell.batch
+
+    def ask(name: str, roots: list[Root], work: Work | None) -> list[Slate]:
+        return subject.ask(roots, cell.k, cell.beam, name, work)
+
+    def before(roots: list[Root]) -> None:
+        if cell.visit != "again":
+            for root in roots:
+                subject.engine.forget(RootKeys(root.keys))
+        if cell.visit == "first":
+            subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
+        if cell.visit == "warmed":
+            k, width, trie = cell.k, cell.beam, subject.trie
+            subject.engine.run_many([WarmDraftRequest(root, trie, k, width) for root in roots])
+
+    def users(number: int) -> list[Root]:
+        first = number % groups * cell.batch
+        return subject.roots[first : first + cell.batch]
+
+    for number in range(max(2 * groups if cell.visit == "again" else 0, WARM_UP)):
+        for name in METHODS[1:]:
+            before(users(number))
+            ask(name, users(number), None)
+    began = time.monotonic()
+    for number in range(options.repeats):
+        slates: dict[str, list[Slate]] = {}
+        for name in np.roll(METHODS, number).tolist():
+            before(users(number))
+            started = clock()
+            slates[name] = ask(name, users(number), found.work[name])
+            found.times[name].append((clock() - started) * 1e3)
+        for name in METHODS[1:]:
+            found.differing += sum(
+                a.rows.tolist() != b.rows.tolist()
+                for a, b in zip(slates[name], slates[BEAM], strict=True)
+            )
+        if time.monotonic() - began > options.budget_s:
+            break
+    return found
+
+
+def row(cell: Cell, found: Measured) -> list[str]:
+    """As a line of the table."""
+    words = [str(cell.k), str(cell.beam), str(cell.batch), cell.visit]
+    words.append(f"{Runs(tuple(found.times[BEAM])).median_ms:.1f}")
+    for name in METHODS[1:]:
+        words += [f"{np.median(found.times[name]):.1f}", f"{found.ratio(name):.2f}"]
+    return [*words, *(found.work[name].words() for name in METHODS)]
+
+
+def as_json(cell: Cell, found: Measured) -> dict[str, Any]:
+    """One cell for the file."""
+    return vars(cell) | {
+        "turns": len(found.times[BEAM]),
+        "differing": found.differing,
+        "median_ms": {name: float(np.median(times)) for name, times in found.times.items()},
+        "ratio": {name: found.ratio(name) for name in METHODS[1:]},
+        "work": {name: work.words() for name, work in found.work.items()},
+    }
+
+
+def main() -> int:
+    parser = options_of(__doc__, budget_s=6.0, repeats=100, every_cell=False)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--k", nargs="+", type=int, default=[10, 50])
+    parser.add_argument("--beams", nargs="+", type=int, default=[10, 50, 256])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--visits", nargs="+", choices=VISITS, default=list(VISITS))
+    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--least-events", type=int, default=1, help="of a user's history")
+    options = parser.parse_args()
+    report = Report(options)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    subject = trained_subject(options.bundle, options.users, dtype, options.least_events)
+    offer_drafts(subject)
+    lengths = [len(root.keys) for root in subject.roots]
+    report.console.print(f"{len(lengths)} users, {np.median(lengths):.0f} tokens of history")
+    heads = ["k", "beam", "batch", "visit", "beam ms", "drafted ms", "beam / it"]
+    heads += ["auto ms", "beam / it", *(f"{name}: work" for name in METHODS)]
+    rows, differing = [], 0
+    for visit, batch, beam, k in product(options.visits, options.batches, options.beams, options.k):
+        if k > beam or batch > len(subject.roots):
+            continue
+        cell = Cell(k, beam, batch, visit)
+        found = measured(subject, cell, options)
+        differing += found.differing
+        rows.append(row(cell, found))
+        report.add([as_json(cell, found)])
+        report.console.print(" | ".join(rows[-1]))
+    table = Table(*heads, title=f"{options.dtype}, {options.clock} clock", title_justify="left")
+    for words in rows:
+        table.add_row(*words)
+    report.console.print(table)
+    if differing:
+        report.console.print(f"{differing} slates differ from beam search's")
+    return 1 if differing and options.dtype == "float32" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""An engine with all heads, and histories to ask it about, drawn or of a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.support.baselines.llama import to_llama
+from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+from recserve.bundle.bundle import Bundle
+from recserve.core.request import RecommendRequest, Root, Slate
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.features.tables.encoding import root_tokens
+from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
+from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
+from recserve.models.inputs import NodeInputs
+from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.heads import Heads
+from recserve.service.loading import item_index, load_heads
+from recserve.service.recommend.choosing import AUTO, BEAM, Chooser
+from recserve.training.evaluation.cases import leave_one_out_cases
+
+HISTORY_TOKENS = 200
+RETRIEVER: dict[str, Any] = {
+    "width": 512,
+    "outcomes": ("event",),
+    "outcome_shares": (1.0,),
+    "offset_unit": "events",
+    "offset_bounds": (0.0, 2.0, 4.0),
+    "offset_shares": (0.5, 0.25, 0.25),
+}
+
+
+@dataclass
+class Work:
+    """Of the answers of one method in one cell, per request. shares: of its rounds' time before
+    their forwards in those forwards and their verification. names: what `auto` was.
+    """
+
+    nodes: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def words(self) -> str:
+        """For a table."""
+        drafted = sum(name != BEAM for name in self.names) / max(len(self.names), 1)
+        return (
+            f"{np.mean(self.nodes):.0f} nodes, {np.mean(self.rounds):.2f} rounds, "
+            f"proposing {np.median(self.shares):.0%} of forwards"
+        ) + (f", {drafted:.0%} drafted" if drafted else "")
+
+
+class Subject:
+    """An engine and histories to ask it about."""
+
+    def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Root]) -> None:
+        self.model, self.trie, self.roots = model, trie, roots
+        decoder = model.config.decoder
+        slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+        self.llama = to_llama(model) if model.config.input == "codes" else None
+        model.pack()  # as the server does when it loads a bundle
+        self.engine = build_engine(
+            EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
+        )
+        self.engine.record(trie)  # so does the server
+        self.chooser = Chooser(self.engine.strategies)
+        self.index = item_index(model, heads)
+
+    def ask(
+        self, roots: list[Root], k: int, width: int, strategy: str, work: Work | None = None
+    ) -> list[Slate]:
+        """Slates of all of them, asked at once. strategy: of the engine, or `auto`, which is the
+        service's."""
+        name = self.chooser.choose(width, None).strategy if strategy == AUTO else strategy
+        slates: list[Any] = self.engine.run_many(
+            [RecommendRequest(root, self.trie, k, width, name, index=self.index) for root in roots]  # type: ignore[arg-type]
+        )
+        if work is not None:
+            for slate in slates:
+                work.nodes.append(slate.timing.nodes)
+                work.rounds.append(slate.rounds)
+                work.shares.append(slate.timing.draft_ms / max(slate.timing.verify_ms, 1e-9))
+                work.names.append(name if slate.timing.drafted else BEAM)
+        return slates
+
+
+def grown(model: Recommender, root: Root, item: int) -> Root:
+    """The history with one event more."""
+    row = item % model.num_bound_items
+    if model.config.input == "codes":
+        event = model.item_tokens[row]
+    else:
+        event = torch.tensor([model.config.num_code_tokens + row])
+    tokens = torch.cat([root.inputs.tokens, event])
+    return Root(NodeInputs(tokens), tokens.numpy())
+
+
+def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
+    """Beauty's shape, heads as large as trained ones."""
+    hidden, layers = (int(part) for part in model_shape.split("x"))
+    catalogue = drawn_catalogue(12_101)
+    model = drawn_recommender(catalogue, hidden, layers, "children", dtype, level_heads=True)
+    heads = []
+    for placeholders in (False, True):
+        config = SelfDraftConfig(hidden, model.config.codebook_sizes, placeholders)
+        heads.append(SelfDraftHead(config).to(dtype).eval())
+        heads[-1].start_from(model)
+        heads[-1].pack()
+    retriever = DenseRetriever(RetrieverConfig(hidden, **RETRIEVER)).to(dtype).eval()
+    roots = drawn_roots(model, HISTORY_TOKENS // model.config.num_levels, users, 0)
+    return Subject(model, catalogue.trie, Heads(*heads, retriever), roots)
+
+
+def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) -> Subject:
+    """Test users of a bundle. least: only those with so many events.
+
+    Raises ValueError where there is none.
+    """
+    bundle = Bundle.open(path)
+    catalog = bundle.catalog()
+    codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
+    vectors = torch.from_numpy(catalog.vectors)
+    model = load_recommender(bundle.directory("recommender"), codes, vectors).to(dtype)
+    config = model.config
+    cases = leave_one_out_cases(bundle.events(), "test")
+    long = np.flatnonzero(cases.stops - cases.starts >= least)
+    if not long.size:
+        raise ValueError(f"{path} has no user with {least} events; ask for fewer")
+    cases = cases.take(long).sample(users)
+    roots = []
+    for case in range(len(cases)):
+        history = cases.history(case)[-config.max_history_items :]
+        tokens = root_tokens(history, catalog.index.codes, config.codebook_sizes, config.input)
+        roots.append(Root(NodeInputs(torch.from_numpy(tokens)), tokens))
+    return Subject(
+        model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots
+    )

@@ -1,0 +1,1 @@
+"""What HTTP adds to an answer, and what other processes on the machine cost."""

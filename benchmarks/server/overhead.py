@@ -1,0 +1,209 @@
+"""What serving costs: /v1/rank over a keep-alive connection against the engine's own time.
+
+    python -m benchmarks.server.overhead [--candidates 500] [--requests 400] [--json F]
+
+Everything runs in one process on loopback, one request at a time, with drawn weights: the cost of
+a request does not depend on what the model has learned. `overhead` is the time at the client minus
+the engine's own `total` of the same request: parsing, history, candidate features, the answer, and
+both ends of the socket; `features` (the model's input columns) is shown apart. Users come back in
+turn, so that what they did is cached, as it is for users who page through a shop.
+"""
+
+import argparse
+import json
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import uvicorn
+
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.config import ServerConfig
+from recserve.core.request import Result
+from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.kernels.cpu.processor import processor
+from recserve.models.config import DecoderConfig
+from recserve.models.ranker import save_ranker
+from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
+from recserve.schemas.events import EventBody, EventsBody
+from recserve.server.app import create_app
+from recserve.server.connection import connection_class
+from recserve.server.connection_limits import ConnectionLimits
+from recserve.service import Service
+from recserve.training.ranker.ranker import RankerRecipe, make_ranker
+
+WARM_UP = 50
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request, in milliseconds."""
+
+    client: float
+    engine: float
+    service: float
+    features: float
+
+
+def make_bundle(folder: Path, num_items: int) -> Path:
+    """A catalogue with events, an untrained ranker and an untrained recommender."""
+    data = write_synthetic(folder / "data", SyntheticOptions(num_items, 2000, 30))
+    out = folder / "bundle"
+    build_bundle(BuildOptions(data.items, data.events, out), log=lambda _: None)
+    bundle = Bundle.open(out)
+    catalog = bundle.catalog()
+    recipe = RankerRecipe()
+    train = bundle.events().leave_one_out().train
+    tables = RankingTables.fit(
+        train, catalog.items, catalog.vectors, recipe.long_items, recipe.recent_items, recipe.block
+    )
+    folder = bundle.directory("ranker")
+    save_ranker(make_ranker(tables, catalog.vectors, recipe, 0), folder)
+    tables.save(folder)
+    bundle.commit("ranker", {})
+    config = RecommenderConfig(
+        DecoderConfig(128, 2, 4, 4, 32, 512), catalog.index.codebook_sizes, num_items=num_items
+    )
+    save_recommender(Recommender(config), bundle.directory("recommender"))
+    bundle.commit("recommender", {})
+    return out
+
+
+def serve(service: Service) -> tuple[uvicorn.Server, threading.Thread, int]:
+    """A running server and its port."""
+    app = create_app(ServerConfig(bundle=service.bundle.root), service)
+    http = connection_class(ConnectionLimits(), app.state.metrics)
+    config = uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    lifecycle = app.state.lifecycle
+    while not server.started or not lifecycle.loaded.is_set():
+        time.sleep(0.01)
+    return server, thread, server.servers[0].sockets[0].getsockname()[1]
+
+
+def exchange(connection: socket.socket, path: str, body: bytes) -> bytes:
+    """One request, one answer: a client that costs next to nothing itself."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    answer = connection.recv(1 << 20)
+    head_end = answer.index(b"\r\n\r\n") + 4
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    length = int(answer[:head_end].lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(answer) < head_end + length:
+        answer += connection.recv(1 << 20)
+    return answer[head_end:]
+
+
+def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list[Sample]:
+    """Send the bodies one after the other."""
+    engine_ms: list[float] = []
+    submit = service.runtime.engine.submit
+
+    def noted(request):
+        future = submit(request)
+
+        def note(done) -> None:
+            result: Result = done.result()
+            engine_ms.append(result.timing.total_ms)
+
+        future.add_done_callback(note)
+        return future
+
+    service.runtime.engine.submit = noted
+    samples = []
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for body in bodies:
+            began = time.perf_counter()
+            raw = exchange(connection, path, body)
+            client_ms = (time.perf_counter() - began) * 1e3
+            timing = msgspec.json.decode(raw)["timing_ms"]
+            samples.append(Sample(client_ms, engine_ms[-1], timing["total"], timing["features"]))
+    service.runtime.engine.submit = submit
+    return samples[WARM_UP:]
+
+
+def summary(samples: list[Sample]) -> dict[str, dict[str, float]]:
+    """p50 and p99 of each part."""
+    parts = {
+        "client": [s.client for s in samples],
+        "engine": [s.engine for s in samples],
+        "overhead": [s.client - s.engine for s in samples],
+        "of it features": [s.features for s in samples],
+        "overhead without features": [s.client - s.engine - s.features for s in samples],
+    }
+    return {
+        name: {"p50_ms": float(np.percentile(v, 50)), "p99_ms": float(np.percentile(v, 99))}
+        for name, v in parts.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--items", type=int, default=12_000)
+    parser.add_argument("--candidates", type=int, default=500)
+    parser.add_argument("--history", type=int, default=100)
+    parser.add_argument("--users", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = make_bundle(Path(folder), options.items)
+        service = Service.open(bundle, f"lmdb:{folder}/store", "cpu")
+        ids = service.runtime.snapshot.catalog.items.ids
+        server, thread, port = serve(service)
+        users = [f"user-{n}" for n in range(options.users)]
+        for user in users:
+            rows = rng.integers(0, len(ids), options.history)
+            events = [EventBody(user_id=user, item_id=ids[row]) for row in rows]
+            service.add_events(EventsBody(events=events))
+
+        def body(number: int, scorer: str) -> bytes:
+            rows = rng.choice(len(ids), options.candidates, replace=False)
+            candidates = [{"item_id": ids[row]} for row in rows]
+            return msgspec.json.encode(
+                {
+                    "user": {"id": users[number % len(users)]},
+                    "scorer": scorer,
+                    "candidates": candidates,
+                }
+            )
+
+        results = {}
+        for scorer in ("ranker", "likelihood"):
+            bodies = [body(n, scorer) for n in range(options.requests + WARM_UP)]
+            results[scorer] = summary(measure(service, port, "/v1/rank", bodies))
+        server.should_exit = True
+        thread.join()
+    machine = f"{processor().name}, torch {torch.__version__}, CPU"
+    print(f"{machine}, {options.threads} torch threads, {options.requests} requests, one at a time")
+    print(
+        f"{options.items} items, {options.candidates} candidates, {options.users} users with ",
+        end="",
+    )
+    print(f"{options.history} events each\n")
+    print("| /v1/rank | part | p50 ms | p99 ms |\n|---|---|---|---|")
+    for scorer, parts in results.items():
+        for name, figures in parts.items():
+            print(f"| {scorer} | {name} | {figures['p50_ms']:.2f} | {figures['p99_ms']:.2f} |")
+    if options.json is not None:
+        text = {"machine": machine, **vars(options), "json": None, "results": results}
+        options.json.write_text(json.dumps(text, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A warm slate while another process takes one of the cores, by how long threads spin.
+
+    python -m benchmarks.server.shared_cores [--spins as-is 1000 10000] [--threads 2] [--json F]
+
+Threads of a forward wait for each other by spinning (GOMP_SPINCOUNT turns); one that waits for a
+thread that has no core waits in vain. Every setting has a process of its own, since the count is
+read when torch is loaded; all of them take turns, and the median over the turns is shown. The
+neighbour computes without a pause and is as important as the server (nice 0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+AS_IS = "as-is"  # whatever the environment says, or else what torch's OpenMP does by itself
+BUSY = "while True: sum(range(10000))"
+
+
+def slates(threads: int, seconds: float) -> list[float]:
+    """Milliseconds of warm slates of beam 50, 256 x 4, fp32, one after another."""
+    import torch
+
+    from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+    from recserve.core.request import RecommendRequest
+    from recserve.engine.build import EngineModels, build_engine
+    from recserve.engine.engine_config import EngineConfig
+
+    torch.set_num_threads(threads)
+    catalogue = drawn_catalogue(12_101)
+    model = drawn_recommender(catalogue, 256, 4, "children", torch.float32)
+    model.pack()
+    engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=2**27))
+    roots = drawn_roots(model, 50, 8, 0)
+    asked = [RecommendRequest(root, catalogue.trie, 50, 50) for root in roots]
+    engine.run_many(asked)
+    taken: list[float] = []
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit or len(taken) < 20:
+        began = time.perf_counter()
+        engine.run(asked[len(taken) % len(asked)])
+        taken.append((time.perf_counter() - began) * 1e3)
+    return taken
+
+
+@contextmanager
+def neighbour(there: bool) -> Iterator[None]:
+    """One busy process."""
+    process = subprocess.Popen([sys.executable, "-c", BUSY]) if there else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def measured(spin: str, threads: int, seconds: float, busy: bool) -> dict[str, float]:
+    """In a process of its own."""
+    environment = dict(os.environ)
+    if spin != AS_IS:
+        environment["GOMP_SPINCOUNT"] = spin
+    child = [sys.executable, "-m", "benchmarks.server.shared_cores", "--child"]
+    command = [*child, str(threads), str(seconds)]
+    with neighbour(busy):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    taken = json.loads(done.stdout.splitlines()[-1])
+    taken.sort()
+    return {"median": statistics.median(taken), "p99": taken[int(0.99 * (len(taken) - 1))]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--spins", nargs="+", default=[AS_IS, "1000", "10000", "100000"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each setting in each turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.child:
+        threads, seconds = chosen.child
+        print(json.dumps(slates(int(threads), float(seconds))))
+        return 0
+    found: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(chosen.turns):
+        for spin in chosen.spins:
+            for busy in (False, True):
+                row = measured(spin, chosen.threads, chosen.seconds, busy)
+                found.setdefault(f"{spin} {'busy' if busy else 'alone'}", []).append(row)
+    rows = []
+    for name, runs in found.items():
+        median, p99 = (statistics.median(run[key] for run in runs) for key in ("median", "p99"))
+        rows.append({"setting": name, "median_ms": median, "p99_ms": p99})
+        print(f"{name:<20} {median:8.1f} ms, p99 {p99:8.1f}", flush=True)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How fast text is written, with and without drafts, and that drafts change no token."""

@@ -1,0 +1,45 @@
+"""Turn Medusa heads from a `.pt` file into safetensors, once, offline; the server reads no pickles.
+
+    python -m benchmarks.text.convert_medusa medusa_lm_head.pt heads/
+
+Only tensors are unpickled (weights_only); config.json is copied where there is one beside the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def convert(source: Path, folder: Path) -> int:
+    """Write `medusa_lm_head.safetensors` into the folder; number of tensors."""
+    weights = torch.load(source, map_location="cpu", weights_only=True)
+    if not isinstance(weights, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in weights.values()
+    ):
+        raise SystemExit(f"{source.name} holds {type(weights).__name__}, not named tensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Cloned: heads that repeat a module share its memory, which safetensors refuses.
+    own = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+    save_file(own, folder / "medusa_lm_head.safetensors")
+    config = source.parent / "config.json"
+    if config.exists() and not (folder / "config.json").exists():
+        shutil.copyfile(config, folder / "config.json")
+    return len(own)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    count = convert(given.source, given.folder)
+    print(f"{count} tensors written to {given.folder / 'medusa_lm_head.safetensors'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What the benchmarks on trained language models begin with: options, prompts and drafters.
+
+Folders: of `recserve train lm`, for `--draft` and `--medusa` of `train lm --llm` and
+`train medusa`; without --target, the reference checkpoint stories260k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from recserve.speculation.drafters.text_drafters import DrafterWeights
+from recserve.tokenizer.tokenizer import TextTokenizer
+from recserve.training.text.language_model import read_texts
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+PLAIN = "none"
+
+
+def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
+    """With the options that all have. tokens: written per prompt."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--target", type=Path, default=DATA / "stories260k")
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--medusa", type=Path)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a book's passage")
+    parser.add_argument("--tokens", type=int, default=tokens, help="written per prompt")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def weights_of(options: argparse.Namespace) -> DrafterWeights:
+    """Of the drafters that have weights."""
+    drafts = () if options.draft is None else (options.draft,)
+    return DrafterWeights(drafts, medusa=options.medusa)
+
+
+def drafters_of(options: argparse.Namespace) -> list[str]:
+    """Plain decoding, then those of --drafters, or all that can be built."""
+    names = [PLAIN, "ngram", "suffix", "lookahead"]
+    if options.draft is not None:
+        names += ["draft_model", "specinfer", "suffix+draft_model"]
+    names += ["medusa"] if options.medusa is not None else []
+    wanted = options.drafters or names
+    if unknown := sorted(set(wanted) - set(names)):
+        raise SystemExit(f"--drafters names {unknown}; these can be built: {names}")
+    return [name for name in names if name in {PLAIN, *wanted}]
+
+
+def passages(tokenizer: TextTokenizer, count: int, length: int) -> list[list[int]]:
+    """Beginnings of passages spread over the validation books."""
+    (text,) = read_texts([DATA / "text" / "valid.txt.zst"])
+    places = np.linspace(0, len(text) - 20 * length, count + 1)[:-1].astype(int)
+    texts = [text[text.index(" ", place) + 1 : place + 20 * length] for place in places]
+    return [tokenizer.encode(part, special=False)[:length] for part in texts]
+
+
+def questions(tokenizer: TextTokenizer, count: int, longest: int) -> list[list[int]]:
+    """Spec-Bench's first turns, every category in turn, those that are short enough."""
+    by_category: dict[str, list[list[int]]] = {}
+    for line in (DATA / "prompts" / "spec_bench.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        tokens = tokenizer.encode(entry["turns"][0], special=False)
+        if 0 < len(tokens) <= longest:
+            by_category.setdefault(entry["category"], []).append(tokens)
+    ranked = [(i, name, t) for name, own in by_category.items() for i, t in enumerate(own)]
+    return [tokens for _, _, tokens in sorted(ranked)[:count]]
