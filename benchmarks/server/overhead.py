@@ -35,8 +35,8 @@ from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
 from recserve.schemas.events import EventBody, EventsBody
 from recserve.server.app import create_app
-from recserve.server.connection import connection_class
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection import connection_class
+from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
 from recserve.training.ranker.ranker import RankerRecipe, make_ranker
 

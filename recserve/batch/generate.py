@@ -16,7 +16,7 @@ import pyarrow as pa
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
 from recserve.schemas.items import MAX_K, RecommendAnswer, RecommendBody
-from recserve.schemas.misfit import converted
+from recserve.schemas.validation import converted
 
 ANSWERS = pa.schema(
     [

@@ -175,7 +175,7 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 def _body(kind: type[Body], **fields: Any) -> Body:
     """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
-    from recserve.schemas.misfit import converted
+    from recserve.schemas.validation import converted
 
     return converted({n: v for n, v in fields.items() if v is not None}, kind)
 

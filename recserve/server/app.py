@@ -17,23 +17,23 @@ from starlette.responses import Response
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
-from recserve.server import (
+from recserve.server import playground
+from recserve.server.errors import REASONS
+from recserve.server.exchange import Exchange
+from recserve.server.lifecycle import Lifecycle
+from recserve.server.openapi import describe
+from recserve.server.routes import (
     completions,
     events,
     health,
     items,
     models,
-    playground,
     rank,
     recommend,
     text_scores,
 )
-from recserve.server.errors import REASONS
-from recserve.server.exchange import Exchange
-from recserve.server.gate import Gate
-from recserve.server.lifecycle import Lifecycle
-from recserve.server.methods import allowed_methods
-from recserve.server.openapi import describe
+from recserve.server.routes.routing import allowed_methods
+from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.loading import resolve_device
 from recserve.service.options import ServiceOptions

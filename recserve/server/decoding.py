@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.misfit import misfit
+from recserve.schemas.validation import validation_error
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise misfit(str(error), _plain(raw), decoder.type) from None
+        raise validation_error(str(error), _plain(raw), decoder.type) from None
     except RecursionError:
         raise InvalidRequest(None, "the body is nested too deep") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

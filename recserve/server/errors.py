@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,6 +17,7 @@ from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest
 from recserve.server.decoding import MalformedBody
+from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
     ServiceClosed,
@@ -23,6 +26,8 @@ from recserve.service.errors import (
     UnknownVersion,
 )
 from recserve.speculation.text import UnfitDraft
+
+Header = tuple[bytes, bytes]
 
 
 class BodyTooLarge(ValueError):
@@ -179,3 +184,23 @@ def error_response(error: BaseException) -> Response:
         headers["Allow"] = error.headers["Allow"]
     body = msgspec.json.encode(error_answer(error))
     return Response(body, row.status, headers, "application/json")
+
+
+def refusal_bytes(error: Exception, default_headers: Sequence[Header]) -> bytes:
+    """Returns the whole answer of an error, as the application would write it.
+
+    Args:
+        error: An exception of the table in errors.py.
+        default_headers: Headers that the server gives every answer, such as `date`.
+    """
+    response = error_response(error)
+    status = HTTPStatus(response.status_code)
+    headers: list[Header] = [
+        *default_headers,
+        *response.raw_headers,
+        *Trace().headers(),
+        (b"connection", b"close"),
+    ]
+    lines = [b"HTTP/1.1 %d %s" % (status.value, status.phrase.encode())]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)

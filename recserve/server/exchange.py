@@ -21,8 +21,7 @@ from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
 from recserve.server.decoding import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.trace import Trace, trace_of
-from recserve.server.upload import upload_error
+from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
 from recserve.service.work import Work
 

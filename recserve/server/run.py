@@ -14,10 +14,9 @@ from fastapi import FastAPI
 
 from recserve.config import ServerConfig
 from recserve.server.app import create_app
-from recserve.server.connection import Connection, connection_class
-from recserve.server.connection_limits import ConnectionLimits
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.open_files import possible_connections
+from recserve.server.transport.connection import Connection, connection_class
+from recserve.server.transport.connection_limits import ConnectionLimits, possible_connections
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from recserve.schemas.items import InvalidRequest, ItemBody, RankBody, RecommendBody
-from recserve.schemas.misfit import converted
 from recserve.schemas.text import ChatBody, CompletionBody
+from recserve.schemas.validation import converted
 from recserve.server.decoding import MalformedBody, decode
 
 RECOMMEND = msgspec.json.Decoder(RecommendBody)

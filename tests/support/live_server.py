@@ -17,8 +17,8 @@ import uvicorn
 from recserve.config import ServerConfig
 from recserve.server import lifecycle
 from recserve.server.app import create_app
-from recserve.server.connection import connection_class
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection import connection_class
+from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.service import Service
 
 # A full collection when a server is ready takes long in a process with thousands of tests.

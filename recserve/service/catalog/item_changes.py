@@ -15,7 +15,7 @@ from recserve.features.catalog.live_catalog import ItemChange
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.features.vectors.vectors import unit
 from recserve.schemas.items import ItemBody, Rejection
-from recserve.schemas.misfit import converted
+from recserve.schemas.validation import converted
 from recserve.service.catalog.snapshot import Snapshot
 
 FIELDS = frozenset(ItemBody.__struct_fields__)

@@ -9,8 +9,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
-from recserve.server.connection import SLICE_BYTES, Connection
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection import SLICE_BYTES, Connection
+from recserve.server.transport.connection_limits import ConnectionLimits
 from tests.support.live_server import live
 from tests.support.raw_http import Wire, connect
 from tests.support.scripted_text import scripted

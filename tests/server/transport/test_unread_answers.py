@@ -8,8 +8,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
-from recserve.server.connection import Connection
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection import Connection
+from recserve.server.transport.connection_limits import ConnectionLimits
 
 needs_option = pytest.mark.skipif(
     not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no TCP_USER_TIMEOUT"

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from recserve.schemas.text import ChatBody, CompletionBody, TextBody
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
-from recserve.server.trace import trace_of
+from recserve.server.transport.trace import trace_of
 from recserve.service.text.text import TextWork
 from recserve.service.text.text_stream import Listener, Piece
 

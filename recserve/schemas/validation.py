@@ -1,7 +1,7 @@
-"""What does not fit a message, in words that name the field, its bound and what came.
+"""Validation errors of request bodies. Each names the field, its bound and the given value.
 
-msgspec says where in a value it stopped and what it expected there. What stood there, which fields
-there are and what a pattern means is looked up in the value and in the message's schema.
+msgspec names the place of an error and what it expects there. This module adds the given value, the
+nearest field name, and the meaning of a pattern.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ _ENTRY = "[...]"  # in a place: an entry of a mapping; msgspec does not say whic
 
 
 def converted(given: Any, kind: type[T]) -> T:
-    """A value of plain types as a message. Raises InvalidRequest: field, bound, what came."""
+    """Returns a message made from plain types. Raises InvalidRequest."""
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise misfit(str(error), given, kind) from None
+        raise validation_error(str(error), given, kind) from None
 
 
-def misfit(text: str, given: Any, kind: Any) -> InvalidRequest:
-    """The error for a client.
+def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
+    """Returns the error for a client.
 
-    text: msgspec's. given: what came, UNSET if no number can hold it. kind: what it should be.
+    Args:
+        text: Message of msgspec.ValidationError.
+        given: The given value; UNSET where a number is too large for any type.
+        kind: Type of the expected message.
     """
     place = _PLACE.search(text)
     param = place[2] if place else ""

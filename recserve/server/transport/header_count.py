@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recserve.server.connection_limits import ConnectionLimits
 from recserve.server.errors import HeadersTooLarge
+from recserve.server.transport.connection_limits import ConnectionLimits
 
 
 class HeaderCount:

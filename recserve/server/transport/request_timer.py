@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum
 
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection_limits import ConnectionLimits
 
 
 class Part(Enum):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from recserve.server import open_files
+from recserve.server.transport import connection_limits
 from tests.support.live_server import live
 from tests.support.raw_http import all_of, connect, one_of
 from tests.support.scripted_text import scripted
@@ -95,7 +95,7 @@ def test_the_limit_on_open_files_bounds_the_connections(
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.update(now=pair))
-    assert open_files.possible_connections(wanted) == possible
+    assert connection_limits.possible_connections(wanted) == possible
     assert limits["now"] == (raised, hard)
 
 
@@ -107,4 +107,4 @@ def test_a_system_that_refuses_more_open_files_bounds_the_connections(monkeypatc
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert open_files.possible_connections(4096) == 768
+    assert connection_limits.possible_connections(4096) == 768

@@ -15,21 +15,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
-from recserve.server.connection_limits import ConnectionLimits
 from recserve.server.errors import (
     HeadersTooLarge,
     MalformedRequest,
     NotReady,
     RequestTimeout,
     TooManyConnections,
+    refusal_bytes,
     row_of,
 )
-from recserve.server.header_count import HeaderCount
-from recserve.server.holdable_flow import HoldableFlow
-from recserve.server.refusal import refusal_bytes
-from recserve.server.request_timer import Part, RequestTimer
-from recserve.server.unread_answer import limit_unread_answer
-from recserve.server.upload import SCOPE_KEY, Upload
+from recserve.server.transport.connection_limits import ConnectionLimits
+from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
+from recserve.server.transport.header_count import HeaderCount
+from recserve.server.transport.request_timer import Part, RequestTimer
+from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
 # What a refused client still sends is dropped for this long; closing at once could lose the answer.
@@ -106,7 +105,7 @@ class Connection(HttpToolsProtocol):
         self._begun = True
         self._header_count.begin()
         self._upload = Upload()
-        cast(dict[str, Any], self.scope)[SCOPE_KEY] = self._upload
+        cast(dict[str, Any], self.scope)[UPLOAD_KEY] = self._upload
 
     def on_url(self, url: bytes) -> None:
         """Parser: a part of the URL."""

@@ -10,8 +10,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from recserve.metrics import Metrics
-from recserve.server.connection import Connection
-from recserve.server.connection_limits import ConnectionLimits
+from recserve.server.transport.connection import Connection
+from recserve.server.transport.connection_limits import ConnectionLimits
 from tests.support.live_server import live
 from tests.support.raw_http import Wire, all_of, connect, one_of
 from tests.support.scripted_text import scripted

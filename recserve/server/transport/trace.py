@@ -1,4 +1,4 @@
-"""What is known of one HTTP request on its way through the server."""
+"""State of one HTTP request: its trace, and the body that is still arriving."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+
+from starlette.types import Scope
 
 from recserve.schemas.items import REQUEST_ID, InvalidRequest, TimingMs
 
 HEADER = "x-request-id"
 _SHAPE = re.compile(REQUEST_ID.pattern or "")
 SCOPE_KEY = "recserve.trace"
+UPLOAD_KEY = "recserve.upload"
 
 
 @dataclass
@@ -55,7 +57,20 @@ class Trace:
         return headers
 
 
-def trace_of(scope: Any) -> Trace:
-    """The trace that the gate put into the scope."""
+def trace_of(scope: Scope) -> Trace:
+    """Returns the trace that the gate put into the scope."""
     trace: Trace = scope[SCOPE_KEY]
     return trace
+
+
+@dataclass
+class Upload:
+    """error: why the connection has given up the rest of the body; None while it waits for it."""
+
+    error: Exception | None = None
+
+
+def upload_error(scope: Scope) -> Exception | None:
+    """Returns why the body of a request will not be completed; None if it still may be."""
+    upload: Upload | None = scope.get(UPLOAD_KEY)
+    return None if upload is None else upload.error

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from recserve.metrics import Metrics
 from recserve.server.errors import ClientGone, CrossSite, Unauthorized, error_response, row_of
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.trace import HEADER, SCOPE_KEY, Trace
+from recserve.server.transport.trace import HEADER, SCOPE_KEY, Trace
 
 log = logging.getLogger(__name__)
 # Probes of orchestrators carry no key, and up or down is all that these say.

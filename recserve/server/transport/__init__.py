@@ -1,0 +1,1 @@
+"""Connections and their limits, and the gate in front of the routes."""
