@@ -20,15 +20,15 @@ import torch
 from measuring import CLOCKS, machine, write_json
 from rich.console import Console
 from rich.table import Table
-from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
+from trained import PLAIN, drafters_of, options_of, passages, questions, trained_drafter
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.drafters.text_drafters import build_drafter
-from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 LOAD_AWARE = ", load-aware"
@@ -172,10 +172,9 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     target, tokenizer = load_language_model(options.target), TextTokenizer.open(options.target)
     names = drafters_of(options)
-    weights = weights_of(options)
     kinds = {"": False} | ({LOAD_AWARE: True} if options.load_aware else {})
     drafters = {
-        kind: {name: build_drafter(name, target, weights) for name in names} for kind in kinds
+        kind: {name: trained_drafter(name, target, options) for name in names} for kind in kinds
     }
     pack_weights(target)
     engines = {
@@ -209,7 +208,7 @@ def main() -> int:
         for kind, engine in engines.items():
             for drafter in ("suffix", "suffix+draft_model"):
                 if drafter in drafters[kind]:  # earlier outputs that it knows would be this text
-                    engine.drafters[drafter] = build_drafter(drafter, target, weights)
+                    engine.drafters[drafter] = trained_drafter(drafter, target, options)
         tallies = measure(methods, prompts, options)
         rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
         differ += sum(tally.differ for tally in tallies.values())

@@ -38,10 +38,11 @@ from recserve.engine.items.fixed_search import Leaves, SearchShape
 from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.engine.text.text_step import StepOutputs
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.text import Drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 VOCABULARY = 1500
 GOAL_US = 50.0

@@ -22,7 +22,7 @@ import torch
 from measuring import machine, write_json
 from rich.console import Console
 from rich.table import Table
-from trained import PLAIN, drafters_of, options_of, passages, questions, weights_of
+from trained import PLAIN, drafters_of, options_of, passages, questions, trained_drafter
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
@@ -31,8 +31,8 @@ from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.drafters.text_drafters import build_drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -100,8 +100,7 @@ def compare(
     """One row per temperature, drafter and number of texts at once."""
     exact = load_language_model(options.target).to(dtype).float()
     target = load_language_model(options.target).to(dtype)
-    weights = weights_of(options)
-    drafters = {name: build_drafter(name, target, weights) for name in names}
+    drafters = {name: trained_drafter(name, target, options) for name in names}
     pack_weights(target)
     engine = build_engine(EngineModels(text=target, drafters=drafters))
     rows = []
