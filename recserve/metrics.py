@@ -61,7 +61,7 @@ class Gauges:
 
 
 class Drafted(Protocol):
-    """What drafting did; speculation/text_request.py counts it."""
+    """What drafting did; speculation/completion.py counts it."""
 
     num_drafts: int
     num_draft_tokens: int

@@ -37,6 +37,8 @@ from recserve.engine.items.fixed_search import Leaves, SearchShape
 from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.engine.text.text_step import StepOutputs
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.text import Drafter

@@ -27,6 +27,9 @@ from recserve.engine.text.text_lane import TextLane
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.text import (
     Budget,
@@ -60,7 +63,7 @@ PARAMETERS = {
 }
 
 
-class WalkDrafter:
+class WalkDrafter(Drafter):
     """Drafts that fork: the drawn model's next tokens, below and beside a wrong one."""
 
     def __init__(self, vocabulary: int, depth: int) -> None:
@@ -90,7 +93,7 @@ class WalkDrafter:
         """Nothing is kept."""
 
 
-class DrawnDrafter:
+class DrawnDrafter(Drafter):
     """Chains of the walk, every token drawn: three times in four the right one, else the next."""
 
     draws = True

@@ -32,7 +32,8 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.service.loading import load_heads
-from recserve.speculation.text_request import SamplingParams, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates
 from recserve.training.evaluation.cases import leave_one_out_cases

@@ -34,8 +34,8 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.drafters.text_drafters import build_drafter
-from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 LOAD_AWARE = ", load-aware"
@@ -179,10 +179,9 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     target, tokenizer = load_language_model(options.target), TextTokenizer.open(options.target)
     names = drafters_of(options)
-    weights = weights_of(options)
     kinds = {"": False} | ({LOAD_AWARE: True} if options.load_aware else {})
     drafters = {
-        kind: {name: build_drafter(name, target, weights) for name in names} for kind in kinds
+        kind: {name: trained_drafter(name, target, options) for name in names} for kind in kinds
     }
     pack_weights(target)
     engines = {
@@ -216,7 +215,7 @@ def main() -> int:
         for kind, engine in engines.items():
             for drafter in ("suffix", "suffix+draft_model"):
                 if drafter in drafters[kind]:  # earlier outputs that it knows would be this text
-                    engine.drafters[drafter] = build_drafter(drafter, target, weights)
+                    engine.drafters[drafter] = trained_drafter(drafter, target, options)
         tallies = measure(methods, prompts, options)
         rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
         differ += sum(tally.differ for tally in tallies.values())

@@ -26,8 +26,8 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.drafters.text_drafters import build_drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 ALWAYS, AWARE = "always", "load-aware"
@@ -65,9 +65,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.now = options, CLOCKS[options.clock]
         target = load_language_model(options.target)
-        weights = weights_of(options)
         made = [
-            {name: build_drafter(name, target, weights) for name in options.drafters}
+            {name: trained_drafter(name, target, options) for name in options.drafters}
             for _ in range(2)
         ]
         self.weights = sum(w.numel() for w in target.parameters())

@@ -38,8 +38,8 @@ from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.drafters.text_drafters import build_drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -107,8 +107,7 @@ def compare(
     """One row per temperature, drafter and number of texts at once."""
     exact = load_language_model(options.target).to(dtype).float()
     target = load_language_model(options.target).to(dtype)
-    weights = weights_of(options)
-    drafters = {name: build_drafter(name, target, weights) for name in names}
+    drafters = {name: trained_drafter(name, target, options) for name in names}
     pack_weights(target)
     engine = build_engine(EngineModels(text=target, drafters=drafters))
     rows = []

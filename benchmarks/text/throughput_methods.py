@@ -19,8 +19,9 @@ from benchmarks.text.text_runs import Written
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.language_model import LanguageModel
+from recserve.speculation.completion import TextCommit, TextRequest
 from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextCommit, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 DRAFTED = 5
 AGREEMENTS = {"oracle-100": 1.0, "oracle-70": 0.7}

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from recserve.speculation.drafters.text_drafters import DrafterWeights
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.registry import build_drafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.language_model import read_texts
 
@@ -33,10 +35,10 @@ def options_of(doc: str | None, tokens: int) -> argparse.ArgumentParser:
     return parser
 
 
-def weights_of(options: argparse.Namespace) -> DrafterWeights:
-    """Of the drafters that have weights."""
-    drafts = () if options.draft is None else (options.draft,)
-    return DrafterWeights(drafts, medusa=options.medusa)
+def trained_drafter(name: str, target: LanguageModel, options: argparse.Namespace) -> Drafter:
+    """Builds a drafter from the folders of --medusa and --draft."""
+    folders = [options.medusa] if "medusa" in name else []
+    return build_drafter(name, target, folders + ([options.draft] if options.draft else []))
 
 
 def drafters_of(options: argparse.Namespace) -> list[str]:

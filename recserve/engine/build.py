@@ -30,8 +30,8 @@ from recserve.search.strategies import (
     likelihood_strategy,
     recommend_strategies,
 )
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.text import Drafter
 
 
 @dataclass(frozen=True)

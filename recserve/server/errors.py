@@ -25,7 +25,7 @@ from recserve.service.errors import (
     UnknownModel,
     UnknownVersion,
 )
-from recserve.speculation.text import UnfitDraft
+from recserve.speculation.verifier import UnfitDraft
 
 Header = tuple[bytes, bytes]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.speculation.text_request import SamplingParams
+from recserve.speculation.sampling_params import SamplingParams
 
 ANY = -1
 NOBODY = -1

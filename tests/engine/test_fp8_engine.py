@@ -21,7 +21,8 @@ from recserve.schemas.events import EventBody, EventsBody
 from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
 from recserve.search.heads import Heads
 from recserve.server.app import load
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head

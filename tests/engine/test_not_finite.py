@@ -21,9 +21,10 @@ from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import ranking, recommending, text_scores
 from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda

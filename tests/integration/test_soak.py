@@ -13,7 +13,8 @@ import torch
 from recserve.core.request import RecommendRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.speculation.text_request import Completion, SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from recserve.models.drafters.medusa import MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies, load_medusa, save_medusa
 from recserve.models.loading import UnsupportedModel
+from recserve.speculation.draft import Budget
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.rank_tree import best_tree, rank_tree
-from recserve.speculation.drafters.text_drafters import DrafterWeights, build_drafter
-from recserve.speculation.text import Budget
+from recserve.speculation.drafters.registry import build_drafter
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.paths import ROOT
 from tests.support.text_loop import tiny_model
@@ -181,7 +181,7 @@ def test_other_targets_and_missing_or_damaged_files(tmp_path):
         MedusaDrafter(drawn_heads(), 32, V)
     write(tmp_path / "good", original(drawn_heads()))
     with pytest.raises(UnsupportedModel, match=r"vocabulary 61\) needs"):
-        build_drafter("medusa", tiny_model(vocabulary=61), DrafterWeights(medusa=tmp_path / "good"))
+        build_drafter("medusa", tiny_model(vocabulary=61), [tmp_path / "good"])
 
 
 def test_saved_heads_are_read_back_with_their_accuracies(tmp_path):
@@ -191,7 +191,7 @@ def test_saved_heads_are_read_back_with_their_accuracies(tmp_path):
     read = load_medusa(tmp_path, E, V).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in heads.state_dict().items())
     assert load_accuracies(tmp_path) == measured
-    drafter = build_drafter("medusa", tiny_model(), DrafterWeights(medusa=tmp_path))
+    drafter = build_drafter("medusa", tiny_model(), [tmp_path])
     assert drafter.tree == best_tree(measured, 24) and drafter.heads.weight.dtype == torch.float64
     with pytest.raises(ValueError, match="no place for"):
         save_medusa(drawn_heads(bias=False), tmp_path)

@@ -13,7 +13,8 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights, packable
-from recserve.speculation.text_request import SamplingParams, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams
 from tests.support.text_plain import drawn_model
 
 pytestmark = pytest.mark.skipif(

@@ -162,7 +162,7 @@ def test_the_order_has_no_circle():
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
         ("features/tables/events.py", "import torch"),
         ("search/propose.py", "from recserve.engine.engine import Engine"),
-        ("search/verify.py", "from recserve.speculation.text import Drafter"),
+        ("search/verify.py", "from recserve.speculation.drafter import Drafter"),
         ("speculation/drafters/ngram.py", "from recserve.search.beams import Beams"),
         ("features/tables/events.py", "def f():\n    from recserve.bundle.bundle import Bundle"),
         ("engine/engine.py", "import msgspec"),

@@ -9,12 +9,13 @@ from scipy import stats
 
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
+from recserve.speculation.draft import Budget
+from recserve.speculation.drafter import TextContext
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.drafters.rank_tree import expansion_tree
 from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.text import Budget, TextContext
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.text_loop import (
     VOCABULARY,

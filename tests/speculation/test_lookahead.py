@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from recserve.kernels.tree import AUXILIARY, chain
+from recserve.speculation.draft import Budget
+from recserve.speculation.drafter import TextContext
 from recserve.speculation.drafters.lookahead import LookaheadDrafter, NgramPool
-from recserve.speculation.text import Budget, TextContext
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_loop import VOCABULARY, check_draft, generate, score, step, tiny_model
 from tests.support.token_paths import paths
 

@@ -8,16 +8,15 @@ from recserve.kernels.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_files import load_accuracies
+from recserve.speculation.draft import Budget
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.drafters.rank_tree import rank_tree
-from recserve.speculation.drafters.text_drafters import (
-    DrafterWeights,
+from recserve.speculation.drafters.registry import (
     build_drafter,
     check_speculation,
 )
-from recserve.speculation.text import Budget
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.medusa import MedusaRecipe, train_medusa
@@ -146,7 +145,7 @@ def test_training_makes_drafts_longer(tmp_path):
     assert len(accuracies) == 3 and len(accuracies[0]) == 10
     assert report.metrics["head_0"] == pytest.approx(accuracies[0][0], abs=1e-5)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
-    trained = build_drafter("medusa", model, DrafterWeights(medusa=tmp_path))
+    trained = build_drafter("medusa", model, [tmp_path])
     fresh = MedusaHeads(trained.heads.config)
     fresh.start_from(model)
     params = SamplingParams(0.0, max_tokens=40)

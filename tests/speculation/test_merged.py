@@ -3,9 +3,10 @@
 import torch
 
 from recserve.kernels.tree import AUXILIARY
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import paths
 
@@ -17,7 +18,7 @@ def draft(tokens, parents, **columns) -> TextDraft:
     return TextDraft(torch.tensor(tokens), torch.tensor(parents), max(depths, default=0), **columns)
 
 
-class Fixed:
+class Fixed(Drafter):
     """Proposes one draft, cut to nothing where the budget is too small; remembers what it heard."""
 
     def __init__(self, own: TextDraft) -> None:

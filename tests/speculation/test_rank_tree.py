@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from recserve.kernels.tree import from_parents
+from recserve.speculation.draft import Budget
 from recserve.speculation.drafters.rank_tree import (
     best_tree,
     expansion_tree,
     mean_accept_length,
     rank_tree,
 )
-from recserve.speculation.text import Budget
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 1]]
 

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from recserve.models.loading import UnsupportedModel
+from recserve.speculation.draft import TextDraft, chain_draft
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.drafters.text_drafters import (
-    DRAFTERS,
-    DrafterWeights,
+from recserve.speculation.drafters.registry import (
     build_drafter,
     check_speculation,
+    drafter_classes,
 )
-from recserve.speculation.text import TextDraft, chain_draft
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.drafters.specinfer import specinfer
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model
@@ -26,7 +26,7 @@ from tests.support.text_loop import VOCABULARY, generate, tiny_model
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8, 9, 10] * 3]
 
 
-class BadDrafter:
+class BadDrafter(Drafter):
     """Wrong in one way, always."""
 
     def __init__(self, kind: str, target) -> None:
@@ -148,13 +148,13 @@ def test_registry_builds_what_it_names(tmp_path):
     save_drawn(tmp_path / "small", "llama")
     save_drawn(tmp_path / "other", "qwen3", seed=1)
     target = tiny_model(vocabulary=61)
-    weights = DrafterWeights((tmp_path / "small",))
-    for name in sorted(set(DRAFTERS) - {"medusa"}):
+    weights = [tmp_path / "small"]
+    for name in sorted(set(drafter_classes()) - {"medusa"}):
         assert build_drafter(name, target, weights) is not None
     assert isinstance(build_drafter("none", target), NoDrafter)
     joined = build_drafter("suffix+draft_model", target, weights)
     assert isinstance(joined, MergedDrafter)
-    two = build_drafter("specinfer", target, DrafterWeights((*weights.models, tmp_path / "other")))
+    two = build_drafter("specinfer", target, [*weights, tmp_path / "other"])
     params = SamplingParams(0.7, seed=1, max_tokens=12)
     plain = generate(target, PROMPTS, params, NoDrafter())
     for drafter in (joined, two):
@@ -183,10 +183,10 @@ def test_weights_of_another_vocabulary_are_refused_at_load(tmp_path):
     save_drawn(tmp_path, "llama")
     for name in ("draft_model", "specinfer", "suffix+draft_model"):
         with pytest.raises(ValueError, match="has 61 tokens, the target 29"):
-            build_drafter(name, tiny_model(), DrafterWeights((tmp_path,)))
+            build_drafter(name, tiny_model(), [tmp_path])
     (tmp_path / "config.json").unlink()
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
-        build_drafter("draft_model", tiny_model(vocabulary=61), DrafterWeights((tmp_path,)))
+        build_drafter("draft_model", tiny_model(vocabulary=61), [tmp_path])
 
 
 def test_words_that_a_drafter_cannot_follow():

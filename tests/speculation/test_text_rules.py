@@ -18,12 +18,13 @@ from recserve.engine.text.text_trees import TreePacker
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
-from recserve.speculation.text import ScoredTrees, TextDraft, chain_draft
-from recserve.speculation.text_request import SamplingParams
+from recserve.speculation.draft import TextDraft, chain_draft
+from recserve.speculation.sampling_params import SamplingParams
+from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers.block import accept_block
 from recserve.speculation.verifiers.path import follow, follow_chosen, path_of
+from recserve.speculation.verifiers.registry import check_rule, verifiers, verify
 from recserve.speculation.verifiers.rejection import reject
-from recserve.speculation.verifiers.rules import RULES, check_rule, verify
 from recserve.speculation.verifiers.typical import TypicalRule
 
 HAIR = 1e-11
@@ -310,7 +311,7 @@ def test_multi_step_on_chosen_children_is_biased(seed):
     assert assert_law(tables, parents, weighted, 1) > 1e-3
     index = torch.tensor([-1, -1])
     with pytest.raises(ValueError, match="biased"):
-        RULES["multi_step"].check(TextDraft(torch.tensor(best), index, 1))
+        verifiers()["multi_step"].check(TextDraft(torch.tensor(best), index, 1))
 
 
 def test_a_wrong_q_is_noticed():
@@ -477,8 +478,8 @@ def test_rules_refuse_what_they_cannot_judge():
     fork = TextDraft(torch.tensor([1, 2]), torch.tensor([-1, -1]), 1)
     for name in ("rejection", "block"):
         with pytest.raises(ValueError, match="chain"):
-            RULES[name].check(fork)
-        RULES[name].check(chain_draft(torch.tensor([1, 2])))
+            verifiers()[name].check(fork)
+        verifiers()[name].check(chain_draft(torch.tensor([1, 2])))
     with pytest.raises(ValueError, match="temperature 0, not 1"):
         check_rule("greedy", SamplingParams(temperature=1.0))
     with pytest.raises(ValueError, match="'best'; choose one of"):

@@ -20,11 +20,14 @@ from recserve.engine.text.text_trees import TreePacker
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.speculation import sampling
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import Budget
+from recserve.speculation.drafter import TextContext
+from recserve.speculation.logits_processor import Target, TokenCounts, past_of
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
-from recserve.speculation.target import Target, TokenCounts, past_of
-from recserve.speculation.text import Budget, ScoredTrees, TextContext
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
-from recserve.speculation.verifiers.rules import verify
+from recserve.speculation.verifier import ScoredTrees
+from recserve.speculation.verifiers.registry import verify
 from recserve.speculation.verifiers.sample import draw_tokens
 from tests.support.text_plain import VOCABULARY, TableDrafter, processed
 

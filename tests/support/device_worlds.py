@@ -37,6 +37,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.search.heads import Heads
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -44,7 +45,7 @@ from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.walking_model import drawn_language_model
 
 VOCABULARY = 40

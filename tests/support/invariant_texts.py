@@ -7,7 +7,8 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import prompts
 
 SIZES = EngineConfig(page_size=4, kv_bytes=2**22, invariant=True)

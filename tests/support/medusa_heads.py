@@ -3,8 +3,8 @@
 import torch
 
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.speculation.text import TextContext
-from recserve.speculation.text_request import SamplingParams, Speculation
+from recserve.speculation.drafter import TextContext
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_loop import VOCABULARY
 
 E, V, K = 16, VOCABULARY, 3

@@ -19,15 +19,15 @@ from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service import Service
 from recserve.service.text.text_model import TextModel
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.text_request import (
+from recserve.speculation.completion import (
     Completion,
     SpeculationCounts,
     TextCommit,
     TextRequest,
     TokenLogprobs,
 )
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 BEGIN, END = 256, 257

@@ -10,6 +10,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -17,7 +18,7 @@ from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 PARAMETERS = {

@@ -10,18 +10,13 @@ from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
+from recserve.speculation.draft import Budget, TextDraft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
+from recserve.speculation.logits_processor import Target, past_of
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
-from recserve.speculation.target import Target, past_of
-from recserve.speculation.text import (
-    Budget,
-    Drafter,
-    ScoredTrees,
-    TextContext,
-    TextDraft,
-    TextOutcome,
-)
-from recserve.speculation.text_request import SamplingParams, Speculation
-from recserve.speculation.verifiers.rules import RULES, verify
+from recserve.speculation.verifier import ScoredTrees
+from recserve.speculation.verifiers.registry import verifiers, verify
 
 VOCABULARY = 29
 
@@ -109,7 +104,7 @@ def generate(
         outcomes = []
         for context, budget, draft in zip(running, budgets, drafts, strict=True):
             check_draft(draft, budget, model.config.vocab_size)
-            RULES[speculation.verifier].check(draft)
+            verifiers()[speculation.verifier].check(draft)
             outcomes.append(step(model, context, draft, speculation.verifier))
             written[context.id].lengths.append(len(outcomes[-1].accepted))
             written[context.id].drafts.append(draft)

@@ -13,8 +13,9 @@ from recserve.kernels.tree import AUXILIARY, CANDIDATE
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.speculation.text import TextDraft, empty_draft
-from recserve.speculation.text_request import SamplingParams
+from recserve.speculation.draft import TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.sampling_params import SamplingParams
 
 VOCABULARY = 40
 
@@ -100,7 +101,7 @@ def plain(model, prompt, params: SamplingParams):
             return tokens[len(prompt) :], "length", None
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """Drafts from the known outcome of each prompt: right, wrong, or a drawn mixture in a tree.
 
     kind: `right`: the next tokens of the text. `wrong`: never the right one. `tree`: drawn trees

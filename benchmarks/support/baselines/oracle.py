@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 from transformers.generation import CandidateGenerator
 
-from recserve.speculation.text import (
-    Budget,
-    TextContext,
-    TextDraft,
-    TextOutcome,
-    chain_draft,
-    empty_draft,
-)
+from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 
 
 class Oracle:
@@ -46,7 +40,7 @@ class Oracle:
         return [text[i] if self.right[i] else (text[i] + 1) % self.vocab_size for i in ahead]
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """The oracle as a drafter of this engine."""
 
     def __init__(self, oracle: Oracle) -> None:

@@ -18,8 +18,8 @@ from recserve.engine.runtime.scheduler import (
     expired,
     fail,
 )
-from recserve.speculation.text import Drafter
-from recserve.speculation.text_request import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.drafter import Drafter
 
 
 @dataclass

@@ -24,7 +24,7 @@ import numpy as np
 from recserve.core.cost import Cost
 from recserve.engine.runtime.step_times import StepTimes
 from recserve.engine.text.chances import DEPTHS, Chances
-from recserve.speculation.text import Budget
+from recserve.speculation.draft import Budget
 
 NOTHING = Budget(0, 0)
 TRIAL = 8  # drafts after which a text is judged by itself

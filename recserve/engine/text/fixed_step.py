@@ -46,12 +46,13 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.ranked_heads import RankedHeads
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.drafter import RankedHeads
+from recserve.speculation.logits_processor import Past, Target, last_committed
+from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import Room, SamplingTable, sampling_table
-from recserve.speculation.target import Past, Target, last_committed
-from recserve.speculation.text import ScoredTrees, TextDraft
-from recserve.speculation.text_request import SamplingParams
-from recserve.speculation.verifiers.rules import MIXED, SAMPLE, numbers_of, verify
+from recserve.speculation.verifier import ScoredTrees
+from recserve.speculation.verifiers.registry import MIXED, SAMPLE, numbers_of, verify
 
 FILLER = SamplingParams(temperature=0.0)
 

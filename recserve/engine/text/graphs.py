@@ -26,10 +26,9 @@ from recserve.engine.text.text_rows import TextRow, TextRows
 from recserve.engine.text.text_sequence import TextSequence
 from recserve.engine.text.text_step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.ranked_heads import ranked_heads_of
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import Room, SamplingTable
-from recserve.speculation.text import Drafter, draws
-from recserve.speculation.verifiers.rules import FOR_ALL, MIXED, REJECTION, SAMPLE
+from recserve.speculation.verifiers.registry import FOR_ALL, MIXED, REJECTION, SAMPLE
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +142,12 @@ class StepGraphs:
         self.room = limits.room
         self.latest: Step | None = None
         self.counts: dict[Result, int] = dict.fromkeys(RESULTS, 0)
-        found = {name: ranked_heads_of(drafter) for name, drafter in (drafters or {}).items()}
+        found = {name: drafter.ranked_heads for name, drafter in (drafters or {}).items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id((drafters or {})[name]): name for name in self._heads}
         self._told: tuple[SamplingTable | None, bool | None] = (None, None)
         self._recorded: dict[Kind, list[RecordedStep]] = {}
-        self._draws = any(map(draws, (drafters or {}).values()))
+        self._draws = any(drafter.draws for drafter in (drafters or {}).values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
         self._wanted = self._buckets(limits.shapes)

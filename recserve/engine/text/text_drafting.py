@@ -9,9 +9,9 @@ from recserve.engine.text.budget import Asking, DraftBudget
 from recserve.engine.text.text_cost import step_clock, text_cost
 from recserve.engine.text.text_sequence import TextSequence
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.text import Budget, Drafter, TextDraft, empty_draft
-from recserve.speculation.verifiers.rules import RULES
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.verifiers.registry import verifiers
 
 NOBODY = Counter[str]()
 
@@ -38,7 +38,7 @@ class TextDrafting:
         other nodes of the same forward.
         """
         drafts = dict.fromkeys(texts, self._nothing)
-        drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
+        drafting = [s for s in texts if not s.drafter.idle]
         failed: list[tuple[TextSequence, Exception]] = []
         self.asked.clear()
         self._began_s, self._drafting_s = self._now(), 0.0
@@ -95,7 +95,7 @@ class TextDrafting:
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
             assert draft.num_nodes <= budget.num_nodes and draft.depth <= budget.depth
             try:
-                RULES[sequence.request.speculation.verifier].check(draft)
+                verifiers()[sequence.request.speculation.verifier].check(draft)
             except ValueError as error:
                 failed.append((sequence, error))
                 continue

@@ -9,9 +9,9 @@ import torch
 
 from recserve.engine.text.text_sequence import TextSequence
 from recserve.engine.text.text_step import TextGroup
+from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.sampling_table import sampling_table
-from recserve.speculation.text import TextDraft, empty_draft
-from recserve.speculation.verifiers.rules import FOR_ALL, GREEDY, MIXED, SAMPLE
+from recserve.speculation.verifiers.registry import FOR_ALL, GREEDY, MIXED, SAMPLE
 
 
 class TextGroups:

@@ -33,10 +33,11 @@ from recserve.engine.text.text_sequence import TextSequence
 from recserve.engine.text.text_step import Kept, TextGroup, token_logprobs
 from recserve.engine.text.text_trees import TreePacker
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.target import TokenCounts
-from recserve.speculation.text import Drafter, TextContext, TextOutcome, empty_draft
-from recserve.speculation.text_request import Completion, TextRequest
-from recserve.speculation.verifiers.rules import check_rule
+from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.draft import empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
+from recserve.speculation.logits_processor import TokenCounts
+from recserve.speculation.verifiers.registry import check_rule
 
 Answer = tuple[TextSequence, Completion | Exception]
 

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import Timing
-from recserve.speculation.target import TokenCounts
-from recserve.speculation.text import Budget, Drafter, TextContext, budget_of
-from recserve.speculation.text_request import (
+from recserve.speculation.completion import (
     Completion,
     FinishReason,
     SpeculationCounts,
@@ -23,6 +21,9 @@ from recserve.speculation.text_request import (
     TextRequest,
     TokenLogprobs,
 )
+from recserve.speculation.draft import Budget, budget_of
+from recserve.speculation.drafter import Drafter, TextContext
+from recserve.speculation.logits_processor import TokenCounts
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 NO_BUDGET = Budget(0, 0)

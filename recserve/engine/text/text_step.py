@@ -20,13 +20,15 @@ from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
+from recserve.speculation.completion import TokenLogprobs
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.drafter import TextContext
+from recserve.speculation.logits_processor import Target, past_of
 from recserve.speculation.sampling import largest_on_host
 from recserve.speculation.sampling_table import SamplingTable
-from recserve.speculation.target import Target, past_of
-from recserve.speculation.text import Accepted, ScoredTrees, TextContext, TextDraft
-from recserve.speculation.text_request import TokenLogprobs
+from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.path import path_of
-from recserve.speculation.verifiers.rules import MIXED, numbers_of, verify
+from recserve.speculation.verifiers.registry import MIXED, numbers_of, verify
 
 
 @dataclass(frozen=True)

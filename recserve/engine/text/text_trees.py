@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, TokenTree
-from recserve.speculation.text import TextDraft
+from recserve.speculation.draft import TextDraft
 
 TOKENS, PARENTS, DEPTHS, ENDS, KINDS = range(5)
 KEPT = 256  # shapes of chains

@@ -39,14 +39,9 @@ from recserve.service.text.text_prompts import (
 from recserve.service.text.text_scores import TextScores
 from recserve.service.text.text_stream import Listener, Piece, TextStream
 from recserve.service.work import Stopwatch
-from recserve.speculation.text_request import (
-    Completion,
-    SamplingParams,
-    Speculation,
-    SpeculationCounts,
-    TextRequest,
-)
-from recserve.speculation.verifiers.rules import RULES
+from recserve.speculation.completion import Completion, SpeculationCounts, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.speculation.verifiers.registry import verifiers
 
 
 @dataclass(frozen=True)
@@ -272,7 +267,7 @@ class Texts:
             copies,
             tuple(len(prompt.tokens) for prompt in prompts),
             asked,
-            RULES[asked.verifier].exact,
+            verifiers()[asked.verifier].exact,
             options is not None and options.include_usage,
             options is not None and options.continuous_usage_stats,
             watch,

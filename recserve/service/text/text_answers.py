@@ -23,7 +23,7 @@ from recserve.schemas.text import (
     TopLogprob,
 )
 from recserve.service.text.text_stream import Piece, TextStream, WrittenToken
-from recserve.speculation.text_request import FinishReason
+from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown
 
 # What JSON has instead of minus infinity, as OpenAI writes it.

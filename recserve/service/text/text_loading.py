@@ -14,13 +14,12 @@ from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
 from recserve.service.loading import resolve_dtype
 from recserve.service.text.text_model import TextModel
-from recserve.speculation.drafters.text_drafters import JOIN, DrafterWeights, build_drafter
-from recserve.speculation.text import Drafter
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.registry import build_drafter, weightless_drafters
+from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
-
-WITHOUT_WEIGHTS = ("none", "ngram", "suffix", "lookahead")
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
             f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, the model "
             f"scores {config.vocab_size}; they do not belong together"
         )
+    verifiers()  # a broken plugin stops the start, not a request
     drafters = open_drafters(settings.drafters or ("none",), network)
     model = TextModel(
         name=settings.name or folder.resolve().name,
@@ -103,9 +103,13 @@ def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
 def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:
     """Drafters by name: those named, in their order, then those that need no weights.
 
-    named: `NAME` or `NAME=DIR`; a name that is said again brings one more folder. Of the folders of
-    a name with `medusa` in it the first holds the heads.
-    Raises ValueError for a name that is not there, or weights that are missing or do not fit.
+    Args:
+        named: `NAME` or `NAME=DIR`. A name that occurs again adds one more folder.
+        network: The target model.
+
+    Raises:
+        ValueError: If a name is unknown, or weights are missing or do not fit.
+        PluginError: If an installed distribution registers a drafter that cannot be used.
     """
     folders: dict[str, list[Path]] = {}
     for part in named:
@@ -116,8 +120,7 @@ def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Dra
         missing = [folder for folder in given if not folder.is_dir()]
         if missing:
             raise ValueError(f"drafters: {name} is to come from {missing[0]}, which is no folder")
-        heads = given.pop(0) if given and "medusa" in name.split(JOIN) else None
-        drafters[name] = build_drafter(name, network, DrafterWeights(tuple(given), heads))
-    for name in WITHOUT_WEIGHTS:
+        drafters[name] = build_drafter(name, network, given)
+    for name in weightless_drafters():
         drafters.setdefault(name, build_drafter(name, network))
     return drafters

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from recserve.service.errors import UnknownModel
-from recserve.speculation.text import Drafter
-from recserve.speculation.verifiers.rules import RULES
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 
@@ -53,6 +53,6 @@ class TextModel:
         return {
             "parameters": self.parameters,
             "drafters": list(self.drafters),
-            "verifiers": list(RULES),
+            "verifiers": list(verifiers()),
             "chat": self.tokenizer.template is not None,
         }

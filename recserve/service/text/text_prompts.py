@@ -18,9 +18,9 @@ from recserve.schemas.text import (
 )
 from recserve.service.errors import ContextExceeded
 from recserve.service.text.text_model import TextModel
-from recserve.speculation.drafters.text_drafters import check_speculation
-from recserve.speculation.text_request import SamplingParams, Speculation
-from recserve.speculation.verifiers.rules import GREEDY, RULES
+from recserve.speculation.drafters.registry import check_speculation
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from recserve.speculation.verifiers.registry import GREEDY, verifiers
 from recserve.tokenizer.chat_template import TemplateError
 
 COMPLETION_TOKENS = 16
@@ -120,7 +120,7 @@ def speculation(
     verifier = said.verifier or model.default_verifier
     names: dict[str, tuple[str, Collection[str]]] = {
         "drafter": (drafter, model.drafters),
-        "verifier": (verifier, RULES),
+        "verifier": (verifier, verifiers()),
     }
     for field, (value, there) in names.items():
         if value not in there:

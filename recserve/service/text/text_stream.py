@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recserve.core.request import Timing
-from recserve.speculation.text_request import (
+from recserve.speculation.completion import (
     Completion,
     FinishReason,
     SpeculationCounts,

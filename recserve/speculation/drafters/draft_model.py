@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from recserve.kernels.noise import DRAFT, gumbel, step_keys
 from recserve.models.language_model import LanguageModel
+from recserve.models.loading import load_language_model
+from recserve.models.packing import pack_weights
 from recserve.speculation import sampling
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.cached_model import CachedModel, Chains, Reading
 from recserve.speculation.drafters.limits import allowed, only_chains, wants_drawn
 from recserve.speculation.drafters.noisy import best_with_noise
 from recserve.speculation.drafters.rank_tree import RankTree, expansion_tree
 from recserve.speculation.sampling_table import SamplingTable, sampling_table
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 
 # How children are found: as the target would draw them, or drawn; siblings each by itself, or one
 # after another without replacement.
@@ -33,7 +37,7 @@ CHAIN = 5
 FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """expansion: children of every node, level by level; all 1 is a chain.
 
     num_slots: tokens of keys and values, for all sequences together; a sequence that finds no room
@@ -42,6 +46,8 @@ class ModelDrafter:
     Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
     """
 
+    name = "draft_model"
+    needs_weights = True
     draws = True
 
     def __init__(
@@ -63,6 +69,16 @@ class ModelDrafter:
         self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
         self.distinct, self.source = distinct, source
         self._cache = CachedModel(model, num_slots)
+
+    @classmethod
+    def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> Drafter:
+        """Loads one draft model, as Hugging Face lays it out."""
+        if len(folders) != 1:
+            raise ValueError(
+                "drafter 'draft_model' needs the folder of one draft model (draft_model=DIR), not "
+                f"{len(folders)}"
+            )
+        return cls(load_draft_model(folders[0], target), target.config.vocab_size)
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Trees of the model's own guesses; empty where budget, room or positions run out."""
@@ -154,6 +170,14 @@ class ModelDrafter:
         hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), roots))
         paths = [torch.cat([root, slots[i : i + 1]]) for i, root in enumerate(roots)]
         return _Frontier(hidden, owners, nodes, paths)
+
+
+def load_draft_model(folder: Path, target: LanguageModel) -> LanguageModel:
+    """Loads a draft model onto the target's device, with packed weights."""
+    device: torch.device = target.tokens.weight.device
+    model = load_language_model(folder, device=device)
+    pack_weights(model)
+    return model
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
-from recserve.speculation.text import TextDraft, empty_draft
+from recserve.speculation.draft import TextDraft, empty_draft
 
 ROOT = -1
 

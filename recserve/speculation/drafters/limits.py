@@ -1,16 +1,20 @@
-"""What a request's words allow its draft to be: how many nodes, forks or not, drawn or chosen."""
+"""How large a draft may be, and whether it may fork or should be drawn, as its request says."""
 
 from __future__ import annotations
 
-from recserve.speculation.text import Budget, TextContext, budget_of
-
-# Rules that judge chains only, and rules that compare the target with what a draft was drawn from.
-CHAIN_RULES = frozenset({"rejection", "block"})
-DRAWN_RULES = frozenset({"rejection", "block", "multi_step"})
+from recserve.speculation.draft import Budget, budget_of
+from recserve.speculation.drafter import TextContext
+from recserve.speculation.verifiers.registry import verifiers
 
 
 def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
-    """The budget, and no more nodes than the request asks for, or than the drafter's own number."""
+    """Returns the budget with at most as many nodes as the request asks for.
+
+    Args:
+        context: The sequence.
+        budget: What the engine allows.
+        own: Nodes that the drafter takes if the request names no number.
+    """
     asked = context.speculation.num_tokens
     most = own if asked is None else asked
     if 0 <= budget.num_nodes <= most and budget.depth >= 0:
@@ -19,10 +23,10 @@ def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
 
 
 def only_chains(context: TextContext) -> bool:
-    """Whether the rule that judges the draft refuses forks and auxiliary nodes."""
-    return context.speculation.verifier in CHAIN_RULES
+    """Returns True if the request's acceptance rule refuses forks and auxiliary nodes."""
+    return verifiers()[context.speculation.verifier].only_chains
 
 
 def wants_drawn(context: TextContext) -> bool:
-    """Whether the rule that judges the draft gains from drawn tokens, or needs them."""
-    return context.speculation.verifier in DRAWN_RULES
+    """Returns True if the request's acceptance rule gains from drawn tokens, or needs them."""
+    return verifiers()[context.speculation.verifier].reads_probs

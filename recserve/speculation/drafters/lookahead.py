@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 import torch
 
 from recserve.kernels.noise import DRAFT, uniform
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 
 
 class NgramPool:
@@ -71,13 +72,15 @@ class Window:
     fed: int = 0
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """window W, ngram N, guesses G; from_text: prompt and output feed the pool too.
 
     A step costs `(N - 1) W - 1` window nodes and at most `G (N - 1)` candidates; where the budget
     does not hold the window, n-grams of the pool are drafted alone.
     Raises ValueError for numbers out of their range.
     """
+
+    name = "lookahead"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.models.drafters.medusa import MedusaHeads
+from recserve.models.drafters.medusa_files import load_accuracies, load_medusa
+from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, RankedHeads, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import best_with_noise
 from recserve.speculation.drafters.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
-from recserve.speculation.ranked_heads import RankedHeads
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
-from recserve.speculation.text_request import Speculation
+from recserve.speculation.sampling_params import Speculation
 
 NUM_NODES = 24
 RANKS = 10  # of a head, in the tree that is used where nobody measured
@@ -58,12 +61,18 @@ def _form(tree: RankTree, num_nodes: int, depth: int) -> _Form:
     return _Form(shape, levels, ranks, torch.tensor(shape.parents()))
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """tree: None makes one of `assumed_accuracies`; a request's own tree comes before it.
 
     Raises ValueError for heads of another vocabulary or hidden size than the target's, and for a
     tree that is deeper than there are heads or wider than their vocabulary.
     """
+
+    name = "medusa"
+    needs_weights = True
+    num_folders = 1
+    hidden_layers = (-1,)
+    takes_tree = True
 
     def __init__(
         self, heads: MedusaHeads, hidden_size: int, vocab_size: int, tree: RankTree | None = None
@@ -83,8 +92,23 @@ class MedusaDrafter:
         self._check_tree(self.tree)
         self.num_ranks = max(ranks, self.tree.width)
 
+    @classmethod
+    def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> MedusaDrafter:
+        """Loads the heads of one folder, and makes the best tree of their measured accuracies."""
+        if len(folders) != 1:
+            raise ValueError("drafter 'medusa' needs the folder of its heads (medusa=DIR)")
+        size, vocabulary = target.config.decoder.hidden_size, target.config.vocab_size
+        weight = target.tokens.weight
+        heads = load_medusa(folders[0], size, vocabulary, weight.dtype, weight.device)
+        measured = load_accuracies(folders[0])
+        tree = None if measured is None else best_tree(measured, NUM_NODES)
+        drafter = cls(heads, size, vocabulary, tree)
+        drafter.pack()
+        return drafter
+
+    @property
     def ranked_heads(self) -> RankedHeads:
-        """Its own: they read the last hidden state and nothing else."""
+        """The drafter's own heads, which read the last hidden state and nothing else."""
         return self
 
     def pack(self) -> None:
@@ -96,7 +120,7 @@ class MedusaDrafter:
         else:
             pack_weights(self.heads)
 
-    def check(self, speculation: Speculation) -> None:
+    def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that these heads cannot fill."""
         if speculation.tree is not None:
             self._check_tree(rank_tree(speculation.tree))
@@ -192,9 +216,3 @@ class MedusaDrafter:
             self.heads.token_map,
         )
         return self.heads.tokens(best).view(count, batch, width)
-
-    def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Nothing: the next proposal reads the target's hidden state."""
-
-    def forget(self, context_id: int) -> None:
-        """Nothing is kept."""

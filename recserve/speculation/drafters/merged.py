@@ -15,18 +15,11 @@ from itertools import islice
 import torch
 
 from recserve.kernels.tree import AUXILIARY, CANDIDATE
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, RankedHeads, TextContext, TextOutcome
 from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
 from recserve.speculation.drafters.limits import allowed, only_chains
-from recserve.speculation.ranked_heads import RankedHeads, ranked_heads_of
-from recserve.speculation.text import (
-    Budget,
-    Drafter,
-    TextContext,
-    TextDraft,
-    TextOutcome,
-    draws,
-    empty_draft,
-)
+from recserve.speculation.sampling_params import Speculation
 
 NO_LIMIT = 2**30
 
@@ -39,7 +32,7 @@ class Part:
     places: list[int]
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """sources: asked in turn; each may use an equal share of the nodes that are left.
 
     Under rules for chains the first source that proposes anything is used alone. Drafts of which
@@ -50,17 +43,21 @@ class MergedDrafter:
         if len(sources) < 2:
             raise ValueError(f"{len(sources)} drafters to merge; name at least two")
         self.sources = tuple(sources)
+        self.draws = any(source.draws for source in sources)
+        self.takes_tree = any(source.takes_tree for source in sources)
         self._parts: dict[int, list[Part]] = {}
 
+    @property
     def ranked_heads(self) -> RankedHeads | None:
-        """Of the one source that has any; None where several do."""
-        found = [heads for source in self.sources if (heads := ranked_heads_of(source))]
+        """The heads of the one source that has any; None if several have."""
+        found = [heads for source in self.sources if (heads := source.ranked_heads)]
         return found[0] if len(found) == 1 else None
 
-    @property
-    def draws(self) -> bool:
-        """Whether any source does."""
-        return any(map(draws, self.sources))
+    def check_tree(self, speculation: Speculation) -> None:
+        """Raises ValueError if a source that takes trees cannot fill this one."""
+        for source in self.sources:
+            if source.takes_tree:
+                source.check_tree(speculation)
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """One tree per context."""

@@ -14,19 +14,13 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext
 from recserve.speculation.drafters.limits import allowed
 from recserve.speculation.drafters.token_string import RunningTexts
-from recserve.speculation.text import (
-    Budget,
-    TextContext,
-    TextDraft,
-    TextOutcome,
-    chain_draft,
-    empty_draft,
-)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts the continuation of the newest earlier occurrence of the text's last tokens.
 
     Args:
@@ -37,6 +31,8 @@ class NgramDrafter:
     Raises:
         ValueError: If a number is out of its range.
     """
+
+    name = "ngram"
 
     def __init__(self, min_match: int = 2, max_match: int = 5, num_tokens: int = 8) -> None:
         if not 1 <= min_match <= max_match:
@@ -75,9 +71,6 @@ class NgramDrafter:
             stop = start + length
             found = text[stop:]
         return found
-
-    def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Nothing: the next proposal reads what was committed."""
 
     def forget(self, context_id: int) -> None:
         """Drops the sequence's text."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Every step is a single node."""
 
+    name = "none"
+    idle = True
+
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Empty drafts."""
+        """Returns empty drafts."""
         return [empty_draft() for _ in contexts]
-
-    def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Nothing to learn."""
-
-    def forget(self, context_id: int) -> None:
-        """Nothing to forget."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from recserve.speculation.text import Budget
+from recserve.speculation.draft import Budget
 
 Path = tuple[int, ...]
 

@@ -6,11 +6,12 @@ Source: SpecInfer (arXiv 2305.09781, section 3).
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.draft_model import ModelDrafter, load_draft_model
 from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.text import Drafter
 
 EXPANSION = (1, 1, 3, 1, 1)
 
@@ -37,3 +38,19 @@ def specinfer(
         for number, model in enumerate(models)
     ]
     return MergedDrafter(sources)
+
+
+class SpecinferDrafter(ModelDrafter):
+    """The name under which `specinfer` is registered."""
+
+    name = "specinfer"
+
+    @classmethod
+    def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> Drafter:
+        """Loads one or several draft models."""
+        if not folders:
+            raise ValueError(
+                "drafter 'specinfer' needs the folder of a draft model (specinfer=DIR)"
+            )
+        models = [load_draft_model(folder, target) for folder in folders]
+        return specinfer(models, target.config.vocab_size)

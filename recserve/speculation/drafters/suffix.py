@@ -15,6 +15,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice, repeat
 
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter, TextContext
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.output_store import OutputStore
 from recserve.speculation.drafters.token_string import (
@@ -24,7 +26,6 @@ from recserve.speculation.drafters.token_string import (
     earlier_ends,
     to_string,
 )
-from recserve.speculation.text import Budget, TextContext, TextDraft, TextOutcome, empty_draft
 
 # Lengths of the n-grams that are looked up, longest first; comparing tokens tells the rest apart.
 ANCHORS = (8, 4, 2, 1)
@@ -92,7 +93,7 @@ class _Query:
     only_chain: bool
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Searches each sequence's own text, and a store of outputs that all sequences share.
 
     Args:
@@ -103,6 +104,8 @@ class SuffixDrafter:
     Raises:
         ValueError: If the capacity is negative.
     """
+
+    name = "suffix"
 
     def __init__(self, limits: SuffixLimits = DEFAULT_LIMITS, capacity: int = 2**17) -> None:
         if capacity < 0:
@@ -217,9 +220,6 @@ class SuffixDrafter:
             for node in below:
                 heapq.heappush(open_nodes, node)
         return _Guess(tuple(paths), total / len(followed))
-
-    def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Nothing: the next proposal reads what was committed."""
 
     def forget(self, context_id: int) -> None:
         """Moves the sequence's output to the store."""

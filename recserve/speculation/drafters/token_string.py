@@ -10,7 +10,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from recserve.speculation.text import TextContext, TextDraft
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.drafter import TextContext
 
 MAX_TOKENS = 0x10FFFF  # Python has as many characters; the last one is GAP
 GAP = chr(MAX_TOKENS)  # separates two texts in one string; no token has this character

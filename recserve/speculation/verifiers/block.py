@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import path_to
 from recserve.speculation.verifiers.rejection import (
     coins,
@@ -22,10 +23,12 @@ from recserve.speculation.verifiers.rejection import (
 )
 
 
-class BlockRule:
+class BlockRule(Verifier):
     """For chains: drawn with their distributions, or chosen."""
 
-    exact = True
+    name = "block"
+    only_chains = True
+    reads_probs = True
 
     def check(self, draft: TextDraft) -> None:
         """Raises ValueError for a draft with forks or auxiliary nodes."""

@@ -8,17 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.speculation.sampling import largest
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow, follow_chosen
 
 
-class GreedyRule:
+class GreedyRule(Verifier):
     """The rule of temperature 0, for drafts of every kind."""
 
-    exact = True
-
-    def check(self, draft: TextDraft) -> None:
-        """Every draft will do."""
+    name = "greedy"
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path of argmaxes, ties to the lowest token."""

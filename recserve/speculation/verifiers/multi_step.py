@@ -10,14 +10,16 @@ Sources: SpecInfer (arXiv 2305.09781, algorithm 2); without replacement: Jeon et
 
 from __future__ import annotations
 
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, UnfitDraft, Verifier
 from recserve.speculation.verifiers.rejection import judge_drawn
 
 
-class MultiStepRule:
+class MultiStepRule(Verifier):
     """For trees whose nodes were drawn."""
 
-    exact = True
+    name = "multi_step"
+    reads_probs = True
 
     def check(self, draft: TextDraft) -> None:
         """Raises ValueError for a draft that was chosen."""

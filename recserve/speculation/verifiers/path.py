@@ -12,7 +12,8 @@ from torch import Tensor
 from recserve.kernels import accept_reference
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, TokenTree
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees
 
 
 def first_children(tree: TokenTree, nodes: Tensor, wanted: Tensor) -> Tensor:

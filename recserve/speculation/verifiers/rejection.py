@@ -14,14 +14,17 @@ from torch import Tensor
 from recserve.kernels import dispatch
 from recserve.kernels.accept_reference import DraftProbs, Keys
 from recserve.kernels.noise import ACCEPT, RESIDUAL, gumbel, step_keys, uniform
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft, UnfitDraft
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, UnfitDraft, Verifier
 from recserve.speculation.verifiers.path import first_children
 
 
-class RejectionRule:
+class RejectionRule(Verifier):
     """For chains: drawn with their distributions, or chosen (then q is 1 at the token)."""
 
-    exact = True
+    name = "rejection"
+    only_chains = True
+    reads_probs = True
 
     def check(self, draft: TextDraft) -> None:
         """Raises ValueError for a draft with forks or auxiliary nodes."""

@@ -15,19 +15,16 @@ from recserve.kernels import dispatch
 from recserve.kernels.accept_reference import Keys
 from recserve.kernels.noise import gumbel, gumbel_of_tokens
 from recserve.speculation.sampling import largest
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow
 
 FEW = 8  # share of the vocabulary under which tokens are looked up one by one
 
 
-class SampleRule:
+class SampleRule(Verifier):
     """The default rule."""
 
-    exact = True
-
-    def check(self, draft: TextDraft) -> None:
-        """Every draft will do."""
+    name = "sample"
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path of the target's own draws."""

@@ -13,20 +13,19 @@ import torch
 
 from recserve.kernels.noise import gumbel
 from recserve.kernels.tree import CANDIDATE
-from recserve.speculation.text import Accepted, ScoredTrees, TextDraft
+from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import path_to
 
 
 @dataclass(frozen=True)
-class TypicalRule:
+class TypicalRule(Verifier):
     """For drafts of every kind."""
+
+    name = "typical"
+    exact = False
 
     epsilon: float = 0.09
     delta: float = 0.3
-    exact = False
-
-    def check(self, draft: TextDraft) -> None:
-        """Every draft will do."""
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The longest plausible path, and the target's own draw after it."""

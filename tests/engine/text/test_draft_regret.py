@@ -14,7 +14,7 @@ import pytest
 
 from recserve.core.cost import Cost
 from recserve.engine.text.budget import NOTHING, Asking, DraftBudget
-from recserve.speculation.text import Budget
+from recserve.speculation.draft import Budget
 from tests.support.grids import covering
 
 LEVELS, LENGTH = 5, 64

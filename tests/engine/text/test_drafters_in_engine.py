@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from recserve.models.loading import load_language_model
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.registry import build_drafter, drafter_classes
 from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.drafters.text_drafters import DRAFTERS, DrafterWeights, build_drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (
@@ -109,9 +110,9 @@ def test_known_text_of_a_trained_model():
     """stories260k with every drafter that needs no training, itself as the draft model."""
     folder = reference("stories260k")
     model = load_language_model(folder)
-    names = sorted(set(DRAFTERS) - {"medusa", "none"})
+    names = sorted(set(drafter_classes()) - {"medusa", "none"})
     names += ["suffix+draft_model", "ngram+lookahead"]
-    weights = DrafterWeights((folder,))
+    weights = [folder]
     drafters = {name: build_drafter(name, model, weights) for name in names}
     engine = engine_for(model, 2000, drafters)
     prompt = np.array([1, 403, 407, 261, 378])  # Once upon a time

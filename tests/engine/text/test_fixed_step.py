@@ -12,7 +12,8 @@ from recserve.engine.text.fixed_step import StepShape
 from recserve.engine.text.graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
 from tests.support.grids import covering

@@ -5,8 +5,9 @@ import pytest
 from recserve.engine.text.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.grids import chosen
 from tests.support.recorded_steps import POISON, Counted, with_graphs

@@ -12,8 +12,9 @@ from recserve.engine.text.fixed_step import StepShape
 from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import recommending
 from tests.support.recorded_searches import with_searches
 from tests.support.recorded_steps import Counted, with_graphs

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from recserve.engine.text.fixed_step import StepShape
 from recserve.engine.text.graphs import TABLES, GraphLimits, StepGraphs
 from recserve.kernels import dispatch
+from recserve.speculation.drafters.none import NoDrafter
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.text_engines import engine_for
 from tests.support.walking_model import drawn_language_model
@@ -43,7 +44,7 @@ class Peak(TorchDispatchMode):
         return outputs
 
 
-class Draws:
+class Draws(NoDrafter):
     """A drafter that says it draws, so that there are records of `rejection`."""
 
     draws = True

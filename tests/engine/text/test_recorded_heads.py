@@ -12,12 +12,12 @@ from recserve.engine.text.graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.rank_tree import rank_tree
-from recserve.speculation.ranked_heads import ranked_heads_of
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
@@ -148,8 +148,8 @@ def test_a_merged_drafter_takes_its_one_source_with_heads(model):
         found.append((tokens, watched.drafts))
         asked_itself.append(watched.asked)
     assert found[0] == found[1] and asked_itself[1] <= asked_itself[0] // 2
-    assert ranked_heads_of(MergedDrafter([Watched(model), Watched(model)])) is None
-    assert ranked_heads_of(NgramDrafter()) is None
+    assert MergedDrafter([Watched(model), Watched(model)]).ranked_heads is None
+    assert NgramDrafter().ranked_heads is None
 
 
 def test_texts_of_two_drafters_with_heads_step_without_them(model):

@@ -13,12 +13,14 @@ from recserve.engine.text.graphs import SHAPES as ALL
 from recserve.engine.text.graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.text import TextDraft, empty_draft
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
@@ -199,7 +201,7 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     assert graphs._draft_values.shape == (511, VOCABULARY)
 
 
-class DeviceDrafts:
+class DeviceDrafts(Drafter):
     """Chains drawn from rows of its own, all on a device; uniform, so that many are refused."""
 
     draws = True
@@ -216,12 +218,6 @@ class DeviceDrafts:
             ) if (n := min(budget.num_nodes, budget.depth, 3)) else empty_draft("cuda")
             for budget in budgets
         ]  # fmt: skip
-
-    def commit(self, outcomes):
-        pass
-
-    def forget(self, context_id):
-        pass
 
 
 @pytest.mark.slow

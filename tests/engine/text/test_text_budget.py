@@ -14,8 +14,9 @@ from recserve.engine.runtime.step_times import StepTimes
 from recserve.engine.text.budget import NOTHING, PAUSE, PROBE_SHARE, TRIAL, Asking, DraftBudget
 from recserve.engine.text.chances import Chances
 from recserve.engine.text.text_cost import SMALL, text_cost
-from recserve.speculation.text import Budget
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import Budget
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 

@@ -16,7 +16,8 @@ from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.text_lane import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference
 from tests.support.text_engines import (

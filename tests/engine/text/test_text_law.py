@@ -12,8 +12,10 @@ from recserve.core.request import RecommendRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
-from recserve.speculation.text import TextDraft
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import TextDraft
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.reference_models import history, recommender
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits, processed
 
@@ -27,7 +29,7 @@ def without(q, tokens):
     return left / left.sum()
 
 
-class DrawingDrafter:
+class DrawingDrafter(Drafter):
     """Draws from a q that knows nothing of the target, one banned token among its own.
 
     drawing: `chain` of two, `independent` siblings or `distinct` siblings, three of them.
@@ -70,12 +72,6 @@ class DrawingDrafter:
             probs = probs.roll(3, 1)
         index = torch.tensor(list(parents), dtype=torch.int64)
         return TextDraft(torch.tensor(tokens, dtype=torch.int64), index, depth, probs)
-
-    def commit(self, outcomes):
-        pass
-
-    def forget(self, context_id):
-        pass
 
 
 @pytest.mark.parametrize(

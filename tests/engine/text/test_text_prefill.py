@@ -5,7 +5,8 @@ import pytest
 
 from recserve.engine.text.text_lane import TextLimits
 from recserve.engine.text.text_prefill import shared_rows
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
 

@@ -10,7 +10,8 @@ from recserve.core.request import Root, TextScoreRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.inputs import NodeInputs
-from recserve.speculation.text_request import SamplingParams, TextRequest
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.sampling_params import SamplingParams
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits
 
 

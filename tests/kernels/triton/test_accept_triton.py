@@ -20,8 +20,8 @@ from recserve.kernels.triton import (  # noqa: E402
     accept_drawn,
     noise_kernel,  # noqa: E402
 )
-from recserve.speculation.text import ScoredTrees  # noqa: E402
-from recserve.speculation.verifiers.rules import verify  # noqa: E402
+from recserve.speculation.verifier import ScoredTrees  # noqa: E402
+from recserve.speculation.verifiers.registry import verify  # noqa: E402
 
 
 @triton.jit

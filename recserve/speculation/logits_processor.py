@@ -14,8 +14,8 @@ from torch import Tensor
 
 from recserve.kernels.tree import TokenTree
 from recserve.speculation import sampling
+from recserve.speculation.drafter import TextContext
 from recserve.speculation.sampling_table import ANY, SamplingTable
-from recserve.speculation.text import TextContext
 
 NO_TOKEN = -2
 

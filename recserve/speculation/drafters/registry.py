@@ -1,0 +1,92 @@
+"""Drafters by name. A new drafter is one file, and one line in BUILT_IN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+
+from recserve.core.plugins import with_plugins
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.draft_model import ModelDrafter
+from recserve.speculation.drafters.lookahead import LookaheadDrafter
+from recserve.speculation.drafters.medusa import MedusaDrafter
+from recserve.speculation.drafters.merged import MergedDrafter
+from recserve.speculation.drafters.ngram import NgramDrafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.specinfer import SpecinferDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.sampling_params import Speculation
+
+ENTRY_POINTS = "recserve.drafters"
+JOIN = "+"
+# Servers list drafters in this order.
+BUILT_IN: tuple[type[Drafter], ...] = (
+    NoDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+    LookaheadDrafter,
+    ModelDrafter,
+    SpecinferDrafter,
+    MedusaDrafter,
+)
+
+
+@cache
+def drafter_classes() -> Mapping[str, type[Drafter]]:
+    """Returns all drafter classes by name, those of installed plugins last.
+
+    Raises:
+        PluginError: If an installed distribution registers a drafter that cannot be used.
+    """
+    return with_plugins(ENTRY_POINTS, Drafter, BUILT_IN)
+
+
+def weightless_drafters() -> list[str]:
+    """Returns the names of drafters that every server offers, because they need no weights."""
+    return [name for name, cls in drafter_classes().items() if not cls.needs_weights]
+
+
+def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> Drafter:
+    """Builds a drafter for a target model.
+
+    Args:
+        name: A drafter's name, or several joined by `+`, which draft one tree together.
+        target: The model that verifies.
+        folders: Folders of weights. Of several joined drafters, one with `num_folders` takes its
+            own from the front; the others share the rest.
+
+    Raises:
+        ValueError: If the name is unknown, or weights are missing or do not fit the target
+            (UnsupportedModel for files). The message says what was expected and what came.
+    """
+    classes, names = drafter_classes(), name.split(JOIN)
+    if unknown := [part for part in names if part not in classes]:
+        raise ValueError(
+            f"drafter is {unknown[0]!r}; choose one of {sorted(classes)}, or several joined by "
+            f"{JOIN!r}"
+        )
+    if len(names) > 1 and (len(set(names)) < len(names) or any(classes[n].idle for n in names)):
+        raise ValueError(f"drafter is {name!r}; join different ones, and not 'none'")
+    rest, own = list(folders), dict[str, list[Path]]()
+    for part in names:
+        count = classes[part].num_folders
+        if count is not None:
+            own[part], rest = rest[:count], rest[count:]
+    built = [classes[part].from_folders(own.get(part, rest), target) for part in names]
+    return built[0] if len(built) == 1 else MergedDrafter(built)
+
+
+def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
+    """Raises ValueError if a request asks for a tree that its drafter cannot fill."""
+    if speculation.tree is None:
+        return
+    if not drafter.takes_tree:
+        takers = [repr(n) for n, cls in drafter_classes().items() if cls.takes_tree]
+        raise ValueError(
+            f"a tree of choices is for the drafter {' or '.join(takers)}, "
+            f"not for {speculation.drafter!r}"
+        )
+    drafter.check_tree(speculation)

@@ -1,0 +1,97 @@
+"""Acceptance rules by name. A new rule is one file, and one line in BUILT_IN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from recserve.core.plugins import with_plugins
+from recserve.speculation.sampling_params import SamplingParams
+from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
+from recserve.speculation.verifiers.block import BlockRule
+from recserve.speculation.verifiers.greedy import GreedyRule
+from recserve.speculation.verifiers.multi_step import MultiStepRule
+from recserve.speculation.verifiers.rejection import RejectionRule
+from recserve.speculation.verifiers.sample import SampleRule
+from recserve.speculation.verifiers.typical import TypicalRule
+
+ENTRY_POINTS = "recserve.verifiers"
+GREEDY, SAMPLE = GreedyRule.name, SampleRule.name
+REJECTION, MULTI_STEP = RejectionRule.name, MultiStepRule.name
+MIXED = "mixed"  # no rule: each text has its own
+BUILT_IN: tuple[type[Verifier], ...] = (
+    BlockRule,
+    GreedyRule,
+    MultiStepRule,
+    RejectionRule,
+    SampleRule,
+    TypicalRule,
+)
+# They accept drafts of every kind, and only the likeliest tokens of texts at temperature 0.
+FOR_ALL = frozenset({MULTI_STEP, REJECTION, SAMPLE})
+
+
+@cache
+def verifiers() -> Mapping[str, Verifier]:
+    """Returns one object of each rule by name, those of installed plugins last.
+
+    Raises:
+        PluginError: If an installed distribution registers a rule that cannot be used.
+    """
+    return {name: cls() for name, cls in with_plugins(ENTRY_POINTS, Verifier, BUILT_IN).items()}
+
+
+@cache
+def _mixed_rules() -> list[str]:
+    """Rules that a mixed step works out for all its texts; rejection stands for multi_step.
+
+    At temperature 0 each of them is the greedy rule.
+    """
+    return [SAMPLE, *(name for name in verifiers() if name not in (GREEDY, MULTI_STEP, SAMPLE))]
+
+
+def check_rule(name: str, params: SamplingParams) -> None:
+    """Raises ValueError for a rule that does not exist or does not fit these parameters."""
+    if name not in verifiers():
+        raise ValueError(f"verifier is {name!r}; choose one of {sorted(verifiers())}")
+    if name == GREEDY and not params.greedy:
+        raise ValueError(
+            f"the rule 'greedy' is for temperature 0, not {params.temperature}; ask for 'sample'"
+        )
+
+
+def verify(name: str, scored: ScoredTrees) -> Accepted:
+    """Verifies trees by a rule, or by each tree's own rule if the name is MIXED.
+
+    At temperature 0 every rule is the greedy one.
+    """
+    if name == MIXED and not scored.greedy:
+        return _verify_each(scored)
+    return verifiers()[GREEDY if scored.greedy else name].verify(scored)
+
+
+def numbers_of(rules: Seq[str]) -> list[int]:
+    """Returns the numbers of rules as `ScoredTrees.rules` has them."""
+    mixed = _mixed_rules()
+    return [mixed.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
+
+
+def _verify_each(scored: ScoredTrees) -> Accepted:
+    """All rules are worked out for all trees, so that no shape depends on who asks for which; what
+    a rule makes of a tree that is not for it is not kept.
+    """
+    numbers = scored.rules
+    assert numbers is not None, "nobody says whose rule is which"
+    trees = torch.arange(numbers.shape[0], device=numbers.device)
+    rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
+    known = replace(scored, target=lambda nodes: rows[nodes])
+    found = [verifiers()[name].verify(known) for name in _mixed_rules()]
+    return Accepted(
+        torch.stack([each.nodes for each in found])[numbers, trees],
+        torch.stack([each.lengths for each in found])[numbers, trees],
+        torch.stack([each.bonus for each in found])[numbers, trees],
+    )
