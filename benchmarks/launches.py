@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recserve.core.request import RecommendRequest
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import dispatch
 from recserve.models.config import DecoderConfig
