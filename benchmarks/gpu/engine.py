@@ -26,9 +26,9 @@ from recserve.core.request import RankRequest, RecommendRequest, Root
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
-from recserve.engine.runtime.cuda_recorder import CudaRecorder
+from recserve.engine.runtime.cuda_graphs import CudaRecorder
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
@@ -69,7 +69,7 @@ def recorded(
     record: Any = None,
 ) -> SearchGraphs:
     """Let an engine replay searches of these shapes. record: None: as CUDA graphs, on a CPU anew
-    each time. As many as can be; `unrecorded` tells which are not.
+    each time. As many as can be; `missing` tells which are not.
     """
     lane: Any = engine.schedulers["recommender"]
     nezha: Any = engine._strategies["nezha"]
@@ -340,7 +340,7 @@ def lost(
     """Records searches; a row of what could not be, which is launched where it is asked for."""
     with complaints() as heard:
         row = attempted(f"searches of {name}: recorded", lambda: {
-            "lost": recorded(engine, model, trie, shapes, room).unrecorded
+            "lost": recorded(engine, model, trie, shapes, room).missing
         })  # fmt: skip
     if "ok" in row:
         yield row

@@ -33,8 +33,8 @@ from recserve.core.request import RecommendRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.fixed_search import Leaves, SearchShape
-from recserve.engine.text.graphs import SHAPES, GraphLimits, Step, StepGraphs
+from recserve.engine.items.graph_search import SearchLeaves, SearchShape
+from recserve.engine.text.step_graphs import SHAPES, GraphLimits, Step, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.engine.text.text_step import StepOutputs
 from recserve.speculation.completion import TextRequest
@@ -133,7 +133,7 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
         yield {"host": words, "replayed": replayed, "host_us": statistics.median(taken[5:])}
 
 
-def once(search: Callable[[], Leaves]) -> Callable[[], Leaves]:
+def once(search: Callable[[], SearchLeaves]) -> Callable[[], SearchLeaves]:
     """Gives back what the search found when it was recorded."""
     found = search()
     return lambda: found

@@ -28,7 +28,7 @@ from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.searches import wide_catalogue
 from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import RecommendRequest
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import dispatch
 from recserve.models.config import DecoderConfig

@@ -58,7 +58,7 @@ def search_checks(device: str, smoke: bool = False) -> Iterator[Task]:
             with complaints() as heard:
                 graphs = recorded(made.engine, made.model, getattr(made, trie), SMALL, 64)
             spoil(graphs.runner)
-            reasons.extend([*heard, *graphs.unrecorded])
+            reasons.extend([*heard, *graphs.missing])
         return made
 
     def compared(form: str, strategy: str, how: str, against: str) -> float:

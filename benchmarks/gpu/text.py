@@ -21,8 +21,8 @@ from benchmarks.support.timing import Deadline, back_to_back_milliseconds
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import SHAPES, GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads

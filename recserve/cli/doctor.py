@@ -235,11 +235,11 @@ def describe_graphs(stats: EngineStats) -> Finding:
 
 def vocabulary_limit(vocabulary: int) -> str:
     """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
-    from recserve.engine.text.graphs import Bucket, GraphLimits
+    from recserve.engine.text.step_graphs import GraphLimits, StepBucket, StepKind
 
     limits = GraphLimits()
     found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
-    steps = [Bucket(shape, everything=True) for shape in limits.shapes]
+    steps = [StepBucket(shape, StepKind(everything=True)) for shape in limits.shapes]
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:

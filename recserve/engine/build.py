@@ -14,7 +14,7 @@ from recserve.engine.items.search_graphs import cuda_searches
 from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
 from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.text.graphs import cuda_graphs
+from recserve.engine.text.step_graphs import cuda_graphs
 from recserve.engine.text.text_lane import TextLane, TextLimits
 from recserve.kernels.fp8 import pool_dtype
 from recserve.kernels.paged_kv import KVPool

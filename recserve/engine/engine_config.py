@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recserve.engine.items.search_graphs import SearchLimits
-from recserve.engine.text.graphs import GraphLimits
+from recserve.engine.text.step_graphs import GraphLimits
 
 
 @dataclass(frozen=True)

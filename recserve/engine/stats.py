@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from recserve.engine.items.search_graphs import RecordedSearch, SearchGraphs
+from recserve.engine.items.search_graphs import CapturedSearch, SearchGraphs
 from recserve.engine.runtime.scheduler import PageOwner
-from recserve.engine.text.graphs import RecordedStep, StepGraphs
+from recserve.engine.text.step_graphs import CapturedStep, StepGraphs
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class EngineStats:
         prefix_hit_tokens: Root tokens found in a prefix cache so far.
         prefix_missed_tokens: Root tokens not found in a prefix cache so far.
         background: Background requests, waiting or running; the other figures leave them out.
-        graph_steps: Text steps by outcome (engine/text/graphs.py).
+        graph_steps: Text steps by outcome (engine/text/step_graphs.py).
         graph_searches: Searches by outcome (engine/items/search_graphs.py).
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
@@ -75,9 +75,9 @@ def stats_of(
         graphs: Captured text steps.
         searches: Captured searches.
     """
-    recorded = list[RecordedStep | RecordedSearch](graphs.recorded if graphs else [])
-    recorded += searches.recorded if searches else []
-    missing = [name for some in (graphs, searches) if some for name in some.unrecorded]
+    captured = list[CapturedStep | CapturedSearch](graphs.captured if graphs else [])
+    captured += searches.captured if searches else []
+    missing = [name for some in (graphs, searches) if some for name in some.missing]
     pools = list({id(owner.cache): owner for owner in owners}.values())
     return EngineStats(
         queue_depth=load.queued,
@@ -90,7 +90,7 @@ def stats_of(
         background=load.background,
         graph_steps={str(name): n for name, n in graphs.counts.items()} if graphs else {},
         graph_searches={str(name): n for name, n in searches.counts.items()} if searches else {},
-        graph_seconds={made.bucket.name: made.seconds for made in recorded},
-        graph_bytes={made.bucket.name: made.bytes for made in recorded},
+        graph_seconds={made.bucket.name: made.seconds for made in captured},
+        graph_bytes={made.bucket.name: made.bytes for made in captured},
         unrecorded=missing,
     )

@@ -11,7 +11,7 @@ from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.engine.items.search_scorers import TargetScorer
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts

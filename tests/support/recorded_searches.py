@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from tests.support import recorder
 from tests.support.recorded_steps import POISON

@@ -2,8 +2,8 @@
 
 import torch
 
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from tests.support import recorder
 from tests.support.text_engines import engine_for

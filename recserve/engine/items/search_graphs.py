@@ -1,13 +1,11 @@
-"""Searches recorded for a catalogue, one for each bucket of requests and beams, and replayed.
+"""Searches captured as CUDA graphs for a catalogue, one for each bucket of requests and beams.
 
-On CUDA a record is a CUDA graph. What fits none is launched as it comes.
+A search that fits no bucket launches its kernels one by one.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -19,17 +17,25 @@ import torch
 
 from recserve.core.drafting import Strategy
 from recserve.core.sequence import Sequence
-from recserve.engine.items.fixed_search import (
-    Asked,
+from recserve.engine.items.graph_search import (
     FixedFilter,
-    FixedSearch,
-    Leaves,
+    GraphSearch,
+    SearchLeaves,
     SearchShape,
+    SearchSize,
     columns_of,
     with_leaves,
 )
 from recserve.engine.items.search_scorers import HeadScorer, Scorer, TargetScorer
-from recserve.engine.runtime.cuda_recorder import CudaRecorder
+from recserve.engine.runtime.cuda_graphs import (
+    CapturedGraph,
+    CaptureLimits,
+    CapturePace,
+    CudaRecorder,
+    GraphCapture,
+    is_cuda,
+    missing_names,
+)
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.kernels.trie.fixed_trie import ROOM, FixedTrie
@@ -42,10 +48,8 @@ from recserve.search.strategies.beam import BeamStrategy, request_of
 from recserve.search.strategies.nezha import NezhaStrategy
 from recserve.search.verify import begin
 
-log = logging.getLogger(__name__)
-
-# What became of a search: replayed, or launched because of its requests, beams and roots, or of the
-# catalogue version it is over.
+# How a search ran: replayed; or launched, because of its requests, beams and roots, or of its
+# catalogue version.
 SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
 # By what `excluded` of a shape says.
@@ -60,20 +64,21 @@ SHAPES = tuple(
 
 
 @dataclass(frozen=True)
-class SearchLimits:
-    """shapes: what is recorded, in this order. room: ids that a version may have inserted. seconds,
-    bytes: no record is begun after so long, or with so much memory taken.
+class SearchLimits(CaptureLimits):
+    """What is captured of searches.
+
+    Attributes:
+        shapes: In the order of capture.
+        room: Ids that a catalogue version may have inserted.
     """
 
     shapes: tuple[SearchShape, ...] = SHAPES
     room: int = ROOM
-    seconds: float = 60.0
-    bytes: int = 2 * 2**30
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """What one record is for."""
+class SearchBucket:
+    """What one graph of a search is captured for."""
 
     strategy: str
     shape: SearchShape
@@ -84,31 +89,29 @@ class Bucket:
         return f"{self.strategy} {self.shape.name}"
 
 
-@dataclass(frozen=True)
-class RecordedSearch:
-    """One record and what it took: seconds and bytes."""
-
-    bucket: Bucket
-    seconds: float
-    bytes: int
-    search: FixedSearch
-    replay: Callable[[], Leaves]
+CapturedSearch = CapturedGraph[SearchBucket, GraphSearch, SearchLeaves]
 
 
-def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[Bucket]:
-    """In the order in which they are recorded. weighs: whether the recommender has a dense head.
-    nezha: whether there is a head of `nezha`.
+def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[SearchBucket]:
+    """Returns all buckets in the order of capture.
+
+    Args:
+        weighs: Whether the recommender has a dense head.
+        nezha: Whether there is a head for the strategy `nezha`.
+        shapes: In the order of capture.
     """
     strategies = ("beam", "nezha") if nezha else ("beam",)
     kept = [shape for shape in shapes if weighs or not shape.weighed]
-    return [Bucket(strategy, shape) for shape, strategy in product(kept, strategies)]
+    return [SearchBucket(strategy, shape) for shape, strategy in product(kept, strategies)]
 
 
 class SearchGraphs:
-    """The recorded searches of one recommender, over one base trie and what came after it.
+    """The captured searches of one recommender, over one base trie and its later changes.
 
-    counts: searches by what became of them, SEARCH_RESULTS. recorded: in the order in which they
-    are tried. unrecorded: names of what was to be recorded and is not: the log says why.
+    Attributes:
+        counts: Searches by how they ran, SEARCH_RESULTS.
+        captured: The graphs, small ones first.
+        missing: Names of buckets without a graph; the log says why.
     """
 
     def __init__(
@@ -117,58 +120,57 @@ class SearchGraphs:
         model: Recommender,
         head: SelfDraftHead | None,
         limits: SearchLimits,
-        record: Callable[[Callable[[], Leaves]], Callable[[], Leaves]],
+        record: Callable[[Callable[[], SearchLeaves]], Callable[[], SearchLeaves]],
         taken: Callable[[], int] = lambda: 0,
     ) -> None:
-        """head: of `nezha`, None: there is none. taken: bytes that records have taken so far."""
+        """Captures nothing yet.
+
+        Args:
+            runner: Of the recommender.
+            model: The recommender.
+            head: Of the strategy `nezha`, or None.
+            limits: What is captured, and how much time and memory that may take.
+            record: Captures a search and returns its replay.
+            taken: Bytes that captures have taken so far.
+        """
         self.runner, self.model, self.head, self.limits = runner, model, head, limits
         self.counts: dict[SearchResult, int] = dict.fromkeys(SEARCH_RESULTS, 0)
-        self.recorded: list[RecordedSearch] = []
-        self.unrecorded: list[str] = []
+        self.captured: list[CapturedSearch] = []
+        self.missing: list[str] = []
         self._record, self._taken = record, taken
         self._trie: FixedTrie | None = None
         self._recording = threading.Lock()
 
     @torch.inference_mode()
     def record(self, version: TrieView, stepping: StepLock, go_on: Callable[[], bool]) -> None:
-        """Record for the base of a version; these replace the records that there were.
+        """Captures searches for the base of a version and replaces the earlier graphs.
 
-        stepping: held while one is made; between two it is free for as long as the last one took.
-        go_on: whether they are still wanted.
+        Args:
+            version: The catalogue's trie.
+            stepping: Held during a capture. If graphs are in use, it is free between two captures
+                for as long as the last one took.
+            go_on: Whether graphs are still wanted.
         """
         base = version.base
         with self._recording:
-            made, weighs = list[RecordedSearch](), self.model.config.dense_head
-            buckets = buckets_of(weighs, self.head is not None, self.limits.shapes)
+            buckets = buckets_of(
+                self.model.config.dense_head, self.head is not None, self.limits.shapes
+            )
             with stepping:
                 if self._trie is not None and self._trie.base is base:
                     return
                 trie = FixedTrie(base, self.limits.room)
                 filters = _filters(trie, buckets)
-            began, before, left = time.monotonic(), self._taken(), list[str]()
-            for bucket in buckets:
-                late = time.monotonic() - began > self.limits.seconds
-                if late or self._taken() - before > self.limits.bytes:
-                    left.append(bucket.name)
-                    continue
-                if not go_on():
-                    return
-                try:
-                    with stepping:
-                        made.append(self._recorded(trie, filters, bucket))
-                except Exception:  # Triton's errors have no other base
-                    log.exception("no record of %s: such searches are launched", bucket.name)
-                    break
-                log.info("recorded search %s: %.2f s", bucket.name, made[-1].seconds)
-                if self.recorded:
-                    time.sleep(made[-1].seconds)
-            if left:
-                log.warning("no time or memory is left to record the searches %s", ", ".join(left))
-            made.sort(key=lambda one: one.bucket.shape.requests * one.bucket.shape.width)
-            names = {one.bucket.name for one in made}
+            capture = GraphCapture[SearchBucket, GraphSearch, SearchLeaves](
+                partial(self._built, trie, filters), self._record, self._taken, self.limits
+            )
+            made = capture(buckets, CapturePace(stepping, go_on, pause=bool(self.captured)))
+            if made is None:
+                return
+            missing = missing_names(buckets, made)
+            made.sort(key=lambda graph: graph.bucket.shape.requests * graph.bucket.shape.width)
             with stepping:
-                self._trie, self.recorded = trie, made
-                self.unrecorded = [b.name for b in buckets if b.name not in names]
+                self._trie, self.captured, self.missing = trie, made, missing
 
     def serve(self, strategies: Mapping[str, Strategy]) -> None:
         """Let the strategies of these names replay what is recorded for them."""
@@ -187,26 +189,27 @@ class SearchGraphs:
         self.counts["replayed"] += 1
         beams = begin(tuple(sequences), by_children=False, filtered=False)
         beams = rerank.with_rivals(beams, self.model)
-        found.search.load(beams)
+        found.function.load(beams)
         beams = with_leaves(beams, found.replay())
-        found.search.account(sequences)
+        found.function.account(sequences)
         return beams
 
-    def _smallest(self, strategy: str, sequences: Seq[Sequence]) -> RecordedSearch | SearchResult:
-        """The smallest record that holds them, or why there is none."""
+    def _smallest(self, strategy: str, sequences: Seq[Sequence]) -> CapturedSearch | SearchResult:
+        """The smallest graph that holds the requests, or why there is none."""
         assert self._trie is not None
         requests = [request_of(sequence) for sequence in sequences]
         if not self._trie.holds(requests[0].trie):
             return "version"
-        asked = Asked.of(requests)
+        size = SearchSize.of(requests)
         if max(s.root_length for s in sequences) <= self.model.config.decoder.max_positions:
-            for made in self.recorded:
-                if made.bucket.strategy == strategy and made.bucket.shape.holds(asked):
-                    return made
+            for graph in self.captured:
+                if graph.bucket.strategy == strategy and graph.bucket.shape.holds(size):
+                    return graph
         return "size"
 
-    def _recorded(self, trie: FixedTrie, filters: Filters, bucket: Bucket) -> RecordedSearch:
-        began, before, shape = time.monotonic(), self._taken(), bucket.shape
+    def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
+        """The function of a bucket."""
+        shape = bucket.shape
         scorer: Scorer
         if bucket.strategy == "nezha":
             assert self.head is not None
@@ -214,13 +217,10 @@ class SearchGraphs:
         else:
             columns, rivals = columns_of(trie.widths, shape.width), shape.width * shape.weighed
             scorer = TargetScorer(self.model, self.runner, trie, columns, shape.requests, rivals)
-        search = FixedSearch(scorer, trie, filters[shape.excluded], shape)
-        replay = self._record(search)
-        seconds, size = time.monotonic() - began, self._taken() - before
-        return RecordedSearch(bucket, seconds, size, search, replay)
+        return GraphSearch(scorer, trie, filters[shape.excluded], shape)
 
 
-def _filters(trie: FixedTrie, buckets: Seq[Bucket]) -> Filters:
+def _filters(trie: FixedTrie, buckets: Seq[SearchBucket]) -> Filters:
     """Of every form that buckets ask for."""
     shapes = [bucket.shape for bucket in buckets]
     most = max((shape.requests for shape in shapes), default=0)
@@ -235,7 +235,7 @@ def cuda_searches(
     limits: SearchLimits,
 ) -> SearchGraphs | None:
     """wanted: None: where the model is on a CUDA device."""
-    on_cuda = runner.pool.keys.device.type == "cuda" and torch.cuda.is_available()
+    on_cuda = is_cuda(runner.pool.keys.device)
     if not on_cuda or wanted is False or not model.config.autoregressive:
         return None
     recorder = CudaRecorder()

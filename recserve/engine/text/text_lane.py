@@ -24,7 +24,7 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
-from recserve.engine.text.graphs import StepGraphs
+from recserve.engine.text.step_graphs import StepGraphs
 from recserve.engine.text.text_drafting import TextDrafting
 from recserve.engine.text.text_groups import TextGroups
 from recserve.engine.text.text_pages import TextPages

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_recorder import WARM_UP, CudaRecorder
+from recserve.engine.runtime.cuda_graphs import WARM_UP, CudaRecorder
 from recserve.kernels.triton import attention_launch, fp8_kernel
 from tests.support import triton_interpreter  # noqa: F401
 

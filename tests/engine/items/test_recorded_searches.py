@@ -216,7 +216,7 @@ def test_a_record_that_fails_ends_the_recording(kind, caplog):
     world = recommending("cpu")
     with caplog.at_level(logging.ERROR):
         graphs = with_searches(world, world.trie, record)
-    assert len(graphs.recorded) == 2 and "such searches are launched" in caplog.text
+    assert len(graphs.captured) == 2 and "launched one by one" in caplog.text
     assert len(world.engine.run(world.ask("beam")[0]).rows) == 5
     assert graphs.counts["replayed"] == 1
     stats = world.engine.stats()
@@ -237,7 +237,7 @@ def test_limits_are_kept(limits, caplog):
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
         world = recommending("cpu")
         graphs = with_searches(world, world.trie, **limits)
-    assert not graphs.recorded and "beam 1x8" in caplog.text
+    assert not graphs.captured and "beam 1x8" in caplog.text
     before = world.engine.run_many(world.ask("beam"))
     assert len(before) == 2 and graphs.counts == {"replayed": 0, "size": 1, "version": 0}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
 from recserve.kernels.trie.trie_overlay import TrieOverlay

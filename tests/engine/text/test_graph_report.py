@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.cli import doctor
-from recserve.engine.items.fixed_search import SearchShape
-from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.items.graph_search import SearchShape
+from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
@@ -109,9 +109,9 @@ def test_the_log_names_what_was_recorded(caplog):
     with caplog.at_level(logging.INFO, "recserve"):
         with_graphs(drawn_model(1), Counted(lambda step: step), SHAPES[:1])
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [
-        "recorded step 4x2",
-        "recorded step 4x2+",
-        "recorded step 4x2+ mixed",
+        "captured 4x2",
+        "captured 4x2+",
+        "captured 4x2+ mixed",
     ]
 
 

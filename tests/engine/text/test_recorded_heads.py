@@ -7,8 +7,8 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
@@ -105,7 +105,7 @@ def test_drafts_are_those_of_launched_heads(name, engines, model):
 
 def test_the_buckets_say_whose_heads_they_hold(engines):
     graphs = engines[2].schedulers["text"].graphs
-    names = [made.bucket.name for made in graphs.recorded]
+    names = [made.bucket.name for made in graphs.captured]
     sizes = ["2x1", "10x1", "72x8"]
     assert names == [
         *sizes,
@@ -114,7 +114,7 @@ def test_the_buckets_say_whose_heads_they_hold(engines):
         *(size + "+ medusa" for size in sizes[1:]),
         *(size + "+ mixed" for size in sizes[1:]),
     ]
-    assert all(made.seconds > 0 for made in graphs.recorded)
+    assert all(made.seconds > 0 for made in graphs.captured)
 
 
 def test_a_request_s_own_tree_may_need_more_ranks(engines, model):

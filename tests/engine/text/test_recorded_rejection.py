@@ -8,9 +8,9 @@ launches its steps judges texts of each rule by themselves, and drawn drafts by 
 import pytest
 import torch
 
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import SHAPES as ALL
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import SHAPES as ALL
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.speculation.completion import TextRequest
@@ -151,7 +151,7 @@ def test_drawn_drafts_without_a_place_for_probs_are_launched(engines):
 
 
 def test_what_is_recorded_follows_from_the_drafters(engines):
-    names = [made.bucket.name for made in engines[1].schedulers["text"].graphs.recorded]
+    names = [made.bucket.name for made in engines[1].schedulers["text"].graphs.captured]
     sizes = ["2x1", "8x1", "100x8"]
     plain = [*sizes, *(size + "+" for size in sizes)]
     mixed = ["8x1+ mixed", "100x8+ mixed"]
@@ -162,8 +162,8 @@ def test_what_is_recorded_follows_from_the_drafters(engines):
         ({"both": MergedDrafter([NgramDrafter(), drafters_of(model)["far"]])}, True),
     ):
         graphs = with_graphs(model, Counted(lambda step: step), SHAPES, drafters=drafters)
-        recorded = graphs.schedulers["text"].graphs.recorded
-        assert any(made.bucket.rule == "rejection" for made in recorded) == drawn
+        recorded = graphs.schedulers["text"].graphs.captured
+        assert any(made.bucket.kind.rule == "rejection" for made in recorded) == drawn
 
 
 def test_buckets_that_chains_cannot_fill_are_left_out():
@@ -185,17 +185,17 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
             lane.runner, model, 4, limits, record, lambda: 2**30 * len(wanted), drafters=names
         )
 
-    drawn = [made for made in made_by(limits).recorded if made.bucket.rule == "rejection"]
+    drawn = [made for made in made_by(limits).captured if made.bucket.kind.rule == "rejection"]
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
     graphs = made_by(GraphLimits(ALL, seconds=float("inf"), bytes=2**40))
-    drawn = [made for made in graphs.recorded if made.bucket.rule == "rejection"]
+    drawn = [made for made in graphs.captured if made.bucket.kind.rule == "rejection"]
     sizes = ["16x1", "16x8", "40x32", "72x8", "72x64", "264x32"]
     assert [made.bucket.name for made in drawn] == [
         *(f"{size} rejection" for size in sizes),
         *(f"{size}+ rejection" for size in sizes),
     ]
     assert all(step.draft_values is None for step in wanted[:18])
-    assert {made.step.draft_values.data_ptr() for made in drawn} == {
+    assert {made.function.draft_values.data_ptr() for made in drawn} == {
         graphs._draft_values.data_ptr()
     }
     assert graphs._draft_values.shape == (511, VOCABULARY)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from recserve.config import ServerConfig
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
 from recserve.schemas.events import EventBody, EventsBody

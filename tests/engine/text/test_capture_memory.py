@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import TABLES, GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import TABLES, GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.speculation.drafters.none import NoDrafter
 from tests.support import triton_interpreter  # noqa: F401
@@ -60,8 +60,8 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
     graphs = StepGraphs(runner, model, 8, limits, lambda step: step, drafters={"drawn": Draws()})
     large = {f"40x4{kind}" for kind in ("+", " rejection", "+ rejection", "+ mixed")}
-    assert set(graphs.unrecorded) == large
-    made = {recorded.bucket.name for recorded in graphs.recorded}
+    assert set(graphs.missing) == large
+    made = {graph.bucket.name for graph in graphs.captured}
     assert made == {"40x4"} | {
         f"16x4{n}" for n in ("", "+", " rejection", "+ rejection", "+ mixed")
     }
@@ -87,7 +87,7 @@ def test_a_step_holds_so_many_tables(monkeypatch):
     limits = GraphLimits((SHAPE,), seconds=float("inf"))
     graphs = StepGraphs(runner, model, 8, limits, record, drafters={"drawn": Draws()})
     found = dict(zip(["plain", "+", "rejection", "+ rejection", "+ mixed"], tables, strict=True))
-    assert not graphs.unrecorded
+    assert not graphs.missing
     assert found["plain"] == 1.0 and 1.0 < found["rejection"] < TABLES
     for name in ("+", "+ rejection", "+ mixed"):
         assert found[name] == pytest.approx(TABLES, abs=0.5), name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve.engine.text.fixed_step import StepShape
+from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
 from recserve.speculation.completion import TextRequest

@@ -1,9 +1,9 @@
-"""Beam search down the trie as one function of fixed shapes: all levels, a forward for each.
+"""Beam search down the trie as one function of fixed shapes, with a forward for each level.
 
-A search that is launched as it comes asks the device how far it may go and begins hundreds of small
-operators. This one asks nothing: it keeps as many beams as there may be, scores those too that need
-no score, and lays out its trees on the device. So it is recorded once for a number of requests and
-beams and replayed: one upload, one launch. Its beams are those of the searches that are launched.
+A search whose kernels are launched one by one asks the device how far it may go, and starts
+hundreds of small operators. This one asks nothing: it keeps as many beams as there may be, scores
+those too that need no score, and lays out its trees on the device. So it can be captured once for
+a number of requests and beams; a replay is one upload and one launch. Both give the same beams.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class SearchShape:
     excluded: int | None = 1024
     weighed: bool = False
 
-    def holds(self, asked: Asked) -> bool:
+    def holds(self, size: SearchSize) -> bool:
         """Whether all of it fits."""
-        most, excluded = self.excluded, asked.excluded
+        most, excluded = self.excluded, size.excluded
         return (
-            asked.requests <= self.requests
-            and asked.width <= self.width
+            size.requests <= self.requests
+            and size.width <= self.width
             and (most is None or (excluded is not None and excluded <= most))
-            and asked.weighed == self.weighed
+            and size.weighed == self.weighed
         )
 
     @property
@@ -65,8 +65,8 @@ class SearchShape:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What some requests ask of a bucket, as there; excluded: None where a bitmap says."""
+class SearchSize:
+    """What requests need of a bucket; the fields are those of `SearchShape`."""
 
     requests: int
     width: int
@@ -74,14 +74,14 @@ class Asked:
     weighed: bool
 
     @staticmethod
-    def of(requests: Seq[RecommendRequest]) -> Asked:
+    def of(requests: Seq[RecommendRequest]) -> SearchSize:
         """Counted on the host."""
         hidden = hidden_leaves(requests[0].trie)
         excluded: int | None = None
         if all(request.allowed is None for request in requests):
             excluded = max(0 if r.excluded is None else r.excluded.size for r in requests)
             excluded += 0 if hidden is None else hidden.shape[0]
-        return Asked(
+        return SearchSize(
             len(requests),
             max(request.width for request in requests),
             excluded,
@@ -90,7 +90,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Leaves:
+class SearchLeaves:
     """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead;
     flaws [B] of the states that live beams were scored by, as in core/finite.py. rivals [B, W]
     log-probabilities of the rivals, whatever where there is none.
@@ -162,8 +162,8 @@ class FixedFilter:
         self._clean = excluded is None
 
 
-class FixedSearch:
-    """Searches of one shape over the versions that a trie has room for."""
+class GraphSearch:
+    """Searches of one shape over the versions that a trie has capacity for."""
 
     def __init__(
         self, scorer: Scorer, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
@@ -193,7 +193,7 @@ class FixedSearch:
             nodes = beams.trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)
             self._rivals[: rows.shape[0], : rows.shape[1]].copy_(nodes)
 
-    def __call__(self) -> Leaves:
+    def __call__(self) -> SearchLeaves:
         """The search on what is loaded."""
         trie, widths = self.trie.trie, self._block[:, 0, None]
         states = self.scorer.begin(self._block[:, 1:])
@@ -220,7 +220,7 @@ class FixedSearch:
                 of_beams = flaws_of(states).view(nodes.shape)
                 flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
         rivals = self._rival_scores() if self.shape.weighed else None
-        return Leaves(paths, log_probs, flaws, rivals)
+        return SearchLeaves(paths, log_probs, flaws, rivals)
 
     def _rival_scores(self) -> Tensor:
         """[B, W] log-probabilities of the rivals' semantic ids."""
@@ -261,7 +261,7 @@ class FixedSearch:
             self._uploaded.record()
 
 
-def with_leaves(beams: Beams, found: Leaves) -> Beams:
+def with_leaves(beams: Beams, found: SearchLeaves) -> Beams:
     """Beams at level 0 with what a search left for them, which the next one may overwrite."""
     count, rivals = len(beams.sequences), beams.rivals
     paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()

@@ -8,8 +8,8 @@ because attention on a CPU reads foreign slots and weighs them by zero (kernels/
 import pytest
 import torch
 
-from recserve.engine.text.fixed_step import StepShape
-from recserve.engine.text.graphs import GraphLimits, StepGraphs
+from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextRequest
@@ -199,7 +199,7 @@ def test_a_step_that_asks_the_device_cannot_be_recorded(model, monkeypatch):
 
 def test_no_record_is_begun_without_time_or_memory(model):
     engine = with_graphs(model, Counted(), seconds=-1.0)
-    assert engine.schedulers["text"].graphs.recorded == []
+    assert engine.schedulers["text"].graphs.captured == []
     lane = engine_for(model).schedulers["text"]
     made = []
 
@@ -215,10 +215,10 @@ def test_no_record_is_begun_without_time_or_memory(model):
         record,
         lambda: 2 * 2**30 * len(made),
     )
-    assert [each.bytes for each in graphs.recorded] == [2 * 2**30] * 2
-    assert [made.bucket.name for made in graphs.recorded] == ["2x1", "16x1"]
+    assert [each.bytes for each in graphs.captured] == [2 * 2**30] * 2
+    assert [made.bucket.name for made in graphs.captured] == ["2x1", "16x1"]
     wanted = engine.stats().unrecorded
-    assert wanted[:2] == ["2x1", "16x1"] and graphs.unrecorded == wanted[2:]
+    assert wanted[:2] == ["2x1", "16x1"] and graphs.missing == wanted[2:]
 
 
 class OutOfResources(Exception):
@@ -231,7 +231,7 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(kind, model, expected
         raise kind("operation not permitted when stream is capturing")
 
     engine = with_graphs(model, Counted(fails))
-    assert engine.schedulers["text"].graphs.recorded == [] and "no graph of" in caplog.text
+    assert engine.schedulers["text"].graphs.captured == [] and "no graph of" in caplog.text
     params, tokens, *_ = expected["warm", 1]
     assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
 

@@ -104,37 +104,48 @@ class _Columns(Generic[Array]):
     tails: Array
 
 
-class FixedStep:
-    """room: None for texts whose only parameter is the temperature, which the fused kernel draws;
-    else how much of the others there is place for. heads: that rank tokens for the next drafts.
-    rule: that judges all texts; MIXED: each has its own. draft_values [R, V] float32: rows of probs
-    are put here, there is place for those of `shape.drafted` nodes; None: no draft has any.
+@dataclass(frozen=True)
+class StepConfig:
+    """What a step of fixed shapes does.
+
+    Attributes:
+        shape: Most nodes, texts and levels.
+        capacity: Most sampling parameters beside the temperature. None for texts whose only
+            parameter is the temperature, which the fused kernel draws.
+        heads: Rank tokens for the next drafts. None: nothing does.
+        rule: Acceptance rule of all texts; MIXED if each has its own.
+        draft_values: [R, V] float32, R >= `shape.drafted`, which receives the distributions that
+            drafts were drawn from. None: no draft is drawn.
     """
 
+    shape: StepShape
+    capacity: Room | None
+    heads: RankedHeads | None = None
+    rule: str = SAMPLE
+    draft_values: Tensor | None = None
+
+
+class GraphStep:
+    """A text step that reads and writes fixed addresses, so that it can be captured."""
+
     def __init__(
-        self,
-        runner: Runner,
-        model: LanguageModel,
-        rows: TextRows,
-        shape: StepShape,
-        room: Room | None,
-        heads: RankedHeads | None = None,
-        rule: str = SAMPLE,
-        draft_values: Tensor | None = None,
+        self, runner: Runner, model: LanguageModel, rows: TextRows, config: StepConfig
     ) -> None:
-        self.runner, self.model, self.rows, self.shape, self.room = runner, model, rows, shape, room
-        self.heads, self.rule, self.draft_values = heads, rule, draft_values
+        self.runner, self.model, self.rows = runner, model, rows
+        self.shape, self.capacity, self.heads = config.shape, config.capacity, config.heads
+        self.rule, self.draft_values = config.rule, config.draft_values
         device = rows.slots.device
-        texts = shape.sequences + 1
-        tail = 0 if room is None else room.word_length - 1
-        size = (5 + (draft_values is not None)) * shape.nodes + 1 + texts * (5 + tail)
+        texts = self.shape.sequences + 1
+        past = 0 if self.capacity is None else self.capacity.word_length - 1
+        has_values = self.draft_values is not None
+        size = (5 + has_values) * self.shape.nodes + 1 + texts * (5 + past)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._columns = self._split(self._block)
         self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
         self._loaded: Seq[TextSequence] = ()
-        self._fill(pack_trees([], [], (), shape.nodes, texts), [])
+        self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
     def load(self, group: TextGroup) -> list[TextRow] | None:
         """Put a group that fits where the step reads it; None if there is no row for a text."""
@@ -145,7 +156,7 @@ class FixedStep:
         contexts = group.contexts
         if self._loaded is not group.sequences:
             columns.rows[count:], columns.lengths[count:] = NOBODY, 1
-            _overwrite(self._table, self._sampling([c.params for c in contexts], "cpu"))
+            self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
             if self.rule == MIXED:
                 columns.rules[:count] = numbers_of(group.rules)
             self._loaded = group.sequences
@@ -178,20 +189,20 @@ class FixedStep:
         hidden = self.runner.hidden(batch, NodeInputs(tree.tokens))
         logits = self.model.logits(hidden)
         past = None
-        if self.room is not None:
+        if self.capacity is not None:
             seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
             past = Past(columns.numbers, columns.tails, seen, written)
         values, probs = self.draft_values, None
         if values is not None:
             probs = DraftProbs(values, columns.drawn)
         scored = ScoredTrees(
-            tree,
-            self.shape.depth,
-            Target(logits, tree, self.shape.depth, table, past, fixed=True),
-            table.seeds,
-            columns.lengths,
-            logits.shape[1],
-            probs,
+            tree=tree,
+            depth=self.shape.depth,
+            target=Target(logits, tree, self.shape.depth, table, past, fixed=True),
+            seeds=table.seeds,
+            lengths=columns.lengths,
+            vocab_size=logits.shape[1],
+            probs=probs,
             logits=logits if past is None else None,
             temperatures=table.temperature,
             everywhere=True,
@@ -244,14 +255,5 @@ class FixedStep:
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""
         missing = self.shape.sequences + 1 - len(params)
-        table = sampling_table([*params, *[FILLER] * missing], device, self.room)
-        return table if self.room is not None else replace(table, greedy=False)
-
-
-def _overwrite(target: object, source: object) -> None:
-    """Every tensor of a table, at any depth, with that of the other."""
-    for name, column in vars(target).items():
-        if isinstance(column, Tensor):
-            column.copy_(getattr(source, name), non_blocking=True)
-        elif hasattr(column, "__dict__"):
-            _overwrite(column, getattr(source, name))
+        table = sampling_table([*params, *[FILLER] * missing], device, self.capacity)
+        return table if self.capacity is not None else replace(table, greedy=False)

@@ -1,0 +1,211 @@
+"""CUDA graphs: capture functions of fixed shapes once per bucket, replay them by one launch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 2
+
+T = TypeVar("T")
+
+
+class CudaRecorder:
+    """Captures functions without arguments as CUDA graphs.
+
+    All graphs share one memory pool. They share one stream too, because libraries keep a workspace
+    for each stream.
+
+    Attributes:
+        bytes: Memory taken by all graphs so far.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Returns the replay of a function. Its outputs stay where the capture left them.
+
+        If the capture fails, the caller's stream becomes current again.
+        """
+        current = torch.cuda.current_stream()
+        try:
+            return self._capture(step)
+        except BaseException:
+            # torch leaves its own stream current where it cannot end the capture.
+            torch.cuda.set_stream(current)
+            torch.cuda.synchronize()
+            raise
+
+    def _capture(self, step: Callable[[], T]) -> Callable[[], T]:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):  # kernels are compiled and libraries take their workspaces
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+            outputs = step()
+        self.bytes += max(torch.cuda.memory_reserved() - before, 0)
+
+        def replay() -> T:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+class GraphBucket(Protocol):
+    """What one graph is captured for: a shape, and what the function does beside it."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the graphs of a scheduler; operators read it."""
+
+
+BucketT = TypeVar("BucketT", bound=GraphBucket)
+FunctionT = TypeVar("FunctionT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureLimits:
+    """How much time and memory captures may take.
+
+    Attributes:
+        seconds: No capture starts after this many seconds.
+        bytes: No capture starts once all of them have taken more than this, and none that needs
+            more by itself.
+    """
+
+    seconds: float = 60.0
+    bytes: int = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class CapturedGraph(Generic[BucketT, FunctionT, T]):
+    """One captured function.
+
+    Attributes:
+        bucket: What it was captured for.
+        seconds: Time that the capture took.
+        bytes: Memory that the capture took.
+        function: The function. Its inputs are loaded before a replay.
+        replay: Runs it on what is loaded and returns the outputs, which the next replay overwrites.
+    """
+
+    bucket: BucketT
+    seconds: float
+    bytes: int
+    function: FunctionT
+    replay: Callable[[], T]
+
+
+@dataclass(frozen=True)
+class CapturePace:
+    """How captures share the device with an engine that runs meanwhile.
+
+    Attributes:
+        lock: Held while a graph is captured.
+        proceed: Asked before each capture; False ends them.
+        pause: Whether to leave the lock free after each capture for as long as it took.
+    """
+
+    lock: AbstractContextManager[object]
+    proceed: Callable[[], bool]
+    pause: bool
+
+
+AT_ONCE = CapturePace(nullcontext(), lambda: True, False)
+
+
+class GraphCapture(Generic[BucketT, FunctionT, T]):
+    """Captures one function for each of a list of buckets."""
+
+    def __init__(
+        self,
+        build: Callable[[BucketT], FunctionT],
+        record: Callable[[FunctionT], Callable[[], T]],
+        taken: Callable[[], int],
+        limits: CaptureLimits,
+        min_bytes: Callable[[BucketT], int] = lambda bucket: 0,
+    ) -> None:
+        """Describes the captures.
+
+        Args:
+            build: Makes the function of a bucket.
+            record: Captures a function and returns its replay, as `CudaRecorder` does.
+            taken: Bytes that captures have taken so far.
+            limits: Time and memory.
+            min_bytes: A lower bound of the memory that a bucket's function needs.
+        """
+        self._build, self._record, self._taken = build, record, taken
+        self._limits, self._min_bytes = limits, min_bytes
+
+    def __call__(
+        self, buckets: Seq[BucketT], pace: CapturePace = AT_ONCE
+    ) -> list[CapturedGraph[BucketT, FunctionT, T]] | None:
+        """Returns the graphs in the order of the buckets, or None if `pace` ended the captures.
+
+        Buckets that the limits exclude are left out and logged. The first capture that fails ends
+        the captures.
+        """
+        made = list[CapturedGraph[BucketT, FunctionT, T]]()
+        began, before, left = time.monotonic(), self._taken(), list[str]()
+        for bucket in buckets:
+            late = time.monotonic() - began > self._limits.seconds
+            size = max(self._taken() - before, self._min_bytes(bucket))
+            if late or size > self._limits.bytes:
+                left.append(bucket.name)
+                continue
+            if not pace.proceed():
+                return None
+            try:
+                with pace.lock:
+                    made.append(self.one(bucket))
+            except Exception:  # Triton's errors have no other base
+                log.exception("no graph of %s: its kernels are launched one by one", bucket.name)
+                break
+            if pace.pause:
+                time.sleep(made[-1].seconds)
+        if left:
+            log.warning("no time or memory is left to capture graphs of %s", ", ".join(left))
+        return made
+
+    def one(self, bucket: BucketT) -> CapturedGraph[BucketT, FunctionT, T]:
+        """Returns the graph of one bucket."""
+        began, before = time.monotonic(), self._taken()
+        function = self._build(bucket)
+        replay = self._record(function)
+        seconds, size = time.monotonic() - began, self._taken() - before
+        log.info("captured %s: %.2f s, %.0f MiB", bucket.name, seconds, size / 2**20)
+        return CapturedGraph(
+            bucket=bucket, seconds=seconds, bytes=size, function=function, replay=replay
+        )
+
+
+def missing_names(
+    buckets: Iterable[BucketT], made: Iterable[CapturedGraph[BucketT, FunctionT, T]]
+) -> list[str]:
+    """Returns the names of buckets without a graph, in order."""
+    names = {graph.bucket.name for graph in made}
+    return [bucket.name for bucket in buckets if bucket.name not in names]
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether graphs can be captured on a device."""
+    return device.type == "cuda" and torch.cuda.is_available()

@@ -1,0 +1,323 @@
+"""Text steps captured as CUDA graphs at start, one for each bucket of nodes and texts.
+
+A replayed step is one upload, one launch and one download, whatever was drafted. A step that fits
+no bucket launches its kernels one by one. Most texts are verified by `sample`. If a drafter draws,
+steps verified by rejection are captured too (`multi_step` is the same walk). Steps in which each
+text has its own rule come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from recserve.engine.runtime.cuda_graphs import (
+    CapturedGraph,
+    CaptureLimits,
+    CudaRecorder,
+    GraphCapture,
+    is_cuda,
+    missing_names,
+)
+from recserve.engine.runtime.runner import Runner
+from recserve.engine.text.graph_step import GraphStep, StepConfig, StepShape
+from recserve.engine.text.text_rows import TextRow, TextRows
+from recserve.engine.text.text_sequence import TextSequence
+from recserve.engine.text.text_step import StepOutputs, TextGroup
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.sampling_table import Room, SamplingTable
+from recserve.speculation.verifiers.registry import FOR_ALL, MIXED, REJECTION, SAMPLE
+
+Step = Callable[[], StepOutputs]
+# How a step ran: replayed; or launched, because its forward held prompt tokens, its drafts were
+# drawn and no graph has a place for their distributions, its parameters, its nodes and texts, or
+# because no row was left for a text.
+Result = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows"]
+RESULTS: tuple[Result, ...] = get_args(Result)
+# Nodes and texts; plain decoding, drafts of about eight nodes, and trees of 64 for few texts.
+BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
+SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
+# [T, V] float32 tensors that a step holds at once, with every parameter or without `sample`
+# (test_capture_memory.py). Graphs share that memory, so the largest tells what all take.
+TABLES = 10.25
+
+
+@dataclass(frozen=True)
+class GraphLimits(CaptureLimits):
+    """What is captured of text steps.
+
+    Attributes:
+        shapes: In the order of capture, first for texts whose only parameter is the temperature.
+        room: Most sampling parameters of the texts of a step.
+    """
+
+    shapes: tuple[StepShape, ...] = SHAPES
+    room: Room = Room()
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a captured step does, whatever its shape.
+
+    Attributes:
+        everything: Whether texts may have any sampling parameters, or a temperature at most.
+        drafter: Whose heads end the step; None without heads.
+        rule: That verifies: SAMPLE, REJECTION or MIXED.
+    """
+
+    everything: bool
+    drafter: str | None = None
+    rule: str = SAMPLE
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    """What one graph of a text step is captured for."""
+
+    shape: StepShape
+    kind: StepKind
+
+    @property
+    def name(self) -> str:
+        """As `72x8`, nodes and texts; `72x8+` with every parameter, `72x8+ medusa` with heads,
+        `72x8+ rejection` where the rule is not `sample`.
+        """
+        kind = self.kind
+        size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if kind.everything else ''}"
+        name = kind.drafter if kind.rule == SAMPLE else kind.rule
+        return size if name is None else f"{size} {name}"
+
+    def bytes(self, vocabulary: int) -> int:
+        """Memory that grows with the vocabulary, of all that such a step holds at once."""
+        plain = self.kind.rule == SAMPLE and not self.kind.everything
+        return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
+
+
+CapturedStep = CapturedGraph[StepBucket, GraphStep, StepOutputs]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replayed step.
+
+    Attributes:
+        outputs: What it found, in memory that the next replay overwrites.
+        rows: Rows of its texts.
+    """
+
+    outputs: StepOutputs
+    rows: list[TextRow]
+
+
+class StepGraphs:
+    """The captured steps of one language model.
+
+    Attributes:
+        counts: Steps by how they ran, RESULTS.
+        captured: The graphs, small ones of each kind first.
+        missing: Names of buckets without a graph; the log says why.
+        latest: The replay of the latest step that was replayed.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        runner: Runner,
+        model: LanguageModel,
+        max_texts: int,
+        limits: GraphLimits,
+        record: Callable[[Step], Step],
+        taken: Callable[[], int] = lambda: 0,
+        drafters: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        """Captures all graphs that the limits allow.
+
+        Args:
+            runner: Of the model.
+            model: The language model.
+            max_texts: Texts that run at once.
+            limits: What is captured, and how much time and memory that may take.
+            record: Captures a step and returns its replay.
+            taken: Bytes that captures have taken so far.
+            drafters: By name. Steps of those with ranked heads are captured once more, with the
+                heads, and for those that draw once more, verified by rejection.
+        """
+        self.runner, self.model, self.room = runner, model, limits.room
+        size = runner.pool.page_size
+        largest = max(shape.nodes for shape in limits.shapes)
+        pages = -(-(model.config.decoder.max_positions + largest) // size)
+        states = model.tokens.weight[:0]
+        vocabulary = model.config.vocab_size
+        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
+        self.latest: Step | None = None
+        self.counts: dict[Result, int] = dict.fromkeys(RESULTS, 0)
+        found = {name: drafter.ranked_heads for name, drafter in (drafters or {}).items()}
+        self._heads = {name: heads for name, heads in found.items() if heads is not None}
+        self._names = {id((drafters or {})[name]): name for name in self._heads}
+        self._told: tuple[SamplingTable | None, bool | None] = (None, None)
+        self._draws = any(drafter.draws for drafter in (drafters or {}).values())
+        self._most_drafted = max(shape.drafted for shape in limits.shapes)
+        self._draft_values: Tensor | None = None
+        wanted = self._buckets(limits.shapes)
+        capture = GraphCapture[StepBucket, GraphStep, StepOutputs](
+            self._built, record, taken, limits, lambda bucket: bucket.bytes(vocabulary)
+        )
+        made = capture(wanted) or []
+        self.missing = missing_names(wanted, made)
+        made.sort(key=lambda graph: (graph.bucket.shape.nodes, graph.bucket.shape.sequences))
+        self._by_kind: dict[StepKind, list[CapturedStep]] = {b.kind: [] for b in wanted}
+        for graph in made:
+            self._by_kind[graph.bucket.kind].append(graph)
+        self.captured = [graph for graphs in self._by_kind.values() for graph in graphs]
+
+    def _buckets(self, shapes: Seq[StepShape]) -> list[StepBucket]:
+        """In the order of capture. Texts without a draft need no heads. Drawn drafts are mostly
+        chains, so they need no place for more nodes than chains have.
+        """
+        sampled = [
+            StepBucket(shape, StepKind(everything, drafter))
+            for drafter in (None, *self._heads)
+            for everything in (False, True)
+            for shape in shapes
+            if drafter is None or shape.depth
+        ]
+        rejected = [
+            StepBucket(shape, StepKind(everything, rule=REJECTION))
+            for everything in (False, True)
+            for shape in shapes
+            if self._draws and shape.for_chains
+        ]
+        own = StepKind(True, rule=MIXED)
+        return sampled + rejected + [StepBucket(shape, own) for shape in shapes if shape.depth]
+
+    def _built(self, bucket: StepBucket) -> GraphStep:
+        """The function of a bucket."""
+        kind = bucket.kind
+        drawn = self._draws and kind.rule != SAMPLE
+        config = StepConfig(
+            shape=bucket.shape,
+            capacity=self.room if kind.everything else None,
+            heads=None if kind.drafter is None else self._heads[kind.drafter],
+            rule=kind.rule,
+            draft_values=self._place_for_probs(bucket.shape) if drawn else None,
+        )
+        return GraphStep(self.runner, self.model, self.rows, config)
+
+    def _place_for_probs(self, shape: StepShape) -> Tensor:
+        """[shape.drafted, V] float32, the beginning of what all steps share: one runs at a time."""
+        if self._draft_values is None:
+            size = self._most_drafted, self.rows.seen.shape[1]
+            self._draft_values = torch.empty(size, device=self.rows.seen.device)
+        return self._draft_values[: shape.drafted]
+
+    def step(self, groups: Seq[TextGroup], with_prompts: bool) -> Replayed | None:
+        """Replays the step of a group, in the smallest bucket that holds it.
+
+        Args:
+            groups: One group, as TextGroups forms them for graphs; none if there are only prompts.
+            with_prompts: Whether the forward also computes prompt tokens.
+
+        Returns:
+            None if no graph can run the step.
+        """
+        result, replayed = ("prompt", None) if with_prompts else self._replay(*groups)
+        self.counts[result] += 1
+        return replayed
+
+    def _replay(self, group: TextGroup) -> tuple[Result, Replayed | None]:
+        drawn = group.rule != SAMPLE and any(draft.probs is not None for draft in group.drafts)
+        if drawn and self._draft_values is None:
+            return "drawn", None
+        everything = self._needs_everything(group)
+        if everything is None:
+            return "parameters", None
+        best = self._smallest(group, everything)
+        if best is None:
+            return "size", None
+        rows = best.function.load(group)
+        if rows is None:
+            return "rows", None
+        self.latest = best.replay
+        return "replayed", Replayed(best.replay(), rows)
+
+    def _needs_everything(self, group: TextGroup) -> bool | None:
+        """Whether the temperature is not the only parameter; None where there is no room for the
+        others. Told once for as long as the same texts step.
+        """
+        table, needs = self._told
+        if table is not group.table:
+            needs = not group.table.plain or group.table.truncates
+            if needs and not self.room.holds([context.params for context in group.contexts]):
+                needs = None
+            self._told = group.table, needs
+        return needs
+
+    def _smallest(self, group: TextGroup, everything: bool) -> CapturedStep | None:
+        """The smallest bucket that holds a group, of the first kind that has one."""
+        texts, depth = len(group.sizes), group.depth
+        nodes = texts + sum(group.sizes)
+        for kind in self._kinds(group, everything):
+            for graph in self._by_kind.get(kind, ()):
+                if graph.bucket.shape.holds(texts, nodes, depth):
+                    return graph
+        return None
+
+    def _kinds(self, group: TextGroup, everything: bool) -> list[StepKind]:
+        """Kinds that can run a group, those that do least besides first. Kinds with heads count
+        where the heads belong to all texts with drafts.
+        """
+        if group.rule != SAMPLE:
+            mixed = [StepKind(True, rule=MIXED)]
+            if group.rule not in FOR_ALL:
+                return mixed
+            return [StepKind(everything, rule=REJECTION), *mixed]
+        kinds = [StepKind(everything)]
+        if self._names and group.depth:
+            drafted = zip(group.sequences, group.sizes, strict=True)
+            drafters = {id(text.drafter) for text, size in drafted if size}
+            name = self._names.get(drafters.pop()) if len(drafters) == 1 else None
+            if name is not None:
+                kinds.insert(0, StepKind(everything, name))
+        return kinds
+
+    def forget(self, text: TextSequence) -> None:
+        """Frees the row of a text that has ended or was preempted."""
+        self.rows.forget(text)
+
+
+def cuda_graphs(
+    runner: Runner,
+    model: LanguageModel,
+    max_texts: int,
+    wanted: bool | None,
+    limits: GraphLimits,
+    drafters: Mapping[str, Drafter],
+) -> StepGraphs | None:
+    """Captures the steps of a model on a CUDA device.
+
+    Args:
+        runner: Of the model.
+        model: The language model.
+        max_texts: Texts that run at once.
+        wanted: None captures where the model is on a CUDA device.
+        limits: What is captured.
+        drafters: By name.
+
+    Raises:
+        ValueError: If graphs are wanted and the model is not on a CUDA device.
+    """
+    device = runner.pool.keys.device
+    if is_cuda(device) and wanted is not False:
+        recorder = CudaRecorder()
+        return StepGraphs(
+            runner, model, max_texts, limits, recorder, lambda: recorder.bytes, drafters
+        )
+    if wanted:
+        raise ValueError(f"graphs is true; they need a CUDA device and the model is on {device}")
+    return None
