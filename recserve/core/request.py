@@ -112,13 +112,6 @@ class WarmRequest:
 
 
 @dataclass(frozen=True)
-class WarmDraftRequest(RecommendRequest):
-    """Compute a root, and what proves the answer to this question: who asks it gets one round."""
-
-    strategy: StrategyName = "speculative"
-
-
-@dataclass(frozen=True)
 class TextScoreRequest:
     """Score label tokens after each of M given texts that share a beginning, the root.
 
@@ -202,7 +195,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Answer to a WarmRequest or a WarmDraftRequest."""
+    """Answer to a WarmRequest."""
 
     timing: Timing = field(default_factory=Timing)
 

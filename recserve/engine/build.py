@@ -25,7 +25,6 @@ from recserve.search.heads import Heads
 from recserve.search.strategies import (
     RankStrategy,
     TextScoreStrategy,
-    WarmDraftStrategy,
     WarmStrategy,
     likelihood_strategy,
     recommend_strategies,
@@ -120,8 +119,6 @@ def _add_recommender(
         parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)
     parts.strategy_names = tuple(sorted(strategies))
     parts.strategies.update(strategies)
-    if "speculative" in strategies:
-        parts.strategies["warm_draft"] = WarmDraftStrategy(model)
     parts.strategies["likelihood"] = likelihood_strategy(model)
 
 

@@ -26,7 +26,6 @@ from recserve.core.request import (
     Result,
     RootKeys,
     TextScoreRequest,
-    WarmDraftRequest,
     WarmRequest,
 )
 from recserve.engine.engine_config import EngineConfig
@@ -43,7 +42,6 @@ from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.stats import EngineStats, Load, stats_of
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.search.strategies import SpeculativeStrategy
 from recserve.speculation.text import Drafter
 from recserve.speculation.text_request import Completion, TextRequest
 
@@ -118,7 +116,7 @@ class Engine:
         """
         entry = self._route(request)
         entry.check()
-        background = isinstance(request, WarmRequest | WarmDraftRequest)
+        background = isinstance(request, WarmRequest)
         queue = self.background_queue if background else self.queue
         with self._changed:
             if self._closing:
@@ -148,11 +146,6 @@ class Engine:
         """Deprecated name of `record`: nothing is measured before requests any more."""
         warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
         self.record(trie)
-
-    def repeats(self, request: RecommendRequest) -> bool:
-        """Whether the request would be answered from a draft that was kept, if there were one."""
-        strategy = self._strategies.get(request.strategy)
-        return isinstance(strategy, SpeculativeStrategy) and strategy.repeats(request)
 
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""
@@ -308,7 +301,7 @@ class Engine:
             return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        if isinstance(request, WarmRequest | WarmDraftRequest):
+        if isinstance(request, WarmRequest):
             scheduler = self.background[model]
         assert isinstance(scheduler, Lane)
         future = self._cancelled.watch(Future[Result]())
@@ -318,8 +311,6 @@ class Engine:
 def _destination(request: Request | TextRequest) -> tuple[str, str]:
     """Returns the names of the request's model and of its strategy or drafter."""
     match request:
-        case WarmDraftRequest():
-            return "recommender", "warm_draft"
         case RecommendRequest():
             return "recommender", request.strategy
         case LikelihoodRequest():

@@ -122,7 +122,6 @@ def load(config: ServerConfig) -> Service:
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         journal=config.journal,
         text=text,
-        warm_drafts=config.warm_drafts,
     )
     service = Service.open(config.bundle, config.store, config.device, options)
     if config.shadow is not None:

@@ -16,13 +16,11 @@ from recserve.search.strategies.specgr import SpecGRStrategy
 from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.search.strategies.text_scores import TextScoreStrategy
 from recserve.search.strategies.warm import WarmStrategy
-from recserve.search.strategies.warm_draft import WarmDraftStrategy
 
 __all__ = [
     "RankStrategy",
     "SpeculativeStrategy",
     "TextScoreStrategy",
-    "WarmDraftStrategy",
     "WarmStrategy",
     "likelihood_strategy",
     "recommend_strategies",

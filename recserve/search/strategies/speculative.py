@@ -12,7 +12,7 @@ from torch import Tensor
 from recserve.core.drafting import Draft
 from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
-from recserve.core.root_notes import KeptDraft, is_plain
+from recserve.core.root_notes import KeptDraft
 from recserve.core.sequence import Sequence
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
@@ -64,10 +64,6 @@ class SpeculativeStrategy(BeamStrategy):
     def plan(self, request: RecommendRequest) -> DraftPlan:
         """Returns how wide to draft for a request that has no cached draft."""
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
-
-    def repeats(self, request: RecommendRequest) -> bool:
-        """Whether a draft that was kept would be used for this request."""
-        return self.keeps and is_plain(request)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The plan's nodes at each level but the last, those of all repairs, and all of beam

@@ -22,7 +22,6 @@ from recserve.service.history.histories import History
 from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.roots import RecommenderRoots
-from recserve.service.recommend.usual import Shape, Usual, seen_rows
 from recserve.service.runtime import Runtime
 from recserve.service.work import Stopwatch, Work
 
@@ -47,8 +46,6 @@ class Recommendations:
         self.dense_weight = dense_weight
         self.outcomes = outcomes
         self.chooser = Chooser(runtime.engine.strategies)
-        default = RecommendBody()
-        self.usual = Usual(Shape(default.k, DEFAULT_BEAM_WIDTH, dense_weight))
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
@@ -100,8 +97,6 @@ class Recommendations:
             outcome,
             caps,
         )
-        exact = self.chooser.exact if choice.hurried else strategy
-        self.usual.asked(_shape(body, width, dense_weight, exact))
         watch.features_done()
         future = self.runtime.engine.submit(request)
 
@@ -268,19 +263,13 @@ class _Slate:
         return codes
 
 
-def _shape(body: RecommendBody, width: int, dense_weight: float, strategy: str) -> Shape | None:
-    """None where no draft is kept for such a question."""
-    exclude = body.exclude
-    if strategy != SPECULATIVE or exclude.item_ids or body.filter or body.diversity:
-        return None
-    return Shape(body.k, width, dense_weight, exclude.seen, exclude.seen_within_s)
-
-
 def _seen(exclude: Exclude, history: History) -> np.ndarray:
     """Rows of the history that must not be answered. Raises InvalidRequest."""
     if exclude.seen_within_s is not None and not exclude.seen:
         raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
-    return seen_rows(exclude.seen, exclude.seen_within_s, history)
+    if exclude.seen_within_s is not None:
+        return history.rows_within(exclude.seen_within_s)
+    return history.rows if exclude.seen else history.rows[:0]
 
 
 def _allowed(snapshot: Snapshot, body: RecommendBody) -> AllowedItems | None:
