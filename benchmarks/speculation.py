@@ -40,7 +40,7 @@ from recserve.core.request import (
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.search.draft_plan import cheapest_draft
 from recserve.search.strategies import SpeculativeStrategy
-from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
+from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)

@@ -14,8 +14,6 @@ from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 
-StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]
-
 
 @dataclass(frozen=True)
 class Root:
@@ -50,7 +48,7 @@ class RecommendRequest:
     trie: TrieView
     k: int
     beam_width: int
-    strategy: StrategyName = "beam"
+    strategy: str = "beam"
     excluded: np.ndarray | None = None
     allowed: AllowedItems | None = None
     dense_weight: float = 0.0

@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recserve.core.drafting import Strategy
 from recserve.engine.engine import Engine, EngineParts
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
 from recserve.engine.items.search_graphs import cuda_searches
-from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
+from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.graphs import cuda_graphs
@@ -22,13 +21,11 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.heads import Heads
-from recserve.search.strategies import (
-    RankStrategy,
-    TextScoreStrategy,
-    WarmStrategy,
-    likelihood_strategy,
-    recommend_strategies,
-)
+from recserve.search.strategies.level_likelihood import likelihood_strategy
+from recserve.search.strategies.rank import RankStrategy
+from recserve.search.strategies.registry import recommend_strategies
+from recserve.search.strategies.text_scores import TextScoreStrategy
+from recserve.search.strategies.warm import WarmStrategy
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.text import Drafter
 
@@ -111,9 +108,9 @@ def _add_recommender(
     lane = Lane(runner)
     parts.schedulers["recommender"] = lane
     parts.background["recommender"] = Lane(runner, sharing=lane)
-    strategies: dict[str, Strategy] = recommend_strategies(model, heads)
+    strategies = recommend_strategies(model, heads)
     if config.invariant:
-        strategies = {name: one for name, one in strategies.items() if name in STRATEGIES}
+        strategies = {name: one for name, one in strategies.items() if one.invariant}
     else:
         limits = config.search_limits
         parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)

@@ -17,7 +17,6 @@ from typing import TypeVar, overload
 
 import torch
 
-from recserve.core.drafting import Strategy
 from recserve.core.request import (
     LikelihoodRequest,
     RankRequest,
@@ -28,6 +27,7 @@ from recserve.core.request import (
     TextScoreRequest,
     WarmRequest,
 )
+from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
 from recserve.engine.items.search_graphs import SearchGraphs

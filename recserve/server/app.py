@@ -17,6 +17,7 @@ from starlette.responses import Response
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
+from recserve.search.strategies.registry import strategy_classes
 from recserve.server import (
     completions,
     events,
@@ -37,7 +38,8 @@ from recserve.server.openapi import describe
 from recserve.service import Service
 from recserve.service.loading import resolve_device
 from recserve.service.options import ServiceOptions
-from recserve.service.service import SCORERS, STRATEGIES
+from recserve.service.recommend.recommend import POPULAR
+from recserve.service.service import SCORERS
 from recserve.service.text.text_loading import TextSettings, load_text
 
 # Engine settings that the server's configuration has, by their common name.
@@ -74,7 +76,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, lifecycle.gauges)
+    # All names, so that dashboards keep their series from bundle to bundle.
+    strategies = (*strategy_classes(), POPULAR)
+    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
     exchange = Exchange(
         lifecycle,
         metrics,

@@ -17,15 +17,15 @@ from recserve.schemas.items import (
     RecommendBody,
     RecommendedItem,
 )
+from recserve.search.strategies.registry import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
-from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
+from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
 from recserve.service.work import Stopwatch, Work
 
-CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 
@@ -87,7 +87,7 @@ class Recommendations:
             snapshot.trie,
             body.k,
             width,
-            strategy,  # type: ignore[arg-type]
+            strategy,
             excluded,
             allowed,
             dense_weight,
@@ -117,7 +117,7 @@ class Recommendations:
         there = self.runtime.engine.strategies
         if body.strategy == AUTO:
             if body.outcome is not None and self.outcomes:
-                return Choice(CONDITIONED)
+                return Choice(_reads_outcome())
             return self.chooser.choose(width, deadline_s)
         if body.strategy not in there:
             listed = ", ".join((AUTO, *there))
@@ -128,8 +128,9 @@ class Recommendations:
         """[O] weights in the retriever's order; None: its own mix."""
         if asked is None:
             return None
-        if strategy != CONDITIONED:
-            raise InvalidRequest("outcome", f"only {CONDITIONED!r} reads it, got {strategy!r}")
+        if not strategy_classes()[strategy].outcome:
+            reads = _reads_outcome()
+            raise InvalidRequest("outcome", f"only {reads!r} reads it, got {strategy!r}")
         unknown = sorted(set(asked) - set(self.outcomes))
         if unknown:
             known = ", ".join(self.outcomes)
@@ -137,7 +138,7 @@ class Recommendations:
         return np.array([asked.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, asked: float | None, strategy: str) -> float:
-        if asked and strategy in ("parallel", "specgr"):
+        if asked and strategy_classes()[strategy].dense_weight == "refused":
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
             )
@@ -261,6 +262,11 @@ class _Slate:
             return UNSET
         codes: list[int] = self.snapshot.items.codes[row].tolist()
         return codes
+
+
+def _reads_outcome() -> str:
+    """Returns the name of the strategy that reads outcome weights."""
+    return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
 def _seen(exclude: Exclude, history: History) -> np.ndarray:

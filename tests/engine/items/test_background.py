@@ -51,7 +51,7 @@ def test_a_warmed_root_is_not_computed_again():
     engine, model, trie = make_engine()
     request = warm(model, 0)
     made, again = engine.run(request), engine.run(request)
-    assert made.timing.root_computed == 9 and again.timing.root_computed == 0
+    assert made.timing.root_computed == len(request.root.inputs) and again.timing.root_computed == 0
     slate = engine.run(RecommendRequest(request.root, trie, 5, 20))
     assert slate.timing.root_computed == 0
 

@@ -143,7 +143,7 @@ def test_over_http(opened):
         drafted = client.post("/v1/recommend", json=asked).json()
         plain = client.post("/v1/recommend", json={**asked, "strategy": "beam"}).json()
         other = client.post("/v1/recommend", json={**asked, "k": 25}).json()
-    assert (drafted["strategy"], drafted["exact"], drafted["rounds"]) == ("speculative", True, 1)
+    assert (drafted["strategy"], drafted["exact"]) == ("speculative", True)
     assert plain["rounds"] > 1 and len(drafted["items"]) == 10
     for mine, theirs in zip(drafted["items"], plain["items"], strict=True):
         assert mine["item_id"] == theirs["item_id"] and mine["rank"] == theirs["rank"]
