@@ -51,8 +51,8 @@ class ServerConfig(BaseSettings):
     what is cached; CPU only. dtype: of the recommender's weights and of its cache; "auto" is the
     fastest here. kv_dtype: of
     every model's cache, None: as the model computes. shadow: a strategy that is compared with the
-    answers given, on `shadow_share` of them. warm_drafts: events with `warm` leave a draft beside
-    the user's root, for the question that is usually asked; false: the root alone.
+    answers given, on `shadow_share` of them. warm_drafts: deprecated, without
+    effect: events with `warm` compute the user's root alone.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)

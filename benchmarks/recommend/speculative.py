@@ -8,9 +8,9 @@
 expected work, whether or not it pays. "auto": what the server does. The three take turns over the
 same users; a ratio is the median over those turns, so that what else the machine does meets all of
 them. All slates are compared: the run fails where one differs in float32.
-"again": a user who asked the same before. "warmed": one who has not asked, and for whom events were
-posted with `warm`: root and draft are there. "first": one whose root alone is computed. "cold": one
-never seen. benchmarks/recommend/joined_bundle.py makes a bundle with long histories.
+"again": a user who asked the same before. "first": one whose root alone is computed, as after
+events with `warm`. "cold": one never seen. benchmarks/recommend/joined_bundle.py makes a bundle with long
+histories.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from recserve.core.request import (
     Root,
     RootKeys,
     Slate,
-    WarmDraftRequest,
     WarmRequest,
 )
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.search.draft_plan import cheapest_draft
 from recserve.search.strategies import SpeculativeStrategy
-from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE
+from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"
 METHODS = (BEAM, DRAFTED, AUTO)
-VISITS = ("again", "warmed", "first", "cold")
+VISITS = ("again", "first", "cold")
 WARM_UP = 4  # groups asked before the first turn
 
 
@@ -105,9 +104,6 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
                 subject.engine.forget(RootKeys(root.keys))
         if cell.visit == "first":
             subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
-        if cell.visit == "warmed":
-            k, width, trie = cell.k, cell.beam, subject.trie
-            subject.engine.run_many([WarmDraftRequest(root, trie, k, width) for root in roots])
 
     def users(number: int) -> list[Root]:
         first = number % groups * cell.batch

@@ -15,7 +15,7 @@ from msgspec import structs
 from recserve.batch.generate import Recommend
 from recserve.schemas.items import RecommendAnswer, RecommendBody
 from recserve.service import Service
-from recserve.service.recommend.choosing import AUTO, BEAM
+from recserve.service.recommend.auto_strategy import AUTO, BEAM
 from recserve.service.work import Work
 
 

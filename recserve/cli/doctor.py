@@ -289,10 +289,11 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
 
 def _launched(strategies: Seq[str]) -> str:
     """What is recorded for no bundle, with the reason."""
-    from recserve.engine.items.search_graphs import REPLAYED, SearchLimits
+    from recserve.engine.items.search_graphs import SearchLimits
+    from recserve.search.strategies.registry import strategy_classes
 
     limits = SearchLimits()
-    others = ", ".join(sorted(set(strategies) - set(REPLAYED)))
+    others = ", ".join(sorted(n for n in strategies if strategy_classes()[n].replays is None))
     requests = max(shape.requests for shape in limits.shapes)
     width = max(shape.width for shape in limits.shapes)
     reasons = [

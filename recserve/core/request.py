@@ -14,8 +14,6 @@ from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 
-StrategyName = Literal["beam", "speculative", "nezha", "parallel", "dense", "specgr"]
-
 
 @dataclass(frozen=True)
 class Root:
@@ -50,7 +48,7 @@ class RecommendRequest:
     trie: TrieView
     k: int
     beam_width: int
-    strategy: StrategyName = "beam"
+    strategy: str = "beam"
     excluded: np.ndarray | None = None
     allowed: AllowedItems | None = None
     dense_weight: float = 0.0
@@ -109,13 +107,6 @@ class WarmRequest:
     root: Root
     model: Literal["recommender", "ranker"]
     deadline_s: float | None = None
-
-
-@dataclass(frozen=True)
-class WarmDraftRequest(RecommendRequest):
-    """Compute a root, and what proves the answer to this question: who asks it gets one round."""
-
-    strategy: StrategyName = "speculative"
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Answer to a WarmRequest or a WarmDraftRequest."""
+    """Answer to a WarmRequest."""
 
     timing: Timing = field(default_factory=Timing)
 

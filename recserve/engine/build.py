@@ -6,12 +6,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from recserve.core.drafting import Strategy
 from recserve.engine.engine import Engine, EngineParts
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
 from recserve.engine.items.search_graphs import cuda_searches
-from recserve.engine.runtime.invariance import STRATEGIES, invariant_runner
+from recserve.engine.runtime.invariance import invariant_runner
 from recserve.engine.runtime.networks import DecoderTrunk, RankerTrunk
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.text.step_graphs import cuda_graphs
@@ -112,16 +111,14 @@ def _add_recommender(
     lane = Lane(runner)
     parts.schedulers["recommender"] = lane
     parts.background["recommender"] = Lane(runner, sharing=lane)
-    strategies: dict[str, Strategy] = recommend_strategies(model, heads)
+    strategies = recommend_strategies(model, heads)
     if config.invariant:
-        strategies = {name: one for name, one in strategies.items() if name in STRATEGIES}
+        strategies = {name: one for name, one in strategies.items() if one.invariant}
     else:
         limits = config.search_limits
         parts.searches = cuda_searches(runner, model, heads.nezha, config.graphs, limits)
     parts.strategy_names = tuple(sorted(strategies))
     parts.strategies.update(strategies)
-    if "speculative" in strategies:
-        parts.strategies["warm_draft"] = WarmDraftStrategy(model)
     parts.strategies["likelihood"] = likelihood_strategy(model)
 
 

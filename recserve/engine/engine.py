@@ -17,7 +17,6 @@ from typing import TypeVar, overload
 
 import torch
 
-from recserve.core.drafting import Strategy
 from recserve.core.request import (
     LikelihoodRequest,
     RankRequest,
@@ -26,9 +25,9 @@ from recserve.core.request import (
     Result,
     RootKeys,
     TextScoreRequest,
-    WarmDraftRequest,
     WarmRequest,
 )
+from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.lane import Lane
 from recserve.engine.items.search_graphs import SearchGraphs
@@ -118,7 +117,7 @@ class Engine:
         """
         entry = self._route(request)
         entry.check()
-        background = isinstance(request, WarmRequest | WarmDraftRequest)
+        background = isinstance(request, WarmRequest)
         queue = self.background_queue if background else self.queue
         with self._changed:
             if self._closing:
@@ -148,11 +147,6 @@ class Engine:
         """Deprecated name of `record`: nothing is measured before requests any more."""
         warnings.warn("Engine.prepare is Engine.record now", DeprecationWarning, stacklevel=2)
         self.record(trie)
-
-    def repeats(self, request: RecommendRequest) -> bool:
-        """Whether the request would be answered from a draft that was kept, if there were one."""
-        strategy = self._strategies.get(request.strategy)
-        return isinstance(strategy, SpeculativeStrategy) and strategy.repeats(request)
 
     def run(self, request: Request) -> Result:
         """Answer one request; steps the engine itself when its thread is not running."""
@@ -308,7 +302,7 @@ class Engine:
             return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        if isinstance(request, WarmRequest | WarmDraftRequest):
+        if isinstance(request, WarmRequest):
             scheduler = self.background[model]
         assert isinstance(scheduler, Lane)
         future = self._cancelled.watch(Future[Result]())
@@ -318,8 +312,6 @@ class Engine:
 def _destination(request: Request | TextRequest) -> tuple[str, str]:
     """Returns the names of the request's model and of its strategy or drafter."""
     match request:
-        case WarmDraftRequest():
-            return "recommender", "warm_draft"
         case RecommendRequest():
             return "recommender", request.strategy
         case LikelihoodRequest():

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest, TextScoreRequest
+from recserve.core.strategy import Draft
 from recserve.kernels.tree import TokenTree, merge, root_branch
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs

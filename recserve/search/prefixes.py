@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
+from recserve.core.strategy import Draft
 from recserve.kernels import dispatch
 from recserve.kernels.trie.native_layout import lay_out
 from recserve.kernels.trie.trie_tree import tree_of_nodes

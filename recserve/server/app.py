@@ -37,7 +37,8 @@ from recserve.server.transport.gate import Gate
 from recserve.service import Service
 from recserve.service.loading import resolve_device
 from recserve.service.options import ServiceOptions
-from recserve.service.service import SCORERS, STRATEGIES
+from recserve.service.recommend.recommend import POPULAR
+from recserve.service.service import SCORERS
 from recserve.service.text.text_loading import TextSettings, load_text
 
 # Engine settings that the server's configuration has, by their common name.
@@ -74,7 +75,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    metrics = Metrics((*STRATEGIES, *SCORERS), REASONS, lifecycle.gauges)
+    # All names, so that dashboards keep their series from bundle to bundle.
+    strategies = (*strategy_classes(), POPULAR)
+    metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
     exchange = Exchange(
         lifecycle,
         metrics,
@@ -122,7 +125,6 @@ def load(config: ServerConfig) -> Service:
         signing_key=None if secret is None else secret.get_secret_value().encode(),
         journal=config.journal,
         text=text,
-        warm_drafts=config.warm_drafts,
     )
     service = Service.open(config.bundle, config.store, config.device, options)
     if config.shadow is not None:

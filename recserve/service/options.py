@@ -13,7 +13,8 @@ from recserve.service.text.text_loading import LoadedText
 
 # Keywords of `Service.open` that the previous release had, by the object that has them now.
 OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")
-OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text", "warm_drafts")
+OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text")
+WITHOUT_EFFECT = "warm_drafts"  # events with `warm` compute the root alone
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class ServiceOptions:
             another process.
         journal: Folder of item changes; None: a folder next to the bundle.
         text: A language model that the same engine serves.
-        warm_drafts: Events with `warm` also prepare a draft, where that pays.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -35,7 +35,6 @@ class ServiceOptions:
     signing_key: bytes | None = None
     journal: Path | None = None
     text: LoadedText | None = None
-    warm_drafts: bool = True
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:
@@ -49,6 +48,10 @@ def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOp
         TypeError: If a keyword is unknown.
     """
     for name in old:
+        if name == WITHOUT_EFFECT:
+            message = f"Service.open({name}=...) has no effect any more"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+            continue
         if name not in OLD_ENGINE_KEYWORDS + OLD_KEYWORDS:
             raise TypeError(f"Service.open() got an unexpected keyword argument {name!r}")
         owner = "engine=EngineConfig" if name in OLD_ENGINE_KEYWORDS else ""

@@ -34,11 +34,11 @@ from recserve.service.loading import (
 )
 from recserve.service.options import ServiceOptions
 from recserve.service.recommend.attribution import Signer
+from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
 from recserve.service.recommend.scorers import LikelihoodScorer, RankerScorer, Scorer
-from recserve.service.recommend.warming import Warming
 from recserve.service.runtime import Runtime
 
 
@@ -52,7 +52,7 @@ class ItemParts:
         runtime: Engine, catalogue snapshot, histories, versions.
         items: The live catalogue.
         users: Stored events.
-        warming: Prefixes that are computed before a request needs them.
+        prewarm: Prefixes that are computed before a request needs them.
         recommendations: Slates; None: the bundle has no recommender.
         rankings: Rankings; None: the bundle has no model that ranks.
     """
@@ -62,7 +62,7 @@ class ItemParts:
     runtime: Runtime
     items: LiveItems
     users: UserEvents
-    warming: Warming
+    prewarm: Prewarm
     recommendations: Recommendations | None
     rankings: Rankings | None
 
@@ -142,7 +142,6 @@ def open_parts(
         signer=Signer(key),
         model_version=bundle.manifest.model_version,
         device=place,
-        warm_drafts=options.warm_drafts,
     )
     journal = default_journal(folder) if options.journal is None else options.journal
     name = f"{bundle.manifest.catalog_version}.jsonl"
@@ -169,8 +168,7 @@ def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJou
         outcomes = () if retriever is None else retriever.config.outcomes
         recommendations = Recommendations(runtime, recommender_roots, weight, outcomes)
         scorers["likelihood"] = LikelihoodScorer(recommender_roots)
-    usual = None if recommendations is None else recommendations.usual
-    warming = Warming(runtime, recommender_roots, ranker_roots, usual)
+    prewarm = Prewarm(runtime, recommender_roots, ranker_roots)
     items = LiveItems(runtime, models, bundle, journal, ranking)
     items.replay()
     return ItemParts(
@@ -178,8 +176,8 @@ def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJou
         models=models,
         runtime=runtime,
         items=items,
-        users=UserEvents(runtime, items, warming),
-        warming=warming,
+        users=UserEvents(runtime, items, prewarm),
+        prewarm=prewarm,
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,
     )

@@ -37,7 +37,6 @@ class Runtime:
         device: Device of the models.
         illegal_items: Items that a model returned and may not; must stay 0.
         shadow: Compares another strategy with the answers given; None: there is no comparison.
-        warm_drafts: Events with `warm` also prepare a draft, where that pays.
     """
 
     engine: Engine
@@ -48,7 +47,6 @@ class Runtime:
     device: torch.device
     illegal_items: int = field(default=0)
     shadow: Shadow | None = None
-    warm_drafts: bool = True
 
     def envelope(
         self,

@@ -40,7 +40,7 @@ from recserve.service.loading import Device
 from recserve.service.options import ServiceOptions, with_old_keywords
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.recommend.rank import Rankings
-from recserve.service.recommend.recommend import POPULAR, Recommendations
+from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.shadow import Shadow
 from recserve.service.runtime import Runtime, gauges_of
 from recserve.service.text.text import Texts
@@ -48,8 +48,6 @@ from recserve.service.text.text_loading import LoadedText
 from recserve.service.text.text_model import TextModel
 from recserve.service.work import Work, failed
 
-# Every name the contract knows, so that dashboards keep their series from build to build.
-STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", "specgr", POPULAR)
 SCORERS = ("ranker", "likelihood")
 MANY_IN_FLIGHT = 64
 

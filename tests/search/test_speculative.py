@@ -265,3 +265,22 @@ def test_without_a_head_the_strategy_is_refused():
     engine = build_engine(EngineModels(model), SMALL)
     with pytest.raises(ValueError, match="choose one of"):
         engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 3, 3, "speculative"))
+
+
+def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
+    """Requests that share a step do not keep the step's tensors alive."""
+    model, trie = make(CATALOGUES["ordinary"], "items", "children")
+    engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
+    asked = [
+        RecommendRequest(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)
+    ]
+    engine.run_many(asked)
+    entries = [
+        e for e in engine.schedulers["recommender"].cache._entries.values() if e.tail is not None
+    ]
+    assert len(entries) == 8
+    for entry in entries:
+        nodes = entry.notes.draft.nodes
+        assert entry.tail.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
+        assert entry.ahead is None
+        assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0

@@ -18,7 +18,6 @@ from recserve.core.request import (
     RecommendRequest,
     Root,
     TextScoreRequest,
-    WarmDraftRequest,
     WarmRequest,
 )
 from recserve.engine.build import EngineModels, build_engine
@@ -150,10 +149,6 @@ class Recommending:
             requests = [replace(r, caps=caps) for r in requests]
         if how == "weighed":
             requests = [replace(r, dense_weight=0.5) for r in requests]
-        if strategy == "warm_draft":
-            fields = [{**vars(r), "strategy": "speculative"} for r in requests]
-            # Asked twice: the second time the questions find the drafts of the first.
-            return [kind(**f) for f in fields for kind in (WarmDraftRequest, RecommendRequest)]
         return requests
 
 

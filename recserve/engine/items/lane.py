@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft, Strategy
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
     Again,
@@ -26,6 +25,7 @@ from recserve.core.request import (
     Timing,
 )
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.engine.runtime.flawed_states import checked, isolate
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.engine.runtime.prefix_cache import PrefixCache
@@ -49,6 +49,18 @@ class Cohort:
     strategy: Strategy
     sequences: list[Sequence]
     state: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to score; without trees that is so from the start."""
+        strategy = self.strategy
+        return not isinstance(strategy, TreeStrategy) or strategy.finished(self.state)
+
+    @property
+    def tree_strategy(self) -> TreeStrategy:
+        """The strategy of a cohort that is not finished."""
+        assert isinstance(self.strategy, TreeStrategy)
+        return self.strategy
 
 
 class Lane(Scheduler[Request, Result, Strategy]):
@@ -114,7 +126,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
             found.length,
             found.tail,
             slots[len(pages) * size :],
-            placeholders=getattr(strategy, "placeholders", None),
+            placeholders=strategy.placeholders,
             ahead=found.ahead,
             notes=found.notes,
             timing=Timing(
@@ -135,7 +147,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
         """One forward over everything that waits for one; the answers it completed."""
         cold = self.cold
         began = time.perf_counter()
-        drafts = [(cohort, cohort.strategy.propose(cohort.state)) for cohort in self.cohorts]
+        drafts = [(cohort, cohort.tree_strategy.propose(cohort.state)) for cohort in self.cohorts]
         drafted = time.perf_counter()
         placed = [self._place(cohort, draft) for cohort, draft in drafts]
         pieces = [*(self._prefill_piece(sequence) for sequence, _ in cold), *placed]
@@ -150,7 +162,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
                 flawed.append((sequence, NotFinite()))
         for (cohort, draft), piece, states in zip(drafts, placed, hidden[len(cold) :], strict=True):
             states = isolate(cohort.sequences, piece, states, self.runner.pool)
-            cohort.state = cohort.strategy.verify(cohort.state, draft, piece.slots, states)
+            cohort.state = cohort.tree_strategy.verify(cohort.state, draft, piece.slots, states)
         ended = time.perf_counter()
         for sequence, _ in cold:
             sequence.timing.prefill_ms += (ended - drafted) * 1e3
@@ -222,7 +234,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
         running = []
         for cohort in self.cohorts:
             try:
-                if not cohort.strategy.finished(cohort.state):
+                if not cohort.finished:
                     running.append(cohort)
                     continue
                 results = cohort.strategy.finish(cohort.state)

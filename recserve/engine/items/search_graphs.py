@@ -15,7 +15,6 @@ from typing import Literal, get_args
 
 import torch
 
-from recserve.core.drafting import Strategy
 from recserve.core.sequence import Sequence
 from recserve.engine.items.graph_search import (
     FixedFilter,
@@ -44,8 +43,8 @@ from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search.beams import Beams
-from recserve.search.strategies.beam import BeamStrategy, request_of
-from recserve.search.strategies.nezha import NezhaStrategy
+from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.strategies.beam import request_of
 from recserve.search.verify import begin
 
 # How a search ran: replayed; or launched, because of its requests, beams and roots, or of its
@@ -54,8 +53,6 @@ SearchResult = Literal["replayed", "size", "version"]
 SEARCH_RESULTS: tuple[SearchResult, ...] = get_args(SearchResult)
 # By what `excluded` of a shape says.
 Filters = dict[int | None, FixedFilter]
-# Which search answers for a strategy.
-REPLAYED = {"beam": "beam", "speculative": "beam", "nezha": "nezha"}
 BUCKETS = ((1, 64), (4, 64), (16, 64), (1, 256), (2, 256), (8, 256), (1, 512))
 SHAPES = tuple(
     SearchShape(*bucket, excluded, weighed)
@@ -174,9 +171,9 @@ class SearchGraphs:
 
     def serve(self, strategies: Mapping[str, Strategy]) -> None:
         """Let the strategies of these names replay what is recorded for them."""
-        for name, strategy in strategies.items():
-            if name in REPLAYED and isinstance(strategy, BeamStrategy | NezhaStrategy):
-                strategy.recorded = partial(self.search, REPLAYED[name])
+        for strategy in strategies.values():
+            if isinstance(strategy, RecommendStrategy) and strategy.replays is not None:
+                strategy.recorded = partial(self.search, strategy.replays)
 
     def search(self, strategy: str, sequences: Seq[Sequence]) -> Beams | None:
         """Finished beams of requests over one version; None where no record holds them."""

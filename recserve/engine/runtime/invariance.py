@@ -25,10 +25,6 @@ from recserve.models.recommender import Recommender
 
 Model = LanguageModel | Recommender | Ranker
 
-# Strategies whose scores are the models' own, by products and attention that are tried here.
-STRATEGIES = frozenset(
-    {"beam", "likelihood", "ranker", "speculative", "text_scores", "warm", "warm_draft"}
-)
 NODES = 24
 CHUNKS = (1, 2, 5, 17, 45)  # of a root
 BESIDE = (0, 1, 14, 61, 300)  # rows of another root in the same forward

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
-from recserve.core.drafting import Strategy
 from recserve.core.request import DeadlineExceeded, QueueFull, Request, Result
+from recserve.core.strategy import Strategy
 from recserve.engine.runtime.scheduler import (
     MethodT,
     RequestT,

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.recommender import Recommender
 from recserve.search import propose as beam_draft
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
+from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft
+from recserve.search.recommend_strategy import RecommendStrategy
 
-Searching = Callable[[Seq[Sequence]], Beams | None]
 
+class BeamStrategy(TreeStrategy, RecommendStrategy):
+    """Full beam search, one level a round."""
 
-class BeamStrategy:
-    """Full beam search, one level a round.
-
-    recorded: searches that are replayed where one holds the requests; None: there are none.
-    """
+    name = "beam"
+    exact = True
+    dense_weight = "used"
+    invariant = True
+    auto = "default"
+    replays = "beam"
+    missing = "this recommender learned all levels at once; choose parallel"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
-        self.recorded: Searching | None = None
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
+
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For every recommender that learned its codes one after another."""
+        return cls(model) if model.config.autoregressive else None
 
     def tree_room(self, request: RecommendRequest) -> int:
         """W nodes at each level but the last; as many below them in the rounds that go deeper at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ import torch
 from recserve.core.request import Result, Slate
 from recserve.core.sequence import Sequence
 from recserve.models.dense_retriever import DenseRetriever
+from recserve.models.recommender import Recommender
 from recserve.search.dense import Retrieved, nearest
-from recserve.search.strategies.at_once import AtOnce
+from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
@@ -25,15 +28,28 @@ class Retrievals:
     found: list[Retrieved]
 
 
-class DenseStrategy(AtOnce):
+class DenseStrategy(RecommendStrategy):
     """One vector per outcome and time offset, the nearest items of all of them; no round at all.
 
     Scores are cosines times the retriever's scale: the logits of its training softmax.
     """
 
+    name = "dense"
+    dense_weight = "ignored"
+    outcome = True
+    auto = "hurried"
+    missing = "no retriever for this recommender; run `recserve train retriever`"
+
     def __init__(self, retriever: DenseRetriever) -> None:
         self.retriever = retriever
         self.scale = np.float32(retriever.scale.item())
+
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For a recommender with a retriever."""
+        if heads.retriever is None or not model.config.autoregressive:
+            return None
+        return cls(heads.retriever)
 
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from recserve.core.request import Result
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Strategy
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.item_scores import score_rows
 from recserve.models.recommender import Recommender
-from recserve.search.strategies.at_once import AtOnce
-from recserve.search.strategies.likelihood import likelihood_request, likelihood_results
+from recserve.search.strategies.likelihood import (
+    LikelihoodStrategy,
+    likelihood_request,
+    likelihood_results,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class LevelLikelihoods:
     scores: Tensor
 
 
-class LevelLikelihoodStrategy(AtOnce):
+class LevelLikelihoodStrategy(Strategy):
     """Log-probability of given items, the mean over their levels as in `parallel`; no tree."""
 
     def __init__(self, model: Recommender) -> None:
@@ -51,3 +55,10 @@ class LevelLikelihoodStrategy(AtOnce):
     def finish(self, state: LevelLikelihoods) -> list[Result]:
         """Scores with the one task `likelihood`."""
         return likelihood_results(state.sequences, state.scores)
+
+
+def likelihood_strategy(model: Recommender) -> Strategy:
+    """Returns how a recommender scores given items: code after code, or all levels at once."""
+    if model.config.autoregressive:
+        return LikelihoodStrategy(model)
+    return LevelLikelihoodStrategy(model)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import LikelihoodRequest, Result, Scores
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
 from recserve.models.recommender import Recommender
 from recserve.search.candidates import propose_paths
@@ -35,7 +35,7 @@ class Likelihoods:
     draft: PrefixDraft | None
 
 
-class LikelihoodStrategy:
+class LikelihoodStrategy(TreeStrategy):
     """Log-probability of given items: one tree of their merged semantic ids, one round."""
 
     def __init__(self, model: Recommender) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,26 +19,36 @@ from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams, Rivals
 from recserve.search.descent import searches
 from recserve.search.head_search import item_log_probs, search
-from recserve.search.strategies.at_once import AtOnce
-from recserve.search.strategies.beam import Searching
+from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import RecommendStrategy
 
 
-class NezhaStrategy(AtOnce):
+class NezhaStrategy(RecommendStrategy):
     """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
 
     Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
     a dense head its weighted log-probability is added and its best items compete, as for `beam`.
-    recorded: as for BeamStrategy.
     """
+
+    name = "nezha"
+    dense_weight = "used"
+    auto = "hurried"
+    replays = "nezha"
+    missing = "no head was trained; run `recserve train drafter --name nezha`"
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         self.model, self.head = model, head
-        self.recorded: Searching | None = None
-        self.placeholders: NodeInputs | None = None
         if head.config.placeholders:
             count, device = len(head.config.codebook_sizes), model.tokens.weight.device
             self.placeholders = NodeInputs(-1 - torch.arange(count, device=device))
             model.bind_placeholders(head.placeholders)
+
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For a recommender with a self-draft head."""
+        if heads.nezha is None or not model.config.autoregressive:
+            return None
+        return cls(model, heads.nezha)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The placeholders."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from recserve.core.sequence import Sequence
 from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.capped import answer
+from recserve.search.heads import Heads
 from recserve.search.item_graph import best_items
-from recserve.search.strategies.at_once import AtOnce
+from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
@@ -34,14 +36,23 @@ class Found:
     best: Tensor
 
 
-class ParallelStrategy(AtOnce):
+class ParallelStrategy(RecommendStrategy):
     """Level heads over the whole catalogue or along the item graph."""
+
+    name = "parallel"
+    auto = "fallback"
+    missing = "this recommender has no level heads; train it with a recipe that has"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
         self.tables = model.level_tables()
         items = model.config.input == "items"
         self.first_item = model.config.num_code_tokens if items else None
+
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For a recommender with level heads."""
+        return cls(model) if model.config.level_heads else None
 
     def start(self, sequences: Seq[Sequence]) -> Found:
         """The whole answer."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import RankRequest, Result, Scores
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.ranker import Ranker
 from recserve.search.candidates import propose_branches
 
@@ -23,7 +23,7 @@ class Rankings:
     logits: Tensor | None = None
 
 
-class RankStrategy:
+class RankStrategy(TreeStrategy):
     """The ranker: candidates as branches under the user, one round."""
 
     def __init__(self, model: Ranker) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search import guided, threshold
@@ -19,7 +20,9 @@ from recserve.search import propose as beam_draft
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
 from recserve.search.guided import DraftedItems
+from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
+from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.threshold import NONE_JUDGED, Judged
 
@@ -44,7 +47,7 @@ class Inspection:
         return not self.lacking or self.beams.finished
 
 
-class SpecGRStrategy:
+class SpecGRStrategy(TreeStrategy, RecommendStrategy):
     """SpecGR: items that training never saw have their place on the slate.
 
     The retriever, which knows an item by its vector, proposes W items; one forward gives their
@@ -55,10 +58,20 @@ class SpecGRStrategy:
     Source: Ding et al. 2024, arXiv 2410.02939.
     """
 
+    name = "specgr"
+    missing = "no retriever for this recommender; run `recserve train retriever`"
+
     def __init__(self, model: Recommender, retriever: DenseRetriever) -> None:
         self.model, self.retriever = model, retriever
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
+
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For a recommender with a retriever."""
+        if heads.retriever is None or not model.config.autoregressive:
+            return None
+        return cls(model, heads.retriever)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The beams; W items drafted freely, and W below the beams of each level."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.finite import NotFinite
 from recserve.core.request import Again, RecommendRequest, Result
-from recserve.core.root_notes import KeptDraft, is_plain
+from recserve.core.root_notes import KeptDraft
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.drafters.calibration import DraftPlan
@@ -25,6 +26,7 @@ from recserve.search.beams import Beams
 from recserve.search.bounds import NEVER
 from recserve.search.draft_plan import draft_plan
 from recserve.search.head_search import likely_prefixes
+from recserve.search.heads import Heads
 from recserve.search.kept import keep, kept, keys_of, trim
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
 from recserve.search.strategies.beam import BeamStrategy, request_of
@@ -42,6 +44,10 @@ class SpeculativeStrategy(BeamStrategy):
     plan of the head's calibration (search/draft_plan.py). Where drafting does not pay, the strategy
     is beam search.
     """
+
+    name = "speculative"
+    auto = "preferred"
+    missing = "no draft head was trained; run `recserve train drafter --name speculative`"
 
     def __init__(
         self,
@@ -61,13 +67,16 @@ class SpeculativeStrategy(BeamStrategy):
         super().__init__(model)
         self.head, self.only, self.keeps = head, only, keeps
 
+    @classmethod
+    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+        """For a recommender with a draft head."""
+        if heads.prefixes is None or not model.config.autoregressive:
+            return None
+        return cls(model, heads.prefixes)
+
     def plan(self, request: RecommendRequest) -> DraftPlan:
         """Returns how wide to draft for a request that has no cached draft."""
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
-
-    def repeats(self, request: RecommendRequest) -> bool:
-        """Whether a draft that was kept would be used for this request."""
-        return self.keeps and is_plain(request)
 
     def tree_room(self, request: RecommendRequest) -> int:
         """The plan's nodes at each level but the last, those of all repairs, and all of beam

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from recserve.core.drafting import Draft
 from recserve.core.request import Result, Scores, TextScoreRequest
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
 from recserve.models.language_model import LanguageModel
 from recserve.search.candidates import propose_texts
@@ -24,7 +24,7 @@ class TextScores:
     values: tuple[Tensor, ...] | None = None
 
 
-class TextScoreStrategy:
+class TextScoreStrategy(TreeStrategy):
     """One tree of isolated branches, one round."""
 
     def __init__(self, model: LanguageModel) -> None:

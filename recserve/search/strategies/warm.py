@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 
 from recserve.core.request import Result, Warmed
 from recserve.core.sequence import Sequence
-from recserve.search.strategies.at_once import AtOnce
+from recserve.core.strategy import Strategy
 
 
-class WarmStrategy(AtOnce):
+class WarmStrategy(Strategy):
     """Nothing hangs under the root: no tree, no round."""
 
     def start(self, sequences: Seq[Sequence]) -> tuple[Sequence, ...]:

@@ -7,15 +7,15 @@ from msgspec import structs
 from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
-from recserve.service.recommend.warming import Warming
+from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.runtime import Runtime
 
 
 class UserEvents:
     """Adds, lists and deletes the events of users."""
 
-    def __init__(self, runtime: Runtime, items: LiveItems, warming: Warming) -> None:
-        self.runtime, self.items, self.warming = runtime, items, warming
+    def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:
+        self.runtime, self.items, self.prewarm = runtime, items, prewarm
 
     def add(self, body: EventsBody) -> EventsAnswer:
         """Stores events and corrections, and drops cached prefixes that they invalidate.
@@ -26,13 +26,13 @@ class UserEvents:
             StoreUnavailable: If the history store does not answer.
         """
         added = self.runtime.histories.add(body, self.runtime.snapshot)
-        self.warming.forget(added.rewritten)
+        self.prewarm.forget(added.rewritten)
         answer = added.answer
         if not body.warm:
             return answer
         refused = {rejection.index for rejection in answer.rejected}
         users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
-        return structs.replace(answer, warmed=self.warming.warm(users))
+        return structs.replace(answer, warmed=self.prewarm.warm(users))
 
     def history(self, user_id: str) -> HistoryAnswer:
         """Returns a user's stored events.
@@ -53,4 +53,4 @@ class UserEvents:
         history = runtime.histories.delete(user_id, runtime.snapshot)
         if self.items.was_read_otherwise(history):
             runtime.engine.forget_all()
-        self.warming.forget({user_id: Rewritten(history, None)})
+        self.prewarm.forget({user_id: Rewritten(history, None)})

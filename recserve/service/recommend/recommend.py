@@ -17,16 +17,15 @@ from recserve.schemas.items import (
     RecommendBody,
     RecommendedItem,
 )
+from recserve.search.strategies.registry import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
-from recserve.service.recommend.choosing import AUTO, BEAM, SPECULATIVE, Choice, Chooser
+from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.roots import RecommenderRoots
-from recserve.service.recommend.usual import Shape, Usual, seen_rows
 from recserve.service.runtime import Runtime
 from recserve.service.work import Stopwatch, Work
 
-CONDITIONED = "dense"
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
 
@@ -47,8 +46,6 @@ class Recommendations:
         self.dense_weight = dense_weight
         self.outcomes = outcomes
         self.chooser = Chooser(runtime.engine.strategies)
-        default = RecommendBody()
-        self.usual = Usual(Shape(default.k, DEFAULT_BEAM_WIDTH, dense_weight))
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
@@ -90,7 +87,7 @@ class Recommendations:
             snapshot.trie,
             body.k,
             width,
-            strategy,  # type: ignore[arg-type]
+            strategy,
             excluded,
             allowed,
             dense_weight,
@@ -100,8 +97,6 @@ class Recommendations:
             outcome,
             caps,
         )
-        exact = self.chooser.exact if choice.hurried else strategy
-        self.usual.asked(_shape(body, width, dense_weight, exact))
         watch.features_done()
         future = self.runtime.engine.submit(request)
 
@@ -122,7 +117,7 @@ class Recommendations:
         there = self.runtime.engine.strategies
         if body.strategy == AUTO:
             if body.outcome is not None and self.outcomes:
-                return Choice(CONDITIONED)
+                return Choice(_reads_outcome())
             return self.chooser.choose(width, deadline_s)
         if body.strategy not in there:
             listed = ", ".join((AUTO, *there))
@@ -133,8 +128,9 @@ class Recommendations:
         """[O] weights in the retriever's order; None: its own mix."""
         if asked is None:
             return None
-        if strategy != CONDITIONED:
-            raise InvalidRequest("outcome", f"only {CONDITIONED!r} reads it, got {strategy!r}")
+        if not strategy_classes()[strategy].outcome:
+            reads = _reads_outcome()
+            raise InvalidRequest("outcome", f"only {reads!r} reads it, got {strategy!r}")
         unknown = sorted(set(asked) - set(self.outcomes))
         if unknown:
             known = ", ".join(self.outcomes)
@@ -142,7 +138,7 @@ class Recommendations:
         return np.array([asked.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, asked: float | None, strategy: str) -> float:
-        if asked and strategy in ("parallel", "specgr"):
+        if asked and strategy_classes()[strategy].dense_weight == "refused":
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
             )
@@ -268,19 +264,18 @@ class _Slate:
         return codes
 
 
-def _shape(body: RecommendBody, width: int, dense_weight: float, strategy: str) -> Shape | None:
-    """None where no draft is kept for such a question."""
-    exclude = body.exclude
-    if strategy != SPECULATIVE or exclude.item_ids or body.filter or body.diversity:
-        return None
-    return Shape(body.k, width, dense_weight, exclude.seen, exclude.seen_within_s)
+def _reads_outcome() -> str:
+    """Returns the name of the strategy that reads outcome weights."""
+    return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
 def _seen(exclude: Exclude, history: History) -> np.ndarray:
     """Rows of the history that must not be answered. Raises InvalidRequest."""
     if exclude.seen_within_s is not None and not exclude.seen:
         raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
-    return seen_rows(exclude.seen, exclude.seen_within_s, history)
+    if exclude.seen_within_s is not None:
+        return history.rows_within(exclude.seen_within_s)
+    return history.rows if exclude.seen else history.rows[:0]
 
 
 def _allowed(snapshot: Snapshot, body: RecommendBody) -> AllowedItems | None:

@@ -16,6 +16,7 @@ import numpy as np
 from recserve.core.request import QueueFull, RecommendRequest, Result, Slate, Timing
 from recserve.engine.engine import Engine
 from recserve.metrics import ShadowCounts
+from recserve.search.strategies.registry import strategy_classes
 
 
 class Shadow:
@@ -39,8 +40,8 @@ class Shadow:
             return
         if self.engine.stats().queue_depth:
             return
-        again = replace(request, strategy=self.strategy, deadline_s=None)  # type: ignore[arg-type]
-        if again.strategy in ("dense", "parallel", "specgr"):
+        again = replace(request, strategy=self.strategy, deadline_s=None)
+        if strategy_classes()[self.strategy].dense_weight != "used":
             again = replace(again, dense_weight=0.0)
         try:
             future = self.engine.submit(again)

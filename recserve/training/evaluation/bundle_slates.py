@@ -11,19 +11,12 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.recommender import load_recommender
+from recserve.search.strategies.registry import strategy_classes
 from recserve.service.loading import graph_of_links, item_index, load_heads, load_item_graph
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_graph import links_of
 
 EXHAUSTIVE = "exhaustive"
-MISSING = {
-    "beam": "this recommender learned all levels at once; choose parallel",
-    "speculative": "no draft head was trained; run `recserve train drafter --name speculative`",
-    "nezha": "no head was trained; run `recserve train drafter --name nezha`",
-    "parallel": "this recommender has no level heads; train it with a recipe that has",
-    "dense": "no retriever for this recommender; run `recserve train retriever`",
-    "specgr": "no retriever for this recommender; run `recserve train retriever`",
-}
 
 
 @dataclass(frozen=True)
@@ -70,17 +63,17 @@ class BundleSlates:
     ) -> SlateOptions:
         """How a strategy makes slates; `exhaustive` is `parallel` on all items.
 
-        dense_weight: of `beam`, `speculative` and `nezha`; None: the bundle's. Raises BundleError
+        dense_weight: of strategies that use one; None: the bundle's. Raises BundleError
         where nothing was trained for the strategy.
         """
         asked = "parallel" if strategy == EXHAUSTIVE else strategy
         if asked not in self.slates.engine.strategies:
-            raise BundleError(MISSING[asked])
+            raise BundleError(strategy_classes()[asked].missing)
         weight = self.dense_weight if dense_weight is None else dense_weight
         return SlateOptions(
             width,
             filtered,
-            0.0 if asked in ("parallel", "dense", "specgr") else weight,
-            asked,  # type: ignore[arg-type]
+            weight if strategy_classes()[asked].dense_weight == "used" else 0.0,
+            asked,
             self.graph if strategy == "parallel" else None,
         )

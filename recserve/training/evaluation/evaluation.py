@@ -16,6 +16,7 @@ from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.sasrec import load_sasrec
+from recserve.search.strategies.registry import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases as Cases
@@ -23,10 +24,6 @@ from recserve.training.evaluation.cases import leave_one_out_cases as leave_one_
 from recserve.training.evaluation.slates import dense_slates, sasrec_slates
 
 Ints = NDArray[np.int64]
-STRATEGIES = (
-    *("auto", "beam", "speculative", "nezha", "parallel", "dense", "specgr"),
-    *(EXHAUSTIVE, "dense_head", "sasrec"),
-)
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,9 @@ def evaluate_bundle(
     that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown
     strategy or cut-off, BundleError if the model was not trained.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; choose one of {STRATEGIES}")
+    strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
+    if strategy not in strategies:
+        raise ValueError(f"strategy is {strategy!r}; choose one of {strategies}")
     if not k or min(k) < 1 or max(k) > width:
         raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
     name = "sasrec" if strategy == "sasrec" else "recommender"

@@ -21,13 +21,13 @@ from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.core.request import Slate
+from recserve.search.strategies.registry import strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.slates import SlateOptions, rows_of
 
 Ints = NDArray[np.int64]
-ORDER = ("beam", "speculative", "nezha", "parallel", "dense", "specgr")
 REFERENCE = "beam"
 BATCH = 256
 
@@ -151,7 +151,7 @@ def compare_strategies(
     timed = cases.sample(timed_users)
     found: list[StrategyFigures] = []
     reference: list[Slate] = []
-    for name in (n for n in ORDER if n in there):
+    for name in (n for n in strategy_classes() if n in there):
         options = answers.options(name, width, True)
         slates = _slates(answers, cases, max(k), options, name)
         reference = reference or slates

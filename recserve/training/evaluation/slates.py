@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate, StrategyName
+from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate
 from recserve.core.retrieval import VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
@@ -37,7 +37,7 @@ class SlateOptions:
     width: int = 50
     filtered: bool = True
     dense_weight: float = 0.0
-    strategy: StrategyName = "beam"
+    strategy: str = "beam"
     graph: ItemGraph | None = None
     outcome: NDArray[np.float64] | None = None
 

@@ -8,7 +8,6 @@ from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 
 RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")
-WARMED = ("warm", "warm_draft")
 HOW = {
     "items": ("plain", "filters", "diversity", "weighed", "live"),
     "codes": ("plain", "filters", "live"),
@@ -20,7 +19,7 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", "torch")
 
 
-@pytest.mark.parametrize("strategy,form", covering(RECOMMEND + WARMED, tuple(HOW)))
+@pytest.mark.parametrize("strategy,form", covering((*RECOMMEND, "warm"), tuple(HOW)))
 def test_recommendations_are_the_cpu_s(strategy, form):
     """Cold and warm, in every way of asking."""
     here = recommending("cpu", form)

@@ -1,6 +1,4 @@
-"""Roots of users who have just done something, and drafts for what they will ask, made before they
-ask; and how all that is forgotten.
-"""
+"""Prefixes of users with new events, computed before the next request, and how they are dropped."""
 
 from __future__ import annotations
 
@@ -12,36 +10,33 @@ from concurrent.futures import Future
 from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.histories import NOTHING, History, Rewritten
+from recserve.service.history.histories import NOTHING, Rewritten
 from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
-from recserve.service.recommend.usual import Usual
 from recserve.service.runtime import Runtime
 
-WITHIN_S = 10.0  # what was not begun by then is not worth it: the user has asked, or has left
+WITHIN_S = 10.0  # a prefill that has not begun by then is dropped
 
 
-class Warming:
-    """Asks the engine for roots and drafts, and waits for nothing."""
+class Prewarm:
+    """Submits prefills of user histories to the engine, without waiting for them."""
 
     def __init__(
         self,
         runtime: Runtime,
         recommender: RecommenderRoots | None,
         ranker: RankerRoots | None,
-        usual: Usual | None = None,
     ) -> None:
-        """usual: what drafts are made for. Each is None where there is no such model."""
+        """Makes it from the engine and the roots of each model, None where there is no model."""
         self.runtime = runtime
         self.recommender = recommender
         self.ranker = ranker
-        self.usual = usual
         self._under_way: dict[str, list[Future[Result]]] = {}
         self._lock = threading.Lock()
 
     def warm(self, user_ids: Iterable[str]) -> int:
-        """Roots that are under way; ends early where the queue is full. What was under way for a
-        user before is dropped: there is more to read now.
+        """Returns the number of prefills submitted, fewer where the queue is full.
+
+        Earlier prefills of the same users that have not ended are dropped.
         """
         begun = 0
         for user_id in user_ids:
@@ -55,8 +50,9 @@ class Warming:
         return begun
 
     def forget(self, rewritten: Mapping[str, Rewritten]) -> None:
-        """Drop what is under way for these users, and every root that their histories have had, but
-        for what the histories begin with still.
+        """Drops the cached prefixes of these users' former histories, and their prefills.
+
+        The part that former and present history begin with stays.
         """
         roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
         self.runtime.engine.forget(*roots)
@@ -82,20 +78,9 @@ class Warming:
             root = self.ranker.bare(snapshot, history)
             requests.append(WarmRequest(root, "ranker", until_s))
         if self.recommender is not None:
-            requests.append(self._of_recommender(self.recommender, snapshot, history, until_s))
+            root = self.recommender.root(snapshot, history.rows)
+            requests.append(WarmRequest(root, "recommender", until_s))
         return requests
-
-    def _of_recommender(
-        self, roots: RecommenderRoots, snapshot: Snapshot, history: History, until_s: float
-    ) -> Request:
-        """The root, and a draft with it where the usual question would be answered from one."""
-        root = roots.root(snapshot, history.rows)
-        if self.runtime.warm_drafts and self.usual is not None:
-            shape = self.usual.shape
-            request = None if shape is None else shape.of(root, history, snapshot, until_s)
-            if request is not None and self.runtime.engine.repeats(request):
-                return request
-        return WarmRequest(root, "recommender", until_s)
 
     def _submit(self, user_id: str, request: Request) -> None:
         future = self.runtime.engine.submit(request)

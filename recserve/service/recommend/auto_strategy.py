@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recserve.search.strategies.registry import strategy_classes
+
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"
-EXACT = (SPECULATIVE, BEAM)
-QUICK = ("nezha", "dense")
-OTHERWISE = "parallel"
 NEWEST = 0.1  # weight of the newest answer in the running mean
 MARGIN = 1.5  # an answer is expected in time where its mean time is so many times inside it
 RETRY = 0.98  # per request that was turned away, so that a strategy is tried again in time
@@ -35,8 +34,10 @@ class Chooser:
 
     def __init__(self, there: Sequence[str]) -> None:
         """there: the engine's strategies."""
-        self.exact = next((name for name in EXACT if name in there), OTHERWISE)
-        self.quick = tuple(name for name in QUICK if name in there)
+        roles = [(each.auto, name) for name, each in strategy_classes().items() if name in there]
+        order = ("preferred", "default", "fallback")
+        self.exact = next((name for role in order for r, name in roles if r == role), "")
+        self.quick = tuple(name for role, name in roles if role == "hurried")
         self._seconds: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 

@@ -9,7 +9,7 @@ from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendBody
 from recserve.search.draft_plan import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
-from recserve.service.recommend.choosing import Chooser
+from recserve.service.recommend.auto_strategy import Chooser
 from tests.support.tiny_bundle import shared_bundle
 
 ALL = ("beam", "dense", "nezha", "parallel", "speculative")
