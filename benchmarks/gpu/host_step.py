@@ -41,8 +41,7 @@ from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
-from recserve.speculation.text import Drafter
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.walking_model import drawn_language_model
 
 VOCABULARY = 1500

@@ -26,7 +26,7 @@ from benchmarks.gpu.engine import (
 from benchmarks.support.drawn import Catalogue, drawn_there
 from benchmarks.support.failures import attempted, complaints, once
 from benchmarks.support.timing import Deadline
-from recserve.engine.items.fixed_search import SearchShape
+from recserve.engine.items.graph_search import SearchShape
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from tests.support.device_worlds import Recommending, recommending

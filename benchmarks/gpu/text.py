@@ -31,16 +31,7 @@ from recserve.speculation.completion import TextRequest
 from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.text import (
-    Budget,
-    Drafter,
-    TextContext,
-    TextDraft,
-    TextOutcome,
-    chain_draft,
-    empty_draft,
-)
-from recserve.speculation.text_request import SamplingParams, Speculation, TextRequest
+from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.walking_model import drawn_language_model, walk
 
 VOCABULARY = 1500

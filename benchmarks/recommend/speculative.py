@@ -9,8 +9,8 @@ expected work, whether or not it pays. "auto": what the server does. The three t
 same users; a ratio is the median over those turns, so that what else the machine does meets all of
 them. All slates are compared: the run fails where one differs in float32.
 "again": a user who asked the same before. "first": one whose root alone is computed, as after
-events with `warm`. "cold": one never seen. benchmarks/recommend/joined_bundle.py makes a bundle with long
-histories.
+events with `warm`. "cold": one never seen. benchmarks/recommend/joined_bundle.py makes a bundle
+with long histories.
 """
 
 from __future__ import annotations

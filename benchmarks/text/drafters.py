@@ -27,7 +27,7 @@ from benchmarks.text.trained_models import (
     options_of,
     passages,
     questions,
-    weights_of,
+    trained_drafter,
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine

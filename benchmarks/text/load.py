@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.runs import CLOCKS, machine, write_json
-from benchmarks.text.trained_models import PLAIN, options_of, passages, weights_of
+from benchmarks.text.trained_models import PLAIN, options_of, passages, trained_drafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model

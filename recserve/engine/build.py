@@ -21,14 +21,11 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.heads import Heads
-from recserve.search.strategies import (
-    RankStrategy,
-    TextScoreStrategy,
-    WarmDraftStrategy,
-    WarmStrategy,
-    likelihood_strategy,
-    recommend_strategies,
-)
+from recserve.search.strategies.level_likelihood import likelihood_strategy
+from recserve.search.strategies.rank import RankStrategy
+from recserve.search.strategies.registry import recommend_strategies
+from recserve.search.strategies.text_scores import TextScoreStrategy
+from recserve.search.strategies.warm import WarmStrategy
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 

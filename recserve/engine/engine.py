@@ -42,7 +42,6 @@ from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.stats import EngineStats, Load, stats_of
 from recserve.engine.text.text_lane import TextLane
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.search.strategies import SpeculativeStrategy
 from recserve.speculation.completion import Completion, TextRequest
 from recserve.speculation.drafter import Drafter
 

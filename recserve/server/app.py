@@ -17,6 +17,7 @@ from starlette.responses import Response
 from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Metrics
+from recserve.search.strategies.registry import strategy_classes
 from recserve.server import playground
 from recserve.server.errors import REASONS
 from recserve.server.exchange import Exchange

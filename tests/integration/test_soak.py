@@ -119,8 +119,7 @@ def test_mixed_requests(count, load_aware):
     for name in MAKERS:
         assert_forgotten(drafters[name])
     if load_aware:
-        assert not engine.schedulers["text"]._drafting._budget._records
-        # Who drafts follows from measured costs; in the long run everybody is tried.
+        # Who drafts follows from measured costs; in the long run every drafter is tried.
         few = 1 if count < 1000 else len(MAKERS) + 2
         assert len({drafter for drafter, _ in drafted}) >= few
     else:

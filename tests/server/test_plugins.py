@@ -8,7 +8,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.service.served import Served
+from recserve.service.service import Service
 from recserve.service.text.text_loading import open_drafters
 from recserve.service.text.text_model import TextModel
 from recserve.speculation.drafters.registry import build_drafter, drafter_classes
@@ -92,7 +92,7 @@ def test_a_drafter_and_a_rule_of_another_distribution_serve_the_same_text(instal
     tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path))
     cpu = torch.device("cpu")
     model = TextModel("toy", tokenizer, VOCABULARY, (), 700, 1, cpu, drafters)
-    with live(Served(None, model, engine)) as client:
+    with live(Service(engine, text=model)) as client:
         answers = {}
         for drafter in ("none", "repeat", "repeat+suffix"):
             for verifier in ("sample", "careful"):

@@ -27,8 +27,7 @@ from recserve.core.request import (
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.engine.runtime.flawed_states import checked, isolate
-from recserve.engine.runtime.pages import PageAllocator
-from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.runtime.runner import Piece, Runner
 from recserve.engine.runtime.scheduler import PageOwner, RequestTooLarge, Scheduler, expired
 from recserve.kernels.host import on_device
@@ -70,8 +69,8 @@ class Lane(Scheduler[Request, Result, Strategy]):
         """sharing: a scheduler of the same runner; both use its pages and prefix cache."""
         self.runner = runner
         self.page_size = runner.pool.page_size
-        self.allocator = sharing.allocator if sharing else PageAllocator(runner.pool.num_pages)
-        self.cache = sharing.cache if sharing else PrefixCache(self.allocator, self.page_size)
+        self._pages = PagePlacement(runner.pool, sharing)
+        self.allocator, self.cache = self._pages.allocator, self._pages.cache
         self.cohorts: list[Cohort] = []
         self.cold: list[tuple[Sequence, Strategy]] = []
         self.warm: list[tuple[Sequence, Strategy]] = []
@@ -84,7 +83,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
     def check(self, request: Request, strategy: Strategy) -> None:
         """Raises RequestTooLarge if the request could not run even alone."""
         rows = len(request.root.inputs)
-        pages = self._pages(rows) + self._pages(strategy.tree_room(request))
+        pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_room(request))
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
@@ -97,35 +96,23 @@ class Lane(Scheduler[Request, Result, Strategy]):
         """Take a request in if its pages can be had now; all that it will ever need are
         reserved.
         """
-        keys, shared = request.root.keys, request.root.shared
-        rows, size = keys.shape[0], self.page_size
-        found = self.cache.match(keys, shared)
-        held = found.pages + ([found.partial] if found.partial is not None else [])
-        own_root = self._pages(rows) - (len(held) if found.length == rows else len(found.pages))
-        own = own_root + self._pages(strategy.tree_room(request))
-        self.cache.evict(own)
-        if self.allocator.num_free < own:
-            self.allocator.release(held)
+        root = request.root
+        placed = self._pages.place(
+            RootKeys(root.keys, root.shared), strategy.tree_room(request), separate=True
+        )
+        if placed is None:
             return False
-        fresh = self.allocator.allocate(own)
-        root_pages, tree_pages = fresh[:own_root], fresh[own_root:]
-        if found.length == rows:
-            pages = held
-        else:
-            pages = found.pages + root_pages
-            if found.partial is not None:
-                self._copy_page(found.partial, root_pages[0], found.length % size)
-                self.allocator.release([found.partial])
-        slots = slots_of_pages(pages + tree_pages, size, self.runner.pool.keys.device)
+        rows, found = root.keys.shape[0], placed.found
+        slots = slots_of_pages(placed.pages, self.page_size, self.runner.pool.keys.device)
         sequence = Sequence(
             request,
             future,
             submitted_s,
-            pages + tree_pages,
+            placed.pages,
             slots[:rows],
             found.length,
             found.tail,
-            slots[len(pages) * size :],
+            slots[placed.num_prefix_pages * self.page_size :],
             placeholders=strategy.placeholders,
             ahead=found.ahead,
             notes=found.notes,
@@ -323,19 +310,12 @@ class Lane(Scheduler[Request, Result, Strategy]):
             sequence.ahead = states.clone()
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
-        pages = sequence.pages[: self._pages(sequence.root_length)]
+        pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
         assert sequence.tail is not None
         self.cache.insert(
             root.keys, root.shared, pages, sequence.tail, sequence.ahead, sequence.notes
         )
         return True
-
-    def _copy_page(self, source: int, target: int, rows: int) -> None:
-        step = torch.arange(rows, device=self.runner.pool.keys.device)
-        self.runner.pool.copy_slots(source * self.page_size + step, target * self.page_size + step)
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
 
 
 def _computed(draft: Draft) -> list[int]:

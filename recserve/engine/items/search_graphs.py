@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from recserve.core.sequence import Sequence
+from recserve.core.strategy import Strategy
 from recserve.engine.items.graph_search import (
     FixedFilter,
     GraphSearch,

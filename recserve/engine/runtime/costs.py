@@ -1,17 +1,68 @@
-"""A runner over pages of its own, to measure what forwards of a model cost."""
+"""What a step costs on this machine: measured at some sizes, interpolated between them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
 from recserve.engine.runtime.networks import DecoderTrunk
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.runtime.runner import Piece, Runner
 from recserve.kernels.paged_kv import KVPool
+from recserve.kernels.tree import root_branch
+from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.models.recommender import Recommender
 
+SIZES = (1, 4, 16, 64)
 ROOT = 64
+RUNS = 3
 
 
-def scratch_runner(model: Recommender | LanguageModel, nodes: int) -> Runner:
-    """The model over a pool of its own: ROOT slots for a root, then one for each node."""
-    trunk = DecoderTrunk(model)
-    return Runner(trunk, KVPool(trunk.kv_shape, ROOT + nodes, 1, trunk.dtype, trunk.device))
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds at two or more ascending sizes, linear between them and after the last."""
+
+    sizes: tuple[int, ...]
+    milliseconds: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        """Milliseconds, 0 for nothing."""
+        if size <= 0:
+            return 0.0
+        last = max(sum(known <= size for known in self.sizes[:-1]), 1)
+        low, high = self.sizes[last - 1 : last + 1]
+        before, after = self.milliseconds[last - 1 : last + 1]
+        slope = max(after - before, 0.0) / (high - low)
+        return max(before + (size - low) * slope, 0.0)
+
+
+def step_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds. On a CPU the clock of the thread, which excludes the time of other processes."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+@torch.inference_mode()
+def text_step_cost(model: LanguageModel) -> Cost:
+    """Measure forward and logits of n tree nodes under a short root.
+
+    The cost of a size is the fastest of RUNS runs after one to warm up.
+    """
+    trunk, last = DecoderTrunk(model), SIZES[-1]
+    runner = Runner(trunk, KVPool(trunk.kv_shape, ROOT + last, 1, trunk.dtype, trunk.device))
+    device = runner.pool.keys.device
+    slots, now = torch.arange(ROOT + last, device=device), step_clock(device)
+
+    def forward_ms(size: int) -> float:
+        tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        tree = root_branch(tokens, torch.arange(size + 1, device=device))
+        piece = Piece(tree, NodeInputs(tokens), None, slots[ROOT : ROOT + size], (slots[:ROOT],))
+        began = now()
+        model.logits(runner.forward([piece])[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (now() - began) * 1e3
+
+    times = [min([forward_ms(size) for _ in range(RUNS + 1)][1:]) for size in SIZES]
+    return Cost(SIZES, tuple(times))

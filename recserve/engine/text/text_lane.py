@@ -24,8 +24,8 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
+from recserve.engine.text.draft_proposer import DraftProposer
 from recserve.engine.text.step_graphs import StepGraphs
-from recserve.engine.text.text_drafting import TextDrafting
 from recserve.engine.text.text_groups import TextGroups
 from recserve.engine.text.text_pages import TextPages
 from recserve.engine.text.text_prefill import Chunk, chunks, is_coming
@@ -76,7 +76,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         # pages, or for another text to compute what they begin with.
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
-        self._drafting = TextDrafting(model, self.limits.draft_nodes, self.limits.load_aware)
+        self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids = count()
         self.graphs = graphs
@@ -186,7 +186,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             outputs = replayed.outputs
             tails = [row.tail for row in replayed.rows]
             done = self._commit(groups[0], outputs.kept(), outputs.hidden, outputs.logits, tails)
-        self._drafting.stepped()
+        self._proposer.stepped()
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
         first = {part.sequence for part in parts}
         for sequence in first:
@@ -235,12 +235,12 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         if parts:
             rows = {part.sequence: part.size for part in parts}
             stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
-        drafts, refused = self._drafting.propose(stepping, sum(part.size for part in parts))
+        drafts, refused = self._proposer.propose(stepping, sum(part.size for part in parts))
         if refused:
             stepping = [s for s in stepping if s in drafts]
             self._drop([sequence for sequence, _ in refused])
             failed += refused
-        for sequence in self._drafting.asked:
+        for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
             if needed > sequence.room and not self.pages.grow(sequence, needed):
                 drafts[sequence] = empty_draft()
@@ -261,7 +261,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         """
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, asked = tails is not None, self._drafting.asked
+        counted, asked = tails is not None, self._proposer.called
         first = 0
         for number, sequence in enumerate(group.sequences):
             draft, path, tokens = group.drafts[number], kept.paths[number], kept.tokens[number]
@@ -284,7 +284,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             sequence.computed(before + used, tail, ranked)
             if draft.num_nodes:
                 sequence.counts.add(draft.num_candidates, used)
-                self._drafting.judged(sequence, draft, len(path) - 1)
+                self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))
                 self.pages.keep(sequence)
@@ -339,7 +339,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             return
         for sequence in sequences:
             self.pages.release(sequence)
-            self._drafting.forget(sequence)
+            self._proposer.forget(sequence)
             if self.graphs is not None:
                 self.graphs.forget(sequence)
         gone = set(sequences)

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import RootKeys
-from recserve.engine.runtime.pages import PageAllocator
-from recserve.engine.runtime.prefix_cache import PrefixCache
+from recserve.engine.runtime.page_placement import PagePlacement
 from recserve.engine.text.text_sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
 
@@ -21,30 +20,22 @@ class TextPages:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.size = pool, pool.page_size
-        self.allocator = PageAllocator(pool.num_pages)
-        self.cache = PrefixCache(self.allocator, self.size)
+        self._placement = PagePlacement(pool)
+        self.allocator, self.cache = self._placement.allocator, self._placement.cache
+        self.pages_of = self._placement.pages_of
         # Of every page [P, S]: nothing is uploaded where a text takes one.
         slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
         self._slots = slots.view(pool.num_pages, pool.page_size)
 
     def place(self, sequence: TextSequence) -> bool:
         """Pages for all committed tokens, as many as possible from the prefix cache."""
-        size, rows = self.size, sequence.length - 1
-        found = self.cache.match(np.array(sequence.context.tokens[:rows], dtype=np.int64))
-        held = found.pages + ([] if found.partial is None else [found.partial])
-        own = self.pages_of(sequence.length) - len(found.pages)
-        self.cache.evict(own)
-        if self.allocator.num_free < own:
-            self.allocator.release(held)
+        keys = np.array(sequence.context.tokens[:-1], dtype=np.int64)
+        placed = self._placement.place(RootKeys(keys), 1, separate=False)
+        if placed is None:
             return False
-        fresh = self.allocator.allocate(own)
-        if found.partial is not None:
-            step = torch.arange(found.length % size, device=self.pool.keys.device)
-            self.pool.copy_slots(found.partial * size + step, fresh[0] * size + step)
-            self.allocator.release([found.partial])
         sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
-        self._take(sequence, found.pages + fresh)
-        sequence.computed(found.length, found.tail)
+        self._take(sequence, placed.pages)
+        sequence.computed(placed.found.length, placed.found.tail)
         return True
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
@@ -78,7 +69,3 @@ class TextPages:
         if tail is not None and not sequence.flawed:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
             self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
-
-    def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens fill or begin."""
-        return -(-tokens // self.size)

@@ -2,33 +2,33 @@
 by more than 3 %, from the first step on, though nothing is known of the drafter.
 
 The world: a step of n nodes takes `cost(n)`, a call of the drafter a part for itself and a part for
-each text and level; every level of a chain is kept with one probability. Texts end after 64 tokens
-and others take their place.
+each text and level; every level of a chain is accepted with one probability.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
-from recserve.core.cost import Cost
-from recserve.engine.text.budget import NOTHING, Asking, DraftBudget
-from recserve.speculation.draft import Budget
+from recserve.engine.runtime.costs import Cost
+from recserve.engine.text.draft_allocation import DraftAllocation
+from recserve.speculation.draft import Budget, chain_draft
 from tests.support.grids import covering
 
-LEVELS, LENGTH = 5, 64
+LEVELS = 5
 FULL = Budget(64, 64)
 # Milliseconds: reading weights is all that few nodes cost, and then each costs its arithmetic.
 STEP = Cost((1, 8, 64, 1024), (4.0, 5.0, 20.0, 308.0))
 PLACES = np.arange(LEVELS)
+DRAFTS = [chain_draft(torch.arange(depth)) for depth in range(LEVELS + 1)]
 
 
 @dataclass
 class Drafter:
-    """kept: chance of a level. call_ms, level_ms: of a call, and of a level of one text."""
+    """accepted: chance of a level. call_ms, level_ms: of a call, and of a level of one text."""
 
-    kept: float
+    accepted: float
     call_ms: float
     level_ms: float
 
@@ -38,7 +38,7 @@ CHEAP, DEAR = (0.05, 0.01), (2.0, 0.6)
 
 @dataclass
 class World:
-    """Some texts at once, and what became of them."""
+    """Some texts at once, and the tokens that they have."""
 
     drafter: Drafter
     load: int
@@ -46,17 +46,17 @@ class World:
     tokens: int = 0
     milliseconds: float = 0.0
 
-    def step(self, depths: np.ndarray) -> tuple[np.ndarray, float, float]:
-        """depths [B]: kept levels, and milliseconds of the step and of the drafter."""
+    def step(self, depth: int) -> tuple[np.ndarray, float, float]:
+        """Accepted levels [B], and milliseconds of the step and of the drafter."""
         drafting = 0.0
-        if depths.any():
-            drafting = self.drafter.call_ms + self.drafter.level_ms * float(depths.sum())
-        step = STEP(self.load + int(depths.sum()))
-        luck = self.random.random((self.load, LEVELS)) < self.drafter.kept
-        kept = (luck & (depths[:, None] > PLACES)).cumprod(1).sum(1)
-        self.tokens += self.load + int(kept.sum())
+        if depth:
+            drafting = self.drafter.call_ms + self.drafter.level_ms * depth * self.load
+        step = STEP(self.load * (1 + depth))
+        luck = self.random.random((self.load, LEVELS)) < self.drafter.accepted
+        accepted = (luck & (depth > PLACES)).cumprod(1).sum(1)
+        self.tokens += self.load + int(accepted.sum())
         self.milliseconds += step + drafting
-        return kept, step, drafting
+        return accepted, step, drafting
 
     @property
     def rate(self) -> float:
@@ -66,40 +66,29 @@ class World:
 def unaware(drafter: Drafter, load: int, depth: int, steps: int) -> float:
     world = World(drafter, load, np.random.default_rng(1))
     for _ in range(steps):
-        world.step(np.full(load, depth))
+        world.step(depth)
     return world.rate
 
 
 def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
     """busy: by how much too long a step was measured at start."""
     measured = Cost(STEP.sizes, tuple(busy * ms for ms in STEP.milliseconds))
-    world, budget = World(drafter, load, np.random.default_rng(1)), DraftBudget(measured)
-    names = itertools.count()
-    texts = [Asking(next(names), "d", FULL) for _ in range(load)]
-    written = np.zeros(load)
+    world, allocation = World(drafter, load, np.random.default_rng(1)), DraftAllocation(measured)
     for _ in range(steps):
-        given = [NOTHING] * load if budget.rests(load, 0, 0) else budget.spend(texts, 0)
-        depths = np.array([min(budget.depth, LEVELS) for budget in given])
-        kept, step, drafting = world.step(depths)
-        drafted = int((depths > 0).sum())
-        for text, allowed, depth in zip(texts, given, depths.tolist(), strict=True):
-            if depth:
-                budget.proposed(text, allowed, depth, depth)
-        if drafted:
-            budget.timed("d", int(depths.max()), drafted, drafting)
-        for text, depth, own in zip(texts, depths.tolist(), kept.tolist(), strict=True):
-            if depth:
-                budget.judged(text, depth, depth, own)
-        budget.stepped(load + int(depths.sum()), {"d": drafted} if drafted else {}, step)
-        written += kept + 1
-        for place in np.flatnonzero(written >= LENGTH).tolist():
-            budget.forget(texts[place].id)
-            texts[place], written[place] = Asking(next(names), "d", FULL), 0.0
+        allowed = allocation.depths({"d": load}, load, 0)["d"]
+        depth = min(allowed, LEVELS)
+        accepted, step, drafting = world.step(depth)
+        if allowed:
+            budgets = [allocation.budget("d", allowed, FULL)] * load
+            allocation.drafted("d", budgets, [DRAFTS[depth]] * load, drafting)
+            for own in accepted.tolist():
+                allocation.verified("d", depth, own)
+        allocation.stepped(load, load * (1 + depth), step)
     return world.rate
 
 
 @pytest.mark.parametrize(
-    "price,kept,load,busy",
+    "price,accepted,load,busy",
     covering(
         {"cheap": CHEAP, "dear": DEAR},
         (0.05, 0.4, 0.7, 0.95),
@@ -108,7 +97,7 @@ def aware(drafter: Drafter, load: int, busy: float, steps: int) -> float:
         pairs=True,
     ),
 )
-def test_never_slower_than_the_better(price, kept, load, busy):
-    drafter, steps = Drafter(kept, *price), 1500
+def test_never_slower_than_the_better(price, accepted, load, busy):
+    drafter, steps = Drafter(accepted, *price), 1500
     better = max(unaware(drafter, load, 0, 400), unaware(drafter, load, LEVELS, steps))
     assert aware(drafter, load, busy, steps) >= 0.97 * better

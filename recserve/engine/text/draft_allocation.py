@@ -1,0 +1,235 @@
+"""The load-aware depth of drafts: as deep as the expected tokens pay for their time, or none.
+
+While a forward is bound by reading the weights, draft nodes are nearly free. With many texts each
+node costs its arithmetic. Before a step, every drafter gets the depth that maximises
+
+    expected tokens of the step / expected milliseconds of the step
+
+The milliseconds come from a measured cost per number of nodes, which completed steps correct. The
+tokens come from the acceptance of earlier drafts. A hundredth of the time pays for deeper trials,
+so that the statistics of a drafter that does not draft stay up to date.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from recserve.engine.runtime.costs import Cost
+from recserve.speculation.draft import Budget, TextDraft
+
+MAX_DEPTH = 16  # at this depth a draft gets its whole budget
+MEMORY = 128  # values that an average remembers
+STEP_MEMORY = 16  # the same for step times
+PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 4  # acceptance before any draft was verified
+TRIAL_LEVELS, TRIAL_SHARE = 2, 0.01  # a trial is so much deeper; its share of the time
+MARGIN = 1.02  # least gain of a draft over no draft
+HOLD = 16  # steps between two plans while the load stays the same, once drafters are known
+KNOWN = 32  # drafts after which a drafter is known
+PLAIN_EVERY = 128  # steps after which one step without drafts is measured
+
+
+@dataclass
+class Average:
+    """A running average. weight: values seen so far, at most `memory`."""
+
+    value: float = 0.0
+    weight: int = 0
+    memory: int = MEMORY
+
+    def add(self, value: float) -> None:
+        """Older values count less once the memory is full."""
+        self.weight = min(self.weight + 1, self.memory)
+        self.value += (value - self.value) / self.weight
+
+
+def _levels(value: float, weight: int) -> list[Average]:
+    return [Average(value, weight) for _ in range(MAX_DEPTH)]
+
+
+@dataclass
+class AcceptanceStats:
+    """Statistics of the drafts of one drafter, over all texts.
+
+    Attributes:
+        reached: By level, the share of drafts that have it, where their budget allows it.
+        accepted: By level, the share that is accepted, where the level above is.
+        width: Nodes per level.
+        call_ms: Milliseconds of one call by the bit length of its number of texts, then by depth.
+        spare_ms: Time that the next trial may cost.
+    """
+
+    reached: list[Average] = field(default_factory=lambda: _levels(1.0, PRIOR_WEIGHT))
+    accepted: list[Average] = field(default_factory=lambda: _levels(0.0, 0))
+    width: Average = field(default_factory=lambda: Average(1.0, 1))
+    call_ms: dict[int, dict[int, Average]] = field(default_factory=dict)
+    spare_ms: float = 0.0
+
+    def gains(self) -> list[float]:
+        """Expected accepted tokens of a draft of 0 .. MAX_DEPTH levels."""
+        gains, path, chance = [0.0], 1.0, PRIOR_CHANCE
+        for reached, accepted in zip(self.reached, self.accepted, strict=True):
+            known = accepted.value * accepted.weight + chance * PRIOR_WEIGHT
+            chance = known / (accepted.weight + PRIOR_WEIGHT)
+            path *= chance
+            gains.append(gains[-1] + path * reached.value)
+        return gains
+
+    def nodes(self) -> list[float]:
+        """Expected nodes of a draft of 0 .. MAX_DEPTH levels."""
+        reached = np.array([level.value for level in self.reached])
+        return [0.0, *(self.width.value * reached.cumsum()).tolist()]
+
+    def drafting_ms(self, num_texts: int) -> list[float]:
+        """Milliseconds of one call for a draft of 0 .. MAX_DEPTH levels, linear between depths that
+        were measured. The measured number of texts that is nearest counts.
+        """
+        if not self.call_ms:
+            return [0.0] * (MAX_DEPTH + 1)
+        bits = num_texts.bit_length()
+        nearest = min(self.call_ms, key=lambda known: abs(known - bits))
+        known = sorted((depth, own.value) for depth, own in self.call_ms[nearest].items())
+        depths, times = np.array([(0, 0.0), *known]).T
+        wanted = np.arange(MAX_DEPTH + 1)
+        beyond = np.maximum(wanted / depths[-1], 1.0)
+        scale = math.sqrt(2.0 ** (bits - nearest))
+        return (scale * np.interp(wanted, depths, times) * beyond).tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Of one drafter: the depth that pays best, the depth of a trial, and what a trial loses."""
+
+    depth: int
+    trial_depth: int
+    trial_ms: float
+
+
+@dataclass
+class _StepTime:
+    """Of steps at one load: measured milliseconds, and the stated cost of their nodes."""
+
+    measured: Average = field(default_factory=lambda: Average(memory=STEP_MEMORY))
+    stated: Average = field(default_factory=lambda: Average(memory=STEP_MEMORY))
+
+
+class DraftAllocation:
+    """Chooses the depth of all drafts of one model. cost: of a step by its number of nodes."""
+
+    def __init__(self, cost: Cost) -> None:
+        self._cost = cost
+        self._stats: dict[str, AcceptanceStats] = {}
+        self._times: dict[tuple[int, bool], _StepTime] = {}  # bit length of the texts, any drafts
+        self._load: object = None
+        self._plans: dict[str, _Plan] = {}
+        self._hold = self._since_plain = 0
+
+    def depths(self, counts: Mapping[str, int], num_texts: int, prefill: int) -> dict[str, int]:
+        """The depth of the next drafts by drafter, 0: none.
+
+        Args:
+            counts: Texts that may draft, by drafter.
+            num_texts: Texts that step, with or without a draft.
+            prefill: Prompt tokens in the same forward.
+        """
+        load = (counts, num_texts, prefill)
+        if load != self._load or not self._hold:
+            self._plan(counts, num_texts, prefill)
+            known = all(self._stats[drafter].reached[0].weight >= KNOWN for drafter in counts)
+            self._load, self._hold = load, HOLD if known else 1
+        self._hold -= 1
+        self._since_plain += 1
+        unknown = not prefill and (num_texts.bit_length(), False) not in self._times
+        if unknown or self._since_plain > PLAIN_EVERY:
+            self._hold = self._since_plain = 0
+            return dict.fromkeys(counts, 0)
+        depths = {}
+        for drafter, plan in self._plans.items():
+            stats, depths[drafter] = self._stats[drafter], plan.depth
+            if plan.trial_depth > plan.depth and stats.spare_ms >= plan.trial_ms:
+                stats.spare_ms, depths[drafter] = 0.0, plan.trial_depth
+        if not any(depths.values()):
+            self._since_plain = 0
+        return depths
+
+    def budget(self, drafter: str, depth: int, most: Budget) -> Budget:
+        """What a draft of this depth may cost, within what the text allows."""
+        if depth >= MAX_DEPTH:
+            return most
+        nodes = math.ceil(self._stats[drafter].width.value * depth)
+        return Budget(min(nodes, most.num_nodes), min(depth, most.depth))
+
+    def drafted(
+        self, drafter: str, budgets: Seq[Budget], drafts: Seq[TextDraft], milliseconds: float
+    ) -> None:
+        """Record one call of a drafter. budgets, drafts: of the texts that could draft."""
+        stats = self._stats[drafter]
+        depth = max(draft.depth for draft in drafts)
+        bucket = stats.call_ms.setdefault(len(drafts).bit_length(), {})
+        known = bucket.setdefault(max(min(depth, MAX_DEPTH), 1), Average(memory=STEP_MEMORY))
+        # A call that took far longer was interrupted by something else.
+        known.add(min(milliseconds, 2 * known.value) if known.weight else milliseconds)
+        for budget, draft in zip(budgets, drafts, strict=True):
+            for level, average in enumerate(stats.reached[: budget.depth]):
+                average.add(level < draft.depth)
+            if draft.depth:
+                stats.width.add(draft.num_nodes / draft.depth)
+
+    def verified(self, drafter: str, depth: int, accepted: int) -> None:
+        """Record how many levels of a draft of this depth were accepted."""
+        for level, average in enumerate(self._stats[drafter].accepted[: min(accepted + 1, depth)]):
+            average.add(level < accepted)
+
+    def stepped(self, num_texts: int, nodes: int, milliseconds: float) -> None:
+        """Record what a step without prefill took, its drafting excluded."""
+        key = num_texts.bit_length(), nodes > num_texts
+        known = self._times.setdefault(key, _StepTime())
+        # A step that took far longer was interrupted by something else.
+        known.measured.add(min(milliseconds, 2 * known.measured.value or milliseconds))
+        known.stated.add(self._cost(nodes))
+        for drafter in self._plans:
+            self._stats[drafter].spare_ms += TRIAL_SHARE * milliseconds / len(self._plans)
+
+    def _step_ms(self, num_texts: int, stated_ms: float, drafted: bool) -> float:
+        """Expected milliseconds of a step whose nodes cost `stated_ms` by the measured cost.
+
+        Steps that are faster than stated make all nodes cheaper. What they take longer is overhead.
+        """
+        bits = num_texts.bit_length()
+        plain = self._times.get((bits, False))
+        known = self._times.get((bits, drafted), plain)
+        if known is None:
+            return stated_ms
+        scale = 1.0 if plain is None else min(plain.measured.value / plain.stated.value, 1.0)
+        return known.measured.value + scale * (stated_ms - known.stated.value)
+
+    def _plan(self, counts: Mapping[str, int], num_texts: int, prefill: int) -> None:
+        """Choose a depth for one drafter after the other, and keep the choices of those before."""
+        self._plans = {}
+        tokens, nodes, drafting_ms = float(num_texts), float(num_texts + prefill), 0.0
+        # The prompt tokens are computed anyway and lead to tokens of other steps.
+        prefill_ms = self._cost(prefill)
+        known = {name: self._stats.setdefault(name, AcceptanceStats()) for name in counts}
+        # The drafter with the most accepted drafts takes the cheap nodes.
+        for drafter in sorted(counts, key=lambda name: -known[name].gains()[1]):
+            stats, count = known[drafter], counts[drafter]
+            gains, sizes, calls = stats.gains(), stats.nodes(), stats.drafting_ms(count)
+            times, rates = [], []
+            for depth in range(MAX_DEPTH + 1):
+                stated_ms = self._cost(nodes + count * sizes[depth]) - prefill_ms
+                drafted = depth > 0 or nodes > num_texts + prefill
+                spent = self._step_ms(num_texts, stated_ms, drafted)
+                times.append(max(spent + drafting_ms + calls[depth], 1e-9))
+                rates.append((tokens + count * gains[depth]) / times[-1])
+            rates[0] *= MARGIN
+            best = int(np.argmax(rates))
+            deepest = sum(level.value > TRIAL_SHARE for level in stats.reached)
+            trial = min(best + TRIAL_LEVELS, deepest or TRIAL_LEVELS)
+            lost = times[trial] - (tokens + count * gains[trial]) / rates[best]
+            self._plans[drafter] = _Plan(best, trial, max(lost, TRIAL_SHARE * times[best]))
+            tokens, nodes = tokens + count * gains[best], nodes + count * sizes[best]
+            drafting_ms += calls[best]

@@ -1,0 +1,141 @@
+"""Drafts for the texts that step: calls the drafters, as deep as the load allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from recserve.engine.runtime.costs import step_clock, text_step_cost
+from recserve.engine.text.draft_allocation import DraftAllocation
+from recserve.engine.text.text_sequence import NO_BUDGET, TextSequence
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.verifiers.registry import verifiers
+
+Refused = tuple[TextSequence, Exception]
+
+
+class DraftProposer:
+    """Calls every drafter once per step, for all of its texts.
+
+    draft_nodes: most nodes of a draft. load_aware: the depth of drafts follows the load. What a
+    step costs is then measured before the first draft.
+    """
+
+    def __init__(self, model: LanguageModel, draft_nodes: int, load_aware: bool) -> None:
+        self.model, self.draft_nodes, self.load_aware = model, draft_nodes, load_aware
+        self.called: set[TextSequence] = set()  # texts whose drafter was called for this step
+        self._allocation: DraftAllocation | None = None
+        self._started: set[int] = set()  # texts that their drafter knows
+        self._nothing = empty_draft()
+        self._now = step_clock(model.tokens.weight.device)
+        self._num_texts = self._num_nodes = 0
+        self._began_s = self._drafting_s = 0.0
+
+    def propose(
+        self, texts: Seq[TextSequence], prefill: int
+    ) -> tuple[dict[TextSequence, TextDraft], list[Refused]]:
+        """Drafts for the texts, and the texts whose drafter or draft failed.
+
+        Args:
+            texts: All texts that step.
+            prefill: Prompt tokens in the same forward.
+
+        Returns:
+            A draft for each text, empty where there is none. Then each text whose drafter raised
+            an error or whose draft its acceptance rule refuses, with the error.
+        """
+        drafts = dict.fromkeys(texts, self._nothing)
+        drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
+        self.called.clear()
+        self._began_s, self._drafting_s = self._now(), 0.0
+        refused: list[Refused] = []
+        for sequences, budgets in self._calls(drafting, len(texts), prefill):
+            refused += self._call(sequences[0].drafter, sequences, budgets, drafts)
+        for sequence, _ in refused:
+            drafts.pop(sequence, None)
+        if self._allocation is not None:
+            self._num_texts = len(drafts)
+            drafted = sum(map(len, drafts.values())) if self.called else 0
+            self._num_nodes = 0 if prefill else len(drafts) + drafted
+        return drafts, refused
+
+    def stepped(self) -> None:
+        """Record the time of the step that verified the last drafts."""
+        if self._allocation is not None and self._num_nodes:
+            taken_ms = (self._now() - self._began_s - self._drafting_s) * 1e3
+            self._allocation.stepped(self._num_texts, self._num_nodes, taken_ms)
+
+    def verified(self, sequence: TextSequence, draft: TextDraft, accepted: int) -> None:
+        """Record how many levels of a draft were accepted."""
+        if self._allocation is not None:
+            name = sequence.request.speculation.drafter
+            self._allocation.verified(name, draft.depth, accepted)
+
+    def forget(self, sequence: TextSequence) -> None:
+        """The text ended or is preempted."""
+        sequence.drafter.forget(sequence.context.id)
+        self._started.discard(sequence.context.id)
+
+    def _calls(
+        self, texts: Seq[TextSequence], num_texts: int, prefill: int
+    ) -> list[tuple[list[TextSequence], list[Budget]]]:
+        """The texts of each drafter to call, with their budgets.
+
+        A text without a budget is passed to its drafter once, since some drafters learn from all.
+        """
+        depths = self._depths(texts, num_texts, prefill)
+        calls: dict[int, tuple[list[TextSequence], list[Budget]]] = {}
+        for sequence in texts:
+            budget = sequence.budget(self.draft_nodes)
+            if self._allocation is not None:
+                name = sequence.request.speculation.drafter
+                depth = depths[name]
+                budget = self._allocation.budget(name, depth, budget) if depth else NO_BUDGET
+            if budget.num_nodes or sequence.context.id not in self._started:
+                self._started.add(sequence.context.id)
+                own = calls.setdefault(id(sequence.drafter), ([], []))
+                own[0].append(sequence)
+                own[1].append(budget)
+        return list(calls.values())
+
+    def _depths(self, texts: Seq[TextSequence], num_texts: int, prefill: int) -> dict[str, int]:
+        """By drafter, where the load counts."""
+        if not self.load_aware or not texts:
+            return {}
+        if self._allocation is None:
+            self._allocation = DraftAllocation(text_step_cost(self.model))
+        counts = Counter([s.request.speculation.drafter for s in texts])
+        return self._allocation.depths(counts, num_texts, prefill)
+
+    def _call(
+        self,
+        drafter: Drafter,
+        texts: Seq[TextSequence],
+        budgets: Seq[Budget],
+        drafts: dict[TextSequence, TextDraft],
+    ) -> list[Refused]:
+        """Call one drafter and enter its drafts into `drafts`."""
+        began = self._now()
+        try:
+            proposed = drafter.propose([s.context for s in texts], budgets)
+        except Exception as error:
+            return [(s, error) for s in texts]
+        taken_s = self._now() - began
+        self._drafting_s += taken_s
+        refused: list[Refused] = []
+        for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
+            assert draft.num_nodes <= budget.num_nodes and draft.depth <= budget.depth
+            try:
+                verifiers()[sequence.request.speculation.verifier].check(draft)
+            except ValueError as error:
+                refused.append((sequence, error))
+                continue
+            drafts[sequence] = draft
+            self.called.add(sequence)
+        if self._allocation is not None and any(budget.num_nodes for budget in budgets):
+            name = texts[0].request.speculation.drafter
+            self._allocation.drafted(name, budgets, proposed, taken_s * 1e3)
+        return refused

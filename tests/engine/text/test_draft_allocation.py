@@ -1,0 +1,278 @@
+"""The load-aware depth of drafts, on stated costs and acceptance, and in the engine."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine_config import EngineConfig
+from recserve.engine.runtime.costs import SIZES, Cost, text_step_cost
+from recserve.engine.text.draft_allocation import TRIAL_SHARE, AcceptanceStats, DraftAllocation
+from recserve.speculation.completion import TextRequest
+from recserve.speculation.draft import Budget, chain_draft
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.grids import covering
+from tests.support.text_plain import TableDrafter, drawn_model, plain
+
+# 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
+ROOFLINE = Cost((1, 32, 64, 1024), (20.0, 20.0, 36.0, 516.0))
+ARITHMETIC = Cost((1, 1000), (10.0, 10000.0))
+FULL = Budget(64, 64)
+
+
+def taught(
+    cost: Cost, drafters: dict[str, tuple[float, int]], draft_ms: float = 0.0
+) -> DraftAllocation:
+    """An allocation that knows its drafters: the chance of every level, the levels of a chain, and
+    the milliseconds of a call per level and text.
+    """
+    allocation = DraftAllocation(cost)
+    for name, (chance, levels) in drafters.items():
+        allocation.depths({name: 1}, 1, 0)
+        random = np.random.default_rng(0)
+        draft = chain_draft(torch.arange(levels))
+        for _ in range(2000):
+            for together in (1, 2, 4):
+                taken_ms = together * levels * draft_ms
+                allocation.drafted(name, [FULL] * together, [draft] * together, taken_ms)
+            accepted = int((random.random(levels) < chance).cumprod().sum())
+            allocation.verified(name, levels, accepted)
+    for texts in (1, 2, 4, 8, 16, 32, 64, 128):
+        allocation.stepped(texts, texts, cost(texts))
+        allocation.stepped(texts, 2 * texts, cost(2 * texts))
+    return allocation
+
+
+def depths_of(
+    allocation: DraftAllocation, counts: dict[str, int], levels: dict[str, int], prefill: int = 0
+) -> dict[str, int]:
+    """The plan, without trials."""
+    allocation._hold = allocation._since_plain = 0
+    for stats in allocation._stats.values():
+        stats.spare_ms = 0.0
+    found = allocation.depths(counts, sum(counts.values()), prefill)
+    return {name: min(depth, levels[name]) for name, depth in found.items()}
+
+
+def rate(
+    allocation: DraftAllocation, cost: Cost, counts: dict[str, int], depths: dict[str, int]
+) -> float:
+    """Tokens per millisecond of a step in which every text drafts a chain of this depth."""
+    tokens = nodes = float(sum(counts.values()))
+    drafting = 0.0
+    for name, count in counts.items():
+        stats, depth = allocation._stats[name], depths[name]
+        tokens += count * stats.gains()[depth]
+        nodes += count * depth
+        drafting += stats.drafting_ms(count)[depth]
+    return tokens / (cost(nodes) + drafting)
+
+
+@pytest.mark.parametrize(
+    "draft_ms,cost,counts",
+    covering(
+        (0.0, 0.4),
+        {
+            "roofline": ROOFLINE,
+            "early bend": Cost((1, 4, 8, 64), (10.0, 10.0, 14.0, 70.0)),
+            "arithmetic": Cost((1, 64), (1.0, 64.0)),
+            "free": Cost((1, 1024), (5.0, 5.0)),
+        },
+        ({"good": 1}, {"good": 1, "bad": 1}, {"good": 2, "bad": 1}, {"bad": 4, "good": 12}),
+        pairs=True,
+    ),
+)
+def test_no_other_depths_are_better(counts, cost, draft_ms):
+    levels = {"good": 4, "bad": 3}
+    allocation = taught(cost, {"good": (0.8, 4), "bad": (0.35, 3)}, draft_ms)
+    chosen = depths_of(allocation, counts, levels)
+    best = max(
+        rate(allocation, cost, counts, dict(zip(counts, depths, strict=True)))
+        for depths in itertools.product(*(range(levels[name] + 1) for name in counts))
+    )
+    assert rate(allocation, cost, counts, chosen) >= 0.97 * best
+
+
+def test_free_nodes_are_all_taken_and_dear_ones_never():
+    for cost, wanted in ((Cost((1, 9999), (5.0, 5.0)), 5), (Cost((1, 9999), (1.0, 9999.0)), 0)):
+        allocation = taught(cost, {"d": (0.6, 5)})
+        assert depths_of(allocation, {"d": 8}, {"d": 5}) == {"d": wanted}
+
+
+def test_drafts_shrink_as_the_load_grows_and_come_back():
+    allocation = taught(ROOFLINE, {"d": (0.7, 6)})
+    rising = [depths_of(allocation, {"d": n}, {"d": 6})["d"] for n in range(1, 129)]
+    falling = [depths_of(allocation, {"d": n}, {"d": 6})["d"] for n in range(128, 0, -1)]
+    assert rising[0] == 6 and rising[-1] <= 1 and falling == rising[::-1]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(rising))
+    for number, depth in enumerate(rising):
+        counts = {"d": number + 1}
+        of = [rate(allocation, ROOFLINE, counts, {"d": own}) for own in (depth, 0, 6)]
+        assert of[0] >= 0.98 * max(of)
+
+
+def test_prompt_tokens_in_the_same_forward_shorten_drafts():
+    allocation = taught(ROOFLINE, {"d": (0.4, 6)})
+    alone = depths_of(allocation, {"d": 2}, {"d": 6})["d"]
+    assert depths_of(allocation, {"d": 2}, {"d": 6}, prefill=200)["d"] < alone
+
+
+def test_it_learns_while_it_serves():
+    """A drafter that turns bad drafts in trials alone, and drafts again when it is good again.
+
+    Cost by arithmetic, where a node that is accepted half of the time does not pay.
+    """
+    random = np.random.default_rng(1)
+    cost = Cost((1, 1000), (10.0, 1009.0))
+    allocation = DraftAllocation(cost)
+    used = []
+    for step in range(3000):
+        chance = 0.05 if 1000 <= step < 2000 else 0.9
+        depth = min(allocation.depths({"d": 1}, 1, 0)["d"], 4)
+        used.append(depth)
+        if depth:
+            budget = allocation.budget("d", depth, FULL)
+            allocation.drafted("d", [budget], [chain_draft(torch.arange(depth))], 0.0)
+            accepted = int((random.random(depth) < chance).cumprod().sum())
+            allocation.verified("d", depth, accepted)
+        allocation.stepped(1, 1 + depth, cost(1 + depth))
+    before, bad, after = np.mean(used[500:1000]), np.mean(used[1500:2000]), np.mean(used[2800:])
+    assert before > 3.5 and bad < 0.5 and after > 3.0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_trials_of_a_drafter_that_never_hits_take_a_hundredth_of_the_time(count):
+    """A step takes 10 ms per node, a call of the drafter 4 ms."""
+    allocation = taught(ARITHMETIC, {"d": (0.0, 4)}, 1.0)
+    lost_ms, trials, steps = 0.0, 0, 8000
+    for _ in range(steps):
+        depth = allocation.depths({"d": count}, count, 0)["d"]
+        step_ms = ARITHMETIC(count * (1 + depth))
+        if depth:
+            trials += 1
+            lost_ms += 4.0 + step_ms - ARITHMETIC(count)
+            draft = chain_draft(torch.arange(depth))
+            budgets = [allocation.budget("d", depth, FULL)] * count
+            allocation.drafted("d", budgets, [draft] * count, 4.0)
+            for _ in range(count):
+                allocation.verified("d", depth, 0)
+        allocation.stepped(count, count * (1 + depth), step_ms)
+    share = lost_ms / (steps * ARITHMETIC(count) + lost_ms)
+    assert trials > 5 and share <= 1.2 * TRIAL_SHARE
+
+
+def test_a_drafter_that_finds_nothing_is_seldom_called():
+    allocation, called = DraftAllocation(ROOFLINE), 0
+    empty = chain_draft(torch.empty(0, dtype=torch.int64))
+    for _ in range(400):
+        depth = allocation.depths({"d": 1}, 1, 0)["d"]
+        if depth:
+            called += 1
+            allocation.drafted("d", [allocation.budget("d", depth, FULL)], [empty], 5.0)
+        allocation.stepped(1, 1, 20.0)
+    assert 1 < called < 80
+
+
+def test_the_time_of_a_step_outside_the_network_counts():
+    """Nodes are dear for a network alone, and cheap in a step that takes 50 ms more anyway. Nothing
+    is drafted where any draft makes a step longer than what it gains.
+    """
+    cost = Cost((1, 101), (1.0, 81.0))
+    allocation = taught(cost, {"d": (0.6, 4)})
+    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 0}
+    for _ in range(100):
+        allocation.stepped(1, 1, 51.0)
+        allocation.stepped(1, 5, cost(5) + 50.0)
+    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 4}
+    for _ in range(100):
+        allocation.stepped(1, 5, cost(5) + 250.0)
+    assert depths_of(allocation, {"d": 1}, {"d": 4}) == {"d": 0}
+
+
+def test_one_step_that_was_interrupted_changes_little():
+    allocation = DraftAllocation(ROOFLINE)
+    for _ in range(32):
+        allocation.stepped(1, 1, 20.0)
+    allocation.stepped(1, 1, 2000.0)
+    assert allocation._step_ms(1, 20.0, False) <= 22.0
+
+
+def test_budgets_stay_within_what_a_text_allows():
+    allocation = taught(ROOFLINE, {"d": (0.9, 4)})
+    assert allocation.budget("d", 3, Budget(2, 2)) == Budget(2, 2)
+    assert allocation.budget("d", 3, FULL) == Budget(3, 3)
+    assert allocation.budget("d", 16, FULL) == FULL
+
+
+def test_expected_tokens_follow_from_the_frequencies():
+    """Two thirds of the drafts keep one token, half of those a second one, of a depth of 3."""
+    stats, allocation = AcceptanceStats(), DraftAllocation(ROOFLINE)
+    allocation._stats["d"] = stats
+    draft = chain_draft(torch.arange(3))
+    for number in range(6000):
+        allocation.drafted("d", [FULL], [draft], 3.0)
+        allocation.verified("d", 3, (0, 1, 2)[number % 3])
+    gains = stats.gains()
+    assert gains[:4] == pytest.approx([0.0, 2 / 3, 1.0, 1.0], abs=0.05)
+    assert gains[4] - gains[3] < 0.01
+    assert stats.nodes()[3:5] == pytest.approx([3.0, 3.0], abs=0.05)
+    assert stats.drafting_ms(1)[:5] == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+class Counting(TableDrafter):
+    """How often it was called."""
+
+    calls = 0
+
+    def propose(self, contexts, budgets):
+        self.calls += 1
+        return super().propose(contexts, budgets)
+
+
+def test_a_drafter_without_a_budget_is_not_called():
+    """It learns of every text once, and after that is called only where it may draft."""
+    model = drawn_model(1)
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    prompt = tuple(range(1, 9))
+    drafter = Counting("wrong", {prompt: plain(model, list(prompt), params)[0]})
+    engine = build_engine(
+        EngineModels(text=model, drafters={"wrong": drafter}),
+        EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
+    )
+    request = TextRequest(np.array(prompt), params, Speculation("wrong"))
+    allocation = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
+    allocation.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
+    engine.schedulers["text"]._proposer._allocation = allocation
+    answer = engine.run(request)
+    assert len(answer.tokens) > 50
+    assert 1 <= drafter.calls <= 3
+
+
+@torch.inference_mode()
+def test_the_cost_of_a_text_step_is_measured():
+    cost = text_step_cost(drawn_model(0))
+    assert cost.sizes == SIZES and all(ms > 0 for ms in cost.milliseconds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_text_stays_the_same(temperature):
+    """Mixed drafts in a mixed load whose depths change: the text of plain decoding."""
+    model = drawn_model(1)
+    random = np.random.default_rng(5)
+    prompts = [random.integers(0, 40, random.integers(1, 20)) for _ in range(24)]
+    requests, wanted, known = [], [], {}
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=5 + number)
+        tokens, *_ = plain(model, prompt.tolist(), params)
+        known[tuple(prompt.tolist())] = tokens
+        name = ("table", "none", "wrong")[number % 3]
+        requests.append(TextRequest(prompt, params, Speculation(name)))
+        wanted.append(tokens)
+    drafters = {"table": TableDrafter("mixed", known), "wrong": TableDrafter("wrong", known)}
+    config = EngineConfig(page_size=4, load_aware=True, max_running=10, kv_bytes=2**20)
+    engine = build_engine(EngineModels(text=model, drafters=drafters), config)
+    answers = engine.run_many(requests)
+    assert [a.tokens.tolist() for a in answers] == wanted
+    assert sum(a.counts.num_accepted_tokens for a in answers) > 0
