@@ -280,13 +280,12 @@ def write(result: Document, report: Path | None, as_json: bool) -> None:
     from recserve.experiments.document import to_json
     from recserve.experiments.report import page
 
-    if report:
-        report.write_text(page(result), encoding="utf-8")
     if as_json:
         typer.echo(to_json(result).decode())
     else:
         print_tables(result)
     if report:
+        report.write_text(page(result), encoding="utf-8")
         typer.echo(f"report: {report}", err=True)
 
 

@@ -50,6 +50,7 @@ class Comparison:
         treatment: Name of the treatment arm.
         metric: Which time decides.
         statistic: Which statistic decides.
+        sequential: Whether the verdict uses the always-valid interval.
         effects: By metric, one per statistic.
         guardrails: Quality and errors.
         looks: The confidence sequence of the deciding statistic.
@@ -69,6 +70,7 @@ class Comparison:
     treatment: str
     metric: Metric
     statistic: Statistic
+    sequential: bool
     effects: dict[Metric, list[Effect]]
     guardrails: list[Guardrail]
     looks: list[Look]
@@ -177,6 +179,7 @@ def compare_arms(
         treatment=names[treatment],
         metric=criteria.metric,
         statistic=criteria.statistic,
+        sequential=criteria.sequential,
         effects=effects,
         guardrails=guards,
         looks=looks,

@@ -140,4 +140,4 @@ def guard_overlap(overlaps: Sequence[float], margin: float) -> Guardrail:
         change = Interval(mean - 1, max(-1.0, mean - 1 - bound), mean - 1)
     else:
         change = Interval(mean - 1, mean - 1 - reach, min(0.0, mean - 1 + reach))
-    return Guardrail("overlap@k", None, mean, change, margin, non_inferior(change, margin))
+    return Guardrail("overlap of slates", None, mean, change, margin, non_inferior(change, margin))
