@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, running
+from recserve.cli import answers, bundles, experiments, running
 
 FAILED = 1
 
@@ -33,6 +33,8 @@ for command in (
     answers.recommend,
     answers.rank,
     answers.batch,
+    experiments.bench,
+    experiments.ab,
     running.doctor,
 ):
     app.command()(command)

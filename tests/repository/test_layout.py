@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "training": TOP,
     "server": TOP,
     "batch": TOP,
-    "cli": TOP | {"training", "server", "batch"},
+    "experiments": {"schemas"},
+    "cli": TOP | {"training", "server", "batch", "experiments"},
     "__main__": {"cli"},
     "__init__": TOP,
 }
@@ -55,6 +56,7 @@ OWNERS = {
     "faiss": {"features"},
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
+    "aiohttp": {"experiments"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -1,0 +1,340 @@
+"""`recserve bench` and `recserve ab`: load on a running server, comparison of configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from recserve.cli.flags import json_value
+
+if TYPE_CHECKING:
+    from recserve.experiments.document import Document
+    from recserve.experiments.load import Progress
+    from recserve.experiments.measurements import TextSummary
+    from recserve.experiments.session import Workload
+
+Result = TypeVar("Result")
+
+UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://127.0.0.1:8080.")]
+DataFlag = Annotated[
+    Path, typer.Option("--data", help="Prompts (JSONL, JSON, Parquet), users, or a bundle.")
+]
+TargetFlag = Annotated[
+    Literal["auto", "recommend", "rank", "completions", "chat"],
+    typer.Option("--target", help="Route; auto: recommend for users, chat for prompts."),
+]
+FieldsFlag = Annotated[
+    str, typer.Option("--fields", help="Request fields, as JSON: '{\"k\": 20}'.")
+]
+ArrivalsFlag = Annotated[
+    Literal["poisson", "trace", "closed"],
+    typer.Option("--arrivals", help="Open loop by Poisson or a trace, or a closed loop."),
+]
+RateFlag = Annotated[
+    float | None, typer.Option("--rate", min=0.001, help="Requests per second; default 10.")
+]
+TraceFlag = Annotated[Path | None, typer.Option("--trace", help="File of arrival times.")]
+DurationFlag = Annotated[float, typer.Option("--duration", min=0.1, help="Seconds of load.")]
+WarmupFlag = Annotated[float, typer.Option("--warmup", min=0, help="First seconds not counted.")]
+WorkersFlag = Annotated[int, typer.Option("--workers", min=1, help="Of a closed loop.")]
+InFlightFlag = Annotated[int, typer.Option("--max-in-flight", min=1, help="Of an open loop.")]
+TimeoutFlag = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds per request.")]
+HistoryFlag = Annotated[
+    int, typer.Option("--history", min=0, help="Newest items sent per user; 0: the id only.")
+]
+CandidatesFlag = Annotated[int, typer.Option("--candidates", min=1, help="Per user, for rank.")]
+ItemsFlag = Annotated[
+    Path | None, typer.Option("--items", help="Parquet of all items; default: ask the server.")
+]
+ExactFlag = Annotated[
+    int, typer.Option("--exact", min=0, help="Slates per arm compared with the exact slate.")
+]
+HeaderFlag = Annotated[
+    list[str] | None, typer.Option("--header", help="'Name: value'; repeat for more.")
+]
+SeedFlag = Annotated[str, typer.Option("--seed", help="Of arrivals, order and arms.")]
+StreamFlag = Annotated[bool, typer.Option("--stream/--no-stream", help="Of text.")]
+CalibrateFlag = Annotated[
+    bool, typer.Option("--calibrate/--no-calibrate", help="Measure the load generator first.")
+]
+ReportFlag = Annotated[Path | None, typer.Option("--report", help="HTML file to write.")]
+RecordsFlag = Annotated[Path | None, typer.Option("--records", help="Parquet of all requests.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def bench(
+    url: UrlArgument,
+    data: DataFlag,
+    target: TargetFlag = "auto",
+    fields: FieldsFlag = "{}",
+    arrivals: ArrivalsFlag = "poisson",
+    rate: RateFlag = None,
+    trace: TraceFlag = None,
+    duration: DurationFlag = 30.0,
+    warmup: WarmupFlag = 2.0,
+    workers: WorkersFlag = 1,
+    max_in_flight: InFlightFlag = 1024,
+    timeout: TimeoutFlag = 60.0,
+    history: HistoryFlag = 50,
+    candidates: CandidatesFlag = 100,
+    items: ItemsFlag = None,
+    exact: ExactFlag = 100,
+    header: HeaderFlag = None,
+    seed: SeedFlag = "0",
+    stream: StreamFlag = True,
+    calibrate: CalibrateFlag = True,
+    report: ReportFlag = None,
+    records: RecordsFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Drive load on a running server and report latencies, tokens and slates."""
+    from recserve.experiments.document import make_document
+    from recserve.experiments.measurements import write_records
+    from recserve.experiments.plan import Arm, Design
+    from recserve.experiments.session import run_session
+
+    workload = make_workload(locals())
+    arms = [Arm(name="server", url=url.rstrip("/"))]
+    design = Design(seed=seed)
+    session = run(lambda tell: run_session(workload, arms, design, tell))
+    result = make_document(session, workload, design, sys.argv[1:])
+    if records:
+        write_records(records, session.columns, ["server"])
+    write(result, report, as_json)
+
+
+def ab(
+    url: UrlArgument,
+    data: DataFlag,
+    arm: Annotated[
+        list[str],
+        typer.Option(help="NAME=JSON of request fields, or NAME=URL; the first is the control."),
+    ],
+    mode: Annotated[
+        Literal["blocks", "split", "paired"],
+        typer.Option(help="Drawn within small blocks; by unit, for ever; every request to all."),
+    ] = "blocks",
+    metric: Annotated[
+        Literal["latency", "ttft", "tpot"], typer.Option(help="Time that decides.")
+    ] = "latency",
+    statistic: Annotated[
+        Literal["mean", "p50", "p90", "p99"], typer.Option(help="Statistic that decides.")
+    ] = "p99",
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Intervals that hold at every look.")
+    ] = False,
+    overlap_margin: Annotated[float, typer.Option(min=0, help="Accepted loss of overlap.")] = 0.05,
+    ndcg_margin: Annotated[float, typer.Option(min=0, help="Accepted loss of NDCG.")] = 0.005,
+    error_margin: Annotated[float, typer.Option(min=0, help="Accepted rise of errors.")] = 0.005,
+    target: TargetFlag = "auto",
+    fields: FieldsFlag = "{}",
+    arrivals: ArrivalsFlag = "poisson",
+    rate: RateFlag = None,
+    trace: TraceFlag = None,
+    duration: DurationFlag = 60.0,
+    warmup: WarmupFlag = 2.0,
+    workers: WorkersFlag = 1,
+    max_in_flight: InFlightFlag = 1024,
+    timeout: TimeoutFlag = 60.0,
+    history: HistoryFlag = 50,
+    candidates: CandidatesFlag = 100,
+    items: ItemsFlag = None,
+    exact: ExactFlag = 100,
+    header: HeaderFlag = None,
+    seed: SeedFlag = "0",
+    stream: StreamFlag = True,
+    calibrate: CalibrateFlag = True,
+    report: ReportFlag = None,
+    records: RecordsFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare configurations of a running server on one stream of requests."""
+    from recserve.experiments.criteria import Criteria
+    from recserve.experiments.document import make_document
+    from recserve.experiments.measurements import write_records
+    from recserve.experiments.plan import Design, parse_arm
+    from recserve.experiments.session import compare_session, run_session
+
+    workload = make_workload(locals())
+    arms = [parse_arm(one, url.rstrip("/")) for one in arm]
+    if len(arms) < 2:
+        raise typer.BadParameter("expected at least two arms", param_hint="--arm")
+    design = Design(mode=mode, seed=seed)
+    criteria = Criteria(
+        metric=metric,
+        statistic=statistic,
+        sequential=sequential,
+        k=workload.k,
+        error_margin=error_margin,
+        overlap_margin=overlap_margin,
+        ndcg_margin=ndcg_margin,
+    )
+    session = run(lambda tell: run_session(workload, arms, design, tell))
+    comparisons, ratio = compare_session(session, design, criteria)
+    result = make_document(session, workload, design, sys.argv[1:], comparisons, ratio)
+    if records:
+        write_records(records, session.columns, [one.name for one in arms])
+    write(result, report, as_json)
+
+
+def make_workload(flags: dict[str, Any]) -> Workload:
+    """Returns the workload of a command's flags, by their names.
+
+    Raises:
+        BadParameter: If a flag does not fit the others.
+    """
+    from recserve.experiments.datasets import UserOptions, read_samples
+    from recserve.experiments.load import LoadOptions
+    from recserve.experiments.session import Workload
+    from recserve.experiments.targets import find_target
+
+    name = flags["target"]
+    users = UserOptions(max_history=flags["history"])
+    if name == "auto":
+        name = "chat" if read_samples(flags["data"], users)[0].turns else "recommend"
+    if name == "rank":
+        users = UserOptions(max_history=flags["history"], num_candidates=flags["candidates"])
+    rate = flags["rate"]
+    if flags["arrivals"] == "poisson" and rate is None:
+        rate = 10.0
+    if flags["warmup"] >= flags["duration"]:
+        raise typer.BadParameter("the warm-up is as long as the run", param_hint="--warmup")
+    return Workload(
+        target=find_target(name, flags["stream"]),
+        data=flags["data"],
+        users=users,
+        fields=json_value(flags["fields"], "--fields"),
+        arrivals=flags["arrivals"],
+        rate=rate,
+        duration_s=flags["duration"],
+        trace=flags["trace"],
+        workers=flags["workers"],
+        warmup_s=flags["warmup"],
+        load=LoadOptions(
+            max_in_flight=flags["max_in_flight"],
+            timeout_s=flags["timeout"],
+            headers=headers(flags["header"]),
+        ),
+        items=flags["items"],
+        exact_sample=flags["exact"],
+        calibrate=flags["calibrate"],
+    )
+
+
+def headers(values: list[str] | None) -> dict[str, str]:
+    """Returns HTTP headers. Raises BadParameter for what is not `Name: value`."""
+    found = {}
+    for value in values or []:
+        name, colon, rest = value.partition(":")
+        if not colon or not name.strip():
+            raise typer.BadParameter(f"{value!r}: expected 'Name: value'", param_hint="--header")
+        found[name.strip()] = rest.strip()
+    return found
+
+
+def run(
+    start: Callable[[Callable[[str, Progress | None], None]], Coroutine[Any, Any, Result]],
+) -> Result:
+    """Runs a session with its progress on standard error, on uvloop where there is one."""
+    with progress() as tell:
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.run(start(tell))
+        return uvloop.run(start(tell))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, Progress | None], None]]:
+    """Shows the stage of a session and a bar of its requests on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Bar(
+        *columns, TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("starting", total=None, rate="")
+
+        def tell(stage: str, state: Progress | None) -> None:
+            if state is None:
+                bar.update(task, description=stage)
+                return
+            rate = f"{state.done / max(state.seconds, 1e-9):.0f}/s"
+            rate += f", {state.errors} failed" if state.errors else ""
+            bar.update(task, description=stage, completed=state.done, total=state.total, rate=rate)
+
+        yield tell
+
+
+def write(result: Document, report: Path | None, as_json: bool) -> None:
+    """Prints the result, and writes the page where one is wanted."""
+    from recserve.experiments.document import to_json
+    from recserve.experiments.report import page
+
+    if as_json:
+        typer.echo(to_json(result).decode())
+    else:
+        print_tables(result)
+    if report:
+        report.write_text(page(result), encoding="utf-8")
+        typer.echo(f"report: {report}", err=True)
+
+
+def print_tables(result: Document) -> None:
+    """Prints verdicts, latencies and effects for a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for comparison in result.comparisons:
+        console.print(Text(comparison.verdict, style="bold"))
+    table = Table(title=f"latency in ms, {result.title}", title_justify="left")
+    names = ("p50", "p90", "p95", "p99", "p99.9")
+    for heading in ("arm", "requests", "per s", "failed", "mean", *names, "max"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for one in result.summaries:
+        latency = one.latency_ms
+        cells = ["-"] * 7
+        if latency:
+            values = [latency.mean, *(latency.percentiles[n] for n in names), latency.maximum]
+            cells = [f"{value:.1f}" for value in values]
+        counts = (str(one.num_requests), f"{one.requests_per_s:.1f}", str(sum(one.errors.values())))
+        table.add_row(Text(one.name), *counts, *cells)
+    console.print(table)
+    for one, exact in zip(result.summaries, result.exactness, strict=False):
+        if one.items and one.items.slate_size:
+            illegal = one.items.illegal_share
+            line = f"{one.name}: {one.items.slate_size.mean:.1f} items a slate"
+            line += f", illegal share {illegal:.2%}" if illegal is not None else ""
+            if exact:
+                line += f", overlap with the exact slate {exact.mean_overlap:.3f}"
+                line += f" (identical {exact.identical_share:.0%} of {exact.count})"
+            console.print(Text(line))
+    for one in result.summaries:
+        if one.text:
+            console.print(Text(f"{one.name}: {text_line(one.text)}"))
+    for warning in result.warnings:
+        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"))
+
+
+def text_line(text: TextSummary) -> str:
+    """Returns tokens per second, time to first token and per token, and what drafting did."""
+    parts = [f"{text.tokens_per_s:.1f} tokens/s"]
+    for name, spread in (("first token", text.ttft_ms), ("per token", text.tpot_ms)):
+        if spread:
+            p50, p99 = spread.percentiles["p50"], spread.percentiles["p99"]
+            parts.append(f"{name} p50 {p50:.1f} p99 {p99:.1f} ms")
+    drafting = text.drafting.get("all")
+    if drafting:
+        parts.append(f"{drafting.tokens_per_step:.2f} tokens per step")
+    return ", ".join(parts)

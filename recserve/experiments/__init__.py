@@ -1,0 +1,1 @@
+"""Load over HTTP, A/B comparison of latencies and quality, and reports."""

@@ -1,0 +1,266 @@
+"""Treatment against control: effects, checks, guardrails and a verdict in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from recserve.experiments.criteria import Criteria, Metric, SampleRatio, VerdictKind, decide
+from recserve.experiments.datasets import Sample
+from recserve.experiments.guardrails import find_guardrails, paired_overlaps
+from recserve.experiments.load import Exchange
+from recserve.experiments.measurements import Columns
+from recserve.experiments.plan import Mode
+from recserve.experiments.quality import Guardrail
+from recserve.experiments.sequential import Look, confidence_sequence
+from recserve.experiments.statistics import (
+    MIN_BLOCKS,
+    SRM_ALARM,
+    STATISTICS,
+    Effect,
+    Floats,
+    Interval,
+    Observations,
+    Statistic,
+    autocorrelation_time,
+    compare,
+    count_blocks,
+    effective_size,
+    quantile_level,
+    sample_ratio_p,
+    time_blocks,
+)
+
+CONFIDENCE = 0.95
+POWER = 0.9
+# Fewer requests of an arm than this say nothing about a 99th percentile.
+MIN_TAIL = 1000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One treatment against the control.
+
+    Attributes:
+        control: Name of the control arm.
+        treatment: Name of the treatment arm.
+        metric: Which time decides.
+        statistic: Which statistic decides.
+        sequential: Whether the verdict uses the always-valid interval.
+        effects: By metric, one per statistic.
+        guardrails: Quality and errors.
+        looks: The confidence sequence of the deciding statistic.
+        order_effect: Second calls of pairs against first ones, in the median; None without pairs.
+        num_blocks: Time blocks.
+        block_s: Mean length of a block.
+        correlation_time: Consecutive requests that carry the information of one.
+        effective_size: Independent requests that say as much about the deciding statistic.
+        detectable: Relative effect that a run like this finds with power 0.9.
+        kind: Whether the treatment is better, worse, or neither is shown; "invalid" where a check
+            failed.
+        verdict: The result in one sentence.
+        notes: What limits the result.
+    """
+
+    control: str
+    treatment: str
+    metric: Metric
+    statistic: Statistic
+    sequential: bool
+    effects: dict[Metric, list[Effect]]
+    guardrails: list[Guardrail]
+    looks: list[Look]
+    order_effect: Interval | None
+    num_blocks: int
+    block_s: float
+    correlation_time: float
+    effective_size: float
+    detectable: float
+    kind: VerdictKind
+    verdict: str
+    notes: list[str]
+
+
+def check_ratio(
+    columns: Columns, num_arms: int, mode: Mode, weights: tuple[float, ...] | None
+) -> SampleRatio:
+    """Returns whether units (`split`) or requests were divided as planned."""
+    counts = []
+    for arm in range(num_arms):
+        mine = columns.arm == arm
+        counts.append(len(np.unique(columns.unit[mine])) if mode == "split" else int(mine.sum()))
+    p_value = sample_ratio_p(tuple(counts), weights)
+    return SampleRatio(
+        counted="units" if mode == "split" else "requests",
+        counts=tuple(counts),
+        p_value=p_value,
+        alarm=p_value < SRM_ALARM,
+    )
+
+
+def metric_values(columns: Columns, metric: Metric) -> tuple[Floats, NDArray[np.bool_]]:
+    """Returns [n] values in milliseconds, and [n] whether there is one."""
+    if metric == "latency":
+        return columns.latency_ms, columns.timed & (columns.latency_ms > 0)
+    values = np.array([_text_time(one, metric) for one in columns.exchanges], dtype=np.float64)
+    return values, values > 0
+
+
+def _text_time(one: Exchange, metric: Metric) -> float:
+    """Time to the first token or per output token; -1 where there is none."""
+    if not one.pieces or one.reply is None:
+        return -1.0
+    if metric == "ttft":
+        return (one.pieces[0] - one.scheduled) * 1e3
+    written = one.reply.output_tokens or 0
+    if written < 2 or len(one.pieces) < 2:
+        return -1.0
+    return (one.pieces[-1] - one.pieces[0]) * 1e3 / (written - 1)
+
+
+def compare_arms(
+    columns: Columns,
+    samples: Sequence[Sample],
+    names: Sequence[str],
+    treatment: int,
+    mode: Mode,
+    criteria: Criteria,
+    overlaps: Sequence[float] = (),
+) -> Comparison:
+    """Returns the comparison of one arm with arm 0.
+
+    Args:
+        columns: Requests of all arms.
+        samples: What was asked.
+        names: Of the arms.
+        treatment: Number of the treatment arm.
+        mode: How arms were drawn.
+        criteria: What decides.
+        overlaps: Overlap of the two arms' slates, where it was measured apart from the run.
+
+    Raises:
+        ValueError: If an arm has no latencies.
+    """
+    mine = (columns.arm == 0) | (columns.arm == treatment)
+    confidence = 1 - (1 - CONFIDENCE) / max(len(names) - 1, 1)
+    latencies = columns.latency_ms[mine & columns.timed]
+    tau = autocorrelation_time(np.log(np.maximum(latencies, 1e-6)))
+    shots = columns.shot[mine]
+    num_blocks = count_blocks(len(np.unique(shots)), tau)
+    blocks = np.zeros(len(columns.shot), dtype=np.int64)
+    blocks[mine] = time_blocks(shots, num_blocks)
+    effects: dict[Metric, list[Effect]] = {}
+    looks: list[Look] = []
+    size = 0.0
+    for metric in metrics_of(columns):
+        values, usable = metric_values(columns, metric)
+        chosen = mine & usable
+        observed = _observations(columns, chosen, values, treatment, blocks, mode)
+        effects[metric] = [compare(observed, one, confidence) for one in STATISTICS]
+        if metric == criteria.metric:
+            looks = confidence_sequence(observed, criteria.statistic, alpha=1 - confidence)
+            size = _effective_size(observed.values, criteria.statistic)
+    if criteria.metric not in effects:
+        raise ValueError(f"{criteria.metric}: the answers give no such time")
+    decisive = next(e for e in effects[criteria.metric] if e.statistic == criteria.statistic)
+    if mode == "paired":
+        overlaps = paired_overlaps(columns, treatment)
+    guards = find_guardrails(columns, samples, treatment, blocks, criteria, overlaps)
+    ratio = check_ratio(columns, len(names), mode, criteria.weights)
+    kind, verdict = decide(names[0], names[treatment], decisive, looks, guards, ratio, criteria)
+    degrees = decisive.num_blocks - 1
+    reach = stats.t.ppf((1 + confidence) / 2, degrees) + stats.t.ppf(POWER, degrees)
+    return Comparison(
+        control=names[0],
+        treatment=names[treatment],
+        metric=criteria.metric,
+        statistic=criteria.statistic,
+        sequential=criteria.sequential,
+        effects=effects,
+        guardrails=guards,
+        looks=looks,
+        order_effect=_order_effect(columns, mine, blocks) if mode == "paired" else None,
+        num_blocks=decisive.num_blocks,
+        block_s=float(np.ptp(columns.sent_s)) / max(num_blocks, 1),
+        correlation_time=tau,
+        effective_size=size,
+        detectable=float(np.expm1(reach * decisive.log_error)),
+        kind=kind,
+        verdict=verdict,
+        notes=find_notes(columns, mine, treatment, num_blocks, tau, criteria),
+    )
+
+
+def metrics_of(columns: Columns) -> list[Metric]:
+    """Returns the times that the answers give: text has two more."""
+    streamed = any(one.pieces for one in columns.exchanges)
+    found: list[Metric] = ["latency"]
+    if streamed:
+        for metric in ("ttft", "tpot"):
+            if metric_values(columns, metric)[1].mean() > 0.5:
+                found.append(metric)
+    return found
+
+
+def _observations(
+    columns: Columns,
+    chosen: NDArray[np.bool_],
+    values: Floats,
+    treatment: int,
+    blocks: NDArray[np.int64],
+    mode: Mode,
+) -> Observations:
+    return Observations(
+        values=values[chosen],
+        treated=columns.arm[chosen] == treatment,
+        blocks=blocks[chosen],
+        units=columns.unit[chosen] if mode == "split" else None,
+    )
+
+
+def _effective_size(values: Floats, statistic: Statistic) -> float:
+    if statistic == "mean":
+        return effective_size(values)
+    above = values > np.quantile(values, quantile_level(statistic))
+    return effective_size(above.astype(np.float64))
+
+
+def _order_effect(
+    columns: Columns, mine: NDArray[np.bool_], blocks: NDArray[np.int64]
+) -> Interval | None:
+    chosen = mine & columns.timed & (columns.latency_ms > 0)
+    later = columns.place[chosen] > 0
+    if later.all() or not later.any():
+        return None
+    observed = Observations(columns.latency_ms[chosen], later, blocks[chosen])
+    return compare(observed, "p50").relative
+
+
+def find_notes(
+    columns: Columns,
+    mine: NDArray[np.bool_],
+    treatment: int,
+    num_blocks: int,
+    tau: float,
+    criteria: Criteria,
+) -> list[str]:
+    """Returns what limits the result, in sentences."""
+    notes = []
+    shots = len(np.unique(columns.shot[mine]))
+    if num_blocks < MIN_BLOCKS:
+        notes.append(f"Only {num_blocks} time blocks: run longer for at least {MIN_BLOCKS}.")
+    elif shots / num_blocks < 10 * tau:
+        notes.append(
+            f"Latencies stay correlated over {tau:.0f} requests, and a block holds only "
+            f"{shots / num_blocks:.0f}: intervals may be too narrow; run longer."
+        )
+    smallest = min(int((columns.arm[mine] == arm).sum()) for arm in (0, treatment))
+    if criteria.statistic == "p99" and smallest < MIN_TAIL:
+        notes.append(
+            f"An arm has {smallest} requests; a 99th percentile needs {MIN_TAIL} and more."
+        )
+    return notes

@@ -1,0 +1,105 @@
+"""What decides an experiment, and the sentence that states its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recserve.experiments.quality import Guardrail
+from recserve.experiments.sequential import Look, stopping_block
+from recserve.experiments.statistics import Effect, Statistic
+
+Metric = Literal["latency", "ttft", "tpot"]
+VerdictKind = Literal["better", "worse", "unclear", "invalid"]
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What decides an experiment.
+
+    Attributes:
+        metric: Which time: latency, time to first token, time per output token.
+        statistic: Which statistic of it decides the verdict.
+        sequential: Whether the verdict uses the always-valid interval.
+        k: Slate length for NDCG; None for the whole slate.
+        error_margin: Rise of the share of failed requests that is accepted.
+        short_margin: Rise of the share of short slates that is accepted.
+        overlap_margin: Loss of mean overlap between the arms' slates that is accepted.
+        ndcg_margin: Loss of NDCG that is accepted.
+        weights: Planned shares of the arms; None for equal ones.
+    """
+
+    metric: Metric = "latency"
+    statistic: Statistic = "p99"
+    sequential: bool = False
+    k: int | None = None
+    error_margin: float = 0.005
+    short_margin: float = 0.005
+    overlap_margin: float = 0.05
+    ndcg_margin: float = 0.005
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SampleRatio:
+    """Whether requests or units were divided as planned.
+
+    Attributes:
+        counted: "units" or "requests".
+        counts: Per arm.
+        p_value: Of the chi-square test.
+        alarm: Whether the p-value is below 0.001.
+    """
+
+    counted: str
+    counts: tuple[int, ...]
+    p_value: float
+    alarm: bool
+
+
+def decide(
+    control: str,
+    treatment: str,
+    effect: Effect,
+    looks: Sequence[Look],
+    guards: Sequence[Guardrail],
+    ratio: SampleRatio,
+    criteria: Criteria,
+) -> tuple[VerdictKind, str]:
+    """Returns the kind of the verdict and its sentence."""
+    if ratio.alarm:
+        return "invalid", (
+            f"Not valid: {ratio.counted} were not divided as planned "
+            f"(chi-square p = {ratio.p_value:.2g}); find out why before reading on."
+        )
+    interval = effect.relative
+    always = ""
+    if criteria.sequential and looks:
+        interval = looks[-1].relative
+        stop = stopping_block(looks)
+        always = ", valid at every look" + (f"; decided after block {stop}" if stop else "")
+    where = f"{criteria.statistic} {criteria.metric}"
+    figures = (
+        f"{percent(interval.estimate)} (95 % interval {percent(interval.low)} to "
+        f"{percent(interval.high)}{always}), {effect.control:.3g} to {effect.treatment:.3g} ms"
+    )
+    failed = [guard.name for guard in guards if guard.outcome == "fail"]
+    open_ = [guard.name for guard in guards if guard.outcome == "unclear"]
+    tail = ""
+    if failed:
+        tail = f" But a guardrail fails: {', '.join(failed)}."
+    elif open_:
+        tail = f" Not enough data for the guardrail on {', '.join(open_)}."
+    if not interval.excludes_zero:
+        both = f"{treatment} and {control} in {where}"
+        return "unclear", f"No difference between {both} is shown: {figures}.{tail}"
+    faster = interval.high < 0
+    word = "faster" if faster else "slower"
+    kind: VerdictKind = "better" if faster and not failed else "worse"
+    return kind, f"{treatment} is {word} than {control} in {where}: {figures}.{tail}"
+
+
+def percent(value: float) -> str:
+    """Returns "+3.1 %"; a minus sign for negative values."""
+    return f"{value * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")

@@ -1,0 +1,344 @@
+"""The load generator: sends planned requests over HTTP and times them.
+
+Open loop: every request has a scheduled time, and its latency counts from there, whatever the
+generator or the server was doing then. A server that stalls therefore delays nothing that is
+counted (no coordinated omission). Closed loop: a fixed number of workers send as fast as they get
+answers; latency then counts from the send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from recserve.experiments.targets import Json, MalformedReply, Reply, StreamJoiner, Target
+
+DETAIL = 200
+PROGRESS_S = 0.5
+# Time between planning and the first request, so that the first sends are not late.
+LEAD_S = 0.2
+JSON_HEADER = {"Content-Type": "application/json"}
+CLIENT_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
+    (TimeoutError, "timeout"),
+    (aiohttp.ClientConnectorError, "connect"),
+    (aiohttp.ServerDisconnectedError, "disconnect"),
+    (aiohttp.ClientPayloadError, "disconnect"),
+    (aiohttp.ClientOSError, "disconnect"),
+    (MalformedReply, "malformed"),
+    (aiohttp.ClientError, "client"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request.
+
+    Attributes:
+        url: Full address.
+        body: JSON.
+        arm: Number of the arm.
+        sample: Number of the sample.
+    """
+
+    url: str
+    body: bytes
+    arm: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """Calls that are sent one after the other.
+
+    Attributes:
+        at_s: Scheduled time of the first call, in seconds from the start; ignored in a closed loop.
+        calls: One call, or the calls of a pair.
+    """
+
+    at_s: float
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and what became of it. Times are seconds from the start of the run.
+
+    Attributes:
+        shot: Number of the shot.
+        place: Place of the call within its shot.
+        arm: Number of the arm.
+        sample: Number of the sample.
+        scheduled: When it was to be sent; for later calls of a shot, when the one before ended.
+        sent: When it was sent.
+        done: When the last byte arrived, or the request failed.
+        status: HTTP status; 0 if there was no answer.
+        error: Kind of failure; None if the answer was read.
+        detail: What the server or the client said of the failure.
+        pieces: Times at which pieces of text arrived.
+        reply: What the answer said; None on failure.
+    """
+
+    shot: int
+    place: int
+    arm: int
+    sample: int
+    scheduled: float
+    sent: float
+    done: float
+    status: int
+    error: str | None
+    detail: str = ""
+    pieces: tuple[float, ...] = ()
+    reply: Reply | None = None
+
+    @property
+    def latency_ms(self) -> float:
+        """Time from the scheduled send to the last byte."""
+        return (self.done - self.scheduled) * 1e3
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How requests are sent.
+
+    Attributes:
+        workers: Workers of a closed loop; 0 for an open loop.
+        max_in_flight: Shots under way at most in an open loop; later ones wait, and that counts.
+        timeout_s: Longest time for one request.
+        stop_after_s: A closed loop sends nothing after this time; None sends all shots.
+        headers: HTTP headers besides the content type.
+    """
+
+    workers: int = 0
+    max_in_flight: int = 1024
+    timeout_s: float = 60.0
+    stop_after_s: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is. seconds: since the start. total: shots planned."""
+
+    done: int
+    errors: int
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        exchanges: One per call, in the order in which they ended.
+        seconds: From the first scheduled send to the last end.
+        cpu_seconds: Processor time that the generator used.
+        peak_in_flight: Most shots under way at once.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    seconds: float
+    cpu_seconds: float
+    peak_in_flight: int
+
+
+async def drive(
+    shots: Sequence[Shot],
+    target: Target,
+    options: LoadOptions,
+    progress: Callable[[Progress], None] | None = None,
+) -> Run:
+    """Sends all shots and waits for all of them.
+
+    Args:
+        shots: In order of their times.
+        target: Reads the answers.
+        options: How requests are sent.
+        progress: Called about twice a second.
+    """
+    sender = _Sender(target=target, options=options)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    timeout = aiohttp.ClientTimeout(total=options.timeout_s)
+    cpu = time.process_time()
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers={**JSON_HEADER, **options.headers}
+    ) as session:
+        sender.session = session
+        sender.start = time.perf_counter() + (0.0 if options.workers else LEAD_S)
+        watcher = asyncio.create_task(_watch(sender, len(shots), progress)) if progress else None
+        try:
+            await (sender.closed(shots) if options.workers else sender.open(shots))
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+    if progress:
+        progress(sender.state(len(shots)))
+    return Run(
+        exchanges=tuple(sender.exchanges),
+        seconds=max((exchange.done for exchange in sender.exchanges), default=0.0),
+        cpu_seconds=time.process_time() - cpu,
+        peak_in_flight=sender.peak,
+    )
+
+
+async def _watch(sender: _Sender, total: int, progress: Callable[[Progress], None]) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        progress(sender.state(total))
+
+
+class _Sender:
+    """State of one run."""
+
+    session: aiohttp.ClientSession
+
+    def __init__(self, target: Target, options: LoadOptions) -> None:
+        self.target = target
+        self.options = options
+        self.start = 0.0
+        self.exchanges: list[Exchange] = []
+        self.errors = 0
+        self.in_flight = 0
+        self.peak = 0
+        self.finished = 0
+
+    def now(self) -> float:
+        """Seconds from the start of the run."""
+        return time.perf_counter() - self.start
+
+    def state(self, total: int) -> Progress:
+        """Where the run is."""
+        return Progress(done=self.finished, errors=self.errors, total=total, seconds=self.now())
+
+    async def closed(self, shots: Sequence[Shot]) -> None:
+        """Sends shots with a fixed number of workers."""
+        numbered = iter(enumerate(shots))
+
+        async def work() -> None:
+            for number, shot in numbered:
+                if self.options.stop_after_s is not None and self.now() > self.options.stop_after_s:
+                    return
+                await self.shoot(number, shot, self.now())
+
+        await asyncio.gather(*(work() for _ in range(self.options.workers)))
+
+    async def open(self, shots: Sequence[Shot]) -> None:
+        """Starts every shot at its time."""
+        loop = asyncio.get_running_loop()
+        places = asyncio.Semaphore(self.options.max_in_flight)
+        tasks: set[asyncio.Task[None]] = set()
+        stop = threading.Event()
+
+        async def one(number: int, shot: Shot) -> None:
+            async with places:
+                await self.shoot(number, shot, shot.at_s)
+
+        def fire(first: int, end: int) -> None:
+            for number in range(first, end):
+                task = loop.create_task(one(number, shots[number]))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        try:
+            await asyncio.to_thread(self._pace, shots, stop, loop, fire)
+            while tasks:
+                await asyncio.wait(tasks)
+        finally:
+            stop.set()
+
+    def _pace(
+        self,
+        shots: Sequence[Shot],
+        stop: threading.Event,
+        loop: asyncio.AbstractEventLoop,
+        fire: Callable[[int, int], None],
+    ) -> None:
+        """Wakes the loop when shots are due; a loop's own timers are a millisecond coarse."""
+        number = 0
+        while number < len(shots):
+            wait = shots[number].at_s - self.now()
+            if wait > 0 and stop.wait(wait):
+                return
+            now, end = self.now(), number
+            while end < len(shots) and shots[end].at_s <= now:
+                end += 1
+            if end > number:
+                loop.call_soon_threadsafe(fire, number, end)
+                number = end
+
+    async def shoot(self, number: int, shot: Shot, scheduled: float) -> None:
+        """Sends the calls of a shot one after the other."""
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        for place, call in enumerate(shot.calls):
+            exchange = await self.send(number, place, call, scheduled)
+            self.exchanges.append(exchange)
+            self.errors += exchange.error is not None
+            scheduled = exchange.done
+        self.in_flight -= 1
+        self.finished += 1
+
+    async def send(self, number: int, place: int, call: Call, scheduled: float) -> Exchange:
+        """Sends one call; a failure is an exchange with an error."""
+        sent = self.now()
+        status, error, detail, reply = 0, None, "", None
+        joiner = StreamJoiner() if self.target.streams else None
+        done = 0.0
+        try:
+            async with self.session.post(call.url, data=call.body) as response:
+                status = response.status
+                if joiner is not None and status == 200:
+                    async for data in response.content.iter_any():
+                        joiner.feed(data, self.now())
+                    done = self.now()
+                    if not joiner.done:
+                        raise MalformedReply("the stream ended without its end marker")
+                    reply = self.target.read(joiner.answer())
+                else:
+                    data = await response.read()
+                    done = self.now()
+                    if status == 200:
+                        reply = self.target.read(_decoded(data))
+                    else:
+                        error, detail = f"http_{status}", _said(data)
+        except (TimeoutError, aiohttp.ClientError, MalformedReply) as failure:
+            error = next(name for kind, name in CLIENT_ERRORS if isinstance(failure, kind))
+            detail = str(failure)[:DETAIL]
+        return Exchange(
+            shot=number,
+            place=place,
+            arm=call.arm,
+            sample=call.sample,
+            scheduled=scheduled,
+            sent=sent,
+            done=done or self.now(),
+            status=status,
+            error=error,
+            detail=detail,
+            pieces=tuple(joiner.piece_times) if joiner is not None else (),
+            reply=reply,
+        )
+
+
+def _decoded(data: bytes) -> Json:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise MalformedReply(f"the answer is not a JSON object ({error})") from None
+
+
+def _said(data: bytes) -> str:
+    """The message of an error answer, in OpenAI's shape or plain."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, Any])["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        found = data.decode(errors="replace")
+    return str(found)[:DETAIL]

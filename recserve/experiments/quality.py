@@ -1,0 +1,143 @@
+"""Quality of slates and the guardrails that an experiment must not cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from recserve.experiments.statistics import (
+    RESAMPLES,
+    Floats,
+    Interval,
+    Observations,
+    block_weights,
+)
+
+Outcome = Literal["pass", "fail", "unclear"]
+
+
+@dataclass(frozen=True)
+class Guardrail:
+    """A quantity that the treatment must not make worse by more than a margin.
+
+    Attributes:
+        name: What is guarded.
+        control: Value in the control arm; None where only one value exists (overlap).
+        treatment: Value in the treatment arm.
+        change: Interval of the change, oriented so that below zero is worse.
+        margin: Largest loss that is accepted.
+        outcome: "pass" if the whole interval is above -margin, "fail" if it is below, else
+            "unclear".
+    """
+
+    name: str
+    control: float | None
+    treatment: float
+    change: Interval
+    margin: float
+    outcome: Outcome
+
+
+def overlap(first: Sequence[str], second: Sequence[str]) -> float:
+    """Returns the share of items that two slates have in common, of the longer one; 1 if empty."""
+    size = max(len(first), len(second))
+    return len(set(first) & set(second)) / size if size else 1.0
+
+
+def ndcg(slate: Sequence[str], next_item: str, k: int) -> float:
+    """Returns NDCG@k with one relevant item: 1 / log2(rank + 1), 0 if it is not in the slate."""
+    for place, item in enumerate(slate[:k]):
+        if item == next_item:
+            return 1 / math.log2(place + 2)
+    return 0.0
+
+
+def non_inferior(change: Interval, margin: float) -> Outcome:
+    """Returns whether the change is surely above -margin, surely below, or neither."""
+    if change.low >= -margin:
+        return "pass"
+    return "fail" if change.high < -margin else "unclear"
+
+
+def guard_mean(
+    name: str, observations: Observations, margin: float, worse: Literal["lower", "higher"]
+) -> Guardrail:
+    """Returns the guardrail on a mean, with a block-bootstrap interval of 95 %.
+
+    Args:
+        name: What is guarded.
+        observations: Values of both arms; zero and negative values are fine.
+        margin: Largest loss that is accepted.
+        worse: Which direction is a loss.
+    """
+    values, treated, blocks = observations.values, observations.treated, observations.blocks
+    num_blocks = observations.num_blocks
+    weights = block_weights(num_blocks, RESAMPLES, 0)
+    means = [_means(values[mine], blocks[mine], weights) for mine in (~treated, treated)]
+    control, treatment = float(values[~treated].mean()), float(values[treated].mean())
+    sign = 1.0 if worse == "lower" else -1.0
+    error = float(np.nanstd(means[1] - means[0], ddof=1))
+    reach = float(stats.t.ppf(0.975, max(num_blocks - 1, 1))) * error
+    change = sign * (treatment - control)
+    interval = Interval(change, change - reach, change + reach)
+    return Guardrail(name, control, treatment, interval, margin, non_inferior(interval, margin))
+
+
+def _means(values: Floats, blocks: np.ndarray, weights: Floats) -> Floats:
+    sums = np.bincount(blocks, values, minlength=weights.shape[1])
+    counts = np.bincount(blocks, minlength=weights.shape[1])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        result: Floats = (weights @ sums) / (weights @ counts)
+    return result
+
+
+def guard_share(
+    name: str, bad: tuple[int, int], totals: tuple[int, int], margin: float
+) -> Guardrail:
+    """Returns the guardrail on the share of bad requests, with Newcombe's score interval of 95 %.
+
+    It holds for shares at zero, where a bootstrap has no spread.
+
+    Args:
+        name: What is guarded.
+        bad: Bad requests of control and treatment.
+        totals: Requests of control and treatment, both above 0.
+        margin: Largest rise of the share that is accepted.
+
+    Source: Newcombe 1998, method 10.
+    """
+    shares = [b / n for b, n in zip(bad, totals, strict=True)]
+    bounds = [
+        stats.binomtest(b, n).proportion_ci(method="wilson")
+        for b, n in zip(bad, totals, strict=True)
+    ]
+    change = shares[0] - shares[1]
+    low = change - math.hypot(shares[0] - bounds[0].low, bounds[1].high - shares[1])
+    high = change + math.hypot(bounds[0].high - shares[0], shares[1] - bounds[1].low)
+    interval = Interval(change, low, high)
+    return Guardrail(name, shares[0], shares[1], interval, margin, non_inferior(interval, margin))
+
+
+def guard_overlap(overlaps: Sequence[float], margin: float) -> Guardrail:
+    """Returns the guardrail on the mean overlap of two arms' slates for the same request.
+
+    Args:
+        overlaps: One value from 0 to 1 per request.
+        margin: Largest loss of overlap that is accepted.
+    """
+    values = np.asarray(overlaps, dtype=np.float64)
+    mean = float(values.mean())
+    error = float(stats.sem(values)) if len(values) > 1 else 0.0
+    reach = float(stats.t.ppf(0.975, max(len(values) - 1, 1))) * error
+    if error == 0:
+        # All values are equal: bound the share of other values by Wilson's interval.
+        bound = stats.binomtest(0, len(values)).proportion_ci(method="wilson").high
+        change = Interval(mean - 1, max(-1.0, mean - 1 - bound), mean - 1)
+    else:
+        change = Interval(mean - 1, mean - 1 - reach, min(0.0, mean - 1 + reach))
+    return Guardrail("overlap of slates", None, mean, change, margin, non_inferior(change, margin))

@@ -1,0 +1,369 @@
+"""The report: one HTML page without scripts or links, for a reader with a minute.
+
+Order: verdict, warnings, effects, guardrails, distributions, course of the run, arms, checks,
+configuration, machine. Every text goes through `markup`, which escapes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import resources
+
+from recserve.experiments.charts import (
+    COLOURS,
+    Axis,
+    Line,
+    chart,
+    interval,
+    linear_axis,
+    log_axis,
+    percentile_axis,
+    tail,
+)
+from recserve.experiments.comparison import Comparison
+from recserve.experiments.criteria import percent
+from recserve.experiments.document import Document
+from recserve.experiments.markup import Markup, tag
+from recserve.experiments.measurements import Spread
+from recserve.experiments.quality import Guardrail
+from recserve.experiments.report_tables import arms_table, checks, drafting_table, facts
+from recserve.experiments.statistics import Effect, Interval
+
+STYLE = "report.css"
+METRICS = {
+    "latency": "Latency",
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+}
+WORDS = {"better": "better", "worse": "worse", "unclear": "not shown", "invalid": "not valid"}
+OUTCOMES = {"pass": "holds", "fail": "fails", "unclear": "unclear"}
+
+
+def page(document: Document) -> str:
+    """Returns the report as one HTML document."""
+    style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", document.title),
+        tag("style", Markup(style)),
+    )
+    comparisons = document.comparisons
+    body = tag(
+        "main",
+        _header(document),
+        *(_verdict(one) for one in comparisons),
+        None if comparisons else _figures(document),
+        _warnings(document),
+        *(_effects(one) for one in comparisons),
+        tag(
+            "div",
+            _distribution(document),
+            _course(document),
+            *(_guardrails(one) for one in comparisons),
+            *(_looks(one) for one in comparisons),
+            class_="grid two",
+        ),
+        arms_table(document),
+        drafting_table(document),
+        tag("div", checks(document), facts(document), class_="grid two"),
+        tag("footer", "Written by recserve. Times are in milliseconds unless they say otherwise."),
+    )
+    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
+
+
+def _header(document: Document) -> Markup:
+    machine = document.machine
+    requests = sum(one.num_requests for one in document.summaries)
+    time = machine.time.replace("T", " ").replace("+00:00", " UTC")
+    said = f"{time} · {requests:,} requests · {machine.processor}, {machine.num_cores} cores"
+    return tag("header", tag("h1", document.title), tag("p", said, class_="soft"))
+
+
+def _verdict(one: Comparison) -> Markup:
+    effect = decisive(one)
+    shown = one.looks[-1].relative if one.sequential and one.looks else effect.relative
+    big = tag(
+        "div",
+        percent(shown.estimate),
+        tag("small", f"{one.statistic} {one.metric}"),
+        class_="big",
+    )
+    detail = (
+        f"A run like this finds a change of {one.detectable:.1%} with power 0.9. "
+        f"{one.num_blocks} time blocks of {one.block_s:.1f} s."
+    )
+    text = tag(
+        "div",
+        tag("p", tag("span", WORDS[one.kind], class_=f"badge {one.kind}")),
+        tag("p", unbroken(one.verdict), class_="sentence"),
+        tag("p", detail, class_="note"),
+    )
+    return tag("section", big, text, class_=f"card verdict {one.kind}")
+
+
+def unbroken(text: str) -> str:
+    """Returns the text with numbers and their units on one line."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
+
+
+def decisive(one: Comparison) -> Effect:
+    """Returns the effect that the verdict rests on."""
+    return next(e for e in one.effects[one.metric] if e.statistic == one.statistic)
+
+
+def _figures(document: Document) -> Markup:
+    """The main figure of a run with one arm."""
+    one = document.summaries[0]
+    if one.latency_ms is None:
+        return tag(
+            "section",
+            tag("p", "No request was answered.", class_="sentence"),
+            class_="card verdict worse",
+        )
+    p50, p99 = one.latency_ms.percentiles["p50"], one.latency_ms.percentiles["p99"]
+    parts = [f"{one.requests_per_s:.1f} requests per second", f"p50 {ms(p50)}", f"p99 {ms(p99)}"]
+    if one.items and one.items.illegal_share is not None:
+        parts.append(f"illegal share {one.items.illegal_share:.2%}")
+    exact = document.exactness[0] if document.exactness else None
+    if exact:
+        parts.append(f"overlap with the exact slate {exact.mean_overlap:.3f}")
+    if one.text:
+        parts.append(f"{one.text.tokens_per_s:.0f} tokens per second")
+        if one.text.ttft_ms:
+            parts.append(f"first token p50 {ms(one.text.ttft_ms.percentiles['p50'])}")
+    failed = sum(one.errors.values())
+    parts.append(f"{failed:,} of {one.num_requests:,} requests failed")
+    big = tag("div", ms(p99), tag("small", "p99 latency"), class_="big")
+    kind = "worse" if failed else "better"
+    return tag(
+        "section",
+        big,
+        tag("p", ", ".join(parts) + ".", class_="sentence"),
+        class_=f"card verdict {kind}",
+    )
+
+
+def _warnings(document: Document) -> Markup | None:
+    found = [*document.warnings, *(note for one in document.comparisons for note in one.notes)]
+    if not found:
+        return None
+    listed = [tag("li", one[:1].upper() + one[1:]) for one in dict.fromkeys(found)]
+    return tag("section", tag("h2", "Read this first"), tag("ul", *listed), class_="card warnings")
+
+
+def _effects(one: Comparison) -> Markup:
+    every = [effect.relative for effects in one.effects.values() for effect in effects]
+    axis = common_axis(every)
+    blocks: list[Markup] = []
+    for metric, effects in one.effects.items():
+        if len(one.effects) > 1:
+            blocks.append(tag("h2", METRICS[metric]))
+        decides = one.statistic if metric == one.metric else None
+        blocks.append(tag("div", *(_effect(e, axis, decides) for e in effects), class_="rows"))
+    note = (
+        f"Change of {one.treatment} against {one.control}, with 95 % intervals from resampled time "
+        "blocks. Left of the dashed line is faster."
+    )
+    heading = "Effects" if len(one.effects) > 1 else f"Effect on {METRICS[one.metric].lower()}"
+    return tag(
+        "div",
+        tag("section", tag("h2", heading), tag("p", note, class_="note"), *blocks, class_="card"),
+        class_="grid",
+    )
+
+
+def _effect(effect: Effect, axis: Axis, decides: str | None) -> Markup:
+    found = effect.relative
+    style = "open" if not found.excludes_zero else ("good" if found.high < 0 else "bad")
+    named = tag("span", " decides", class_="decides") if effect.statistic == decides else None
+    return tag(
+        "div",
+        tag("span", effect.statistic, named, class_="name"),
+        tag("span", f"{ms(effect.control)} → {ms(effect.treatment)}", class_="values"),
+        tag(
+            "span",
+            percent(found.estimate),
+            tag("small", f"{percent(found.low)} to {percent(found.high)}"),
+            class_="change",
+        ),
+        tag("span", interval(found.low, found.estimate, found.high, axis, style), class_="plot"),
+        class_="row",
+    )
+
+
+def common_axis(intervals: Sequence[Interval]) -> Axis:
+    """Returns an axis that holds zero and all intervals."""
+    low = min([0.0, *(one.low for one in intervals)])
+    high = max([0.0, *(one.high for one in intervals)])
+    room = 0.08 * max(high - low, 1e-3)
+    return Axis(title="", low=low - room, high=high + room, ticks=())
+
+
+def _guardrails(one: Comparison) -> Markup | None:
+    if not one.guardrails:
+        return None
+    note = (
+        "A guardrail holds when the whole interval of the change stays above the accepted loss. "
+        "Below zero is worse."
+    )
+    rows = tag("div", *(_guardrail(guard) for guard in one.guardrails), class_="rows")
+    return tag(
+        "section", tag("h2", "Guardrails"), tag("p", note, class_="note"), rows, class_="card"
+    )
+
+
+def _guardrail(guard: Guardrail) -> Markup:
+    style = {"pass": "good", "fail": "bad", "unclear": "open"}[guard.outcome]
+    change = guard.change
+    axis = common_axis([change, Interval(0, -guard.margin, guard.margin)])
+    before = "" if guard.control is None else f"{guard.control:.4g} → "
+    return tag(
+        "div",
+        tag("span", guard.name, class_="name"),
+        tag(
+            "span",
+            f"{before}{guard.treatment:.4g}, accepted loss {guard.margin:g}",
+            class_="values",
+        ),
+        tag(
+            "span",
+            tag("span", OUTCOMES[guard.outcome], class_=f"badge {guard.outcome}"),
+            tag("small", f"{signed(change.low)} to {signed(change.high)}"),
+            class_="change",
+        ),
+        tag("span", interval(change.low, change.estimate, change.high, axis, style), class_="plot"),
+        class_="row",
+    )
+
+
+def signed(value: float) -> str:
+    """Returns a number with its sign and three digits."""
+    return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
+
+
+def ms(value: float) -> str:
+    """Returns "12.3 ms" with three digits, seconds from 10 s on."""
+    if value >= 10_000:
+        return f"{value / 1e3:.1f} s"
+    digits = 0 if value >= 100 else (1 if value >= 10 else 2)
+    return f"{value:,.{digits}f} ms"
+
+
+def legend(names: Sequence[str], dashed: tuple[str, str] | None = None) -> Markup:
+    """Returns the colours of the arms, and what solid and dashed lines are."""
+    found = [
+        tag("span", tag("i", class_=f"a{number % COLOURS}"), name)
+        for number, name in enumerate(names)
+    ]
+    if dashed:
+        found.append(tag("span", tag("i"), dashed[0]))
+        found.append(tag("span", tag("i", class_="dashed"), dashed[1]))
+    return tag("div", *found, class_="legend")
+
+
+def _distribution(document: Document) -> Markup | None:
+    curves = document.curves
+    times = [time for one in curves for time in one.milliseconds if time > 0]
+    if not times:
+        return None
+    count = max(spread.count for spread in _latencies(document))
+    x = percentile_axis(count)
+    lines = [
+        Line(
+            tuple(
+                (tail(share), time)
+                for share, time in zip(one.shares, one.milliseconds, strict=True)
+                if tail(share) <= x.high and time > 0
+            ),
+            f"a{number % COLOURS}",
+        )
+        for number, one in enumerate(curves)
+    ]
+    drawn = chart(x, log_axis("ms", min(times), max(times)), lines, "Latency by percentile")
+    names = [arm.name for arm in document.arms]
+    note = (
+        "Latency in milliseconds, from the scheduled send to the last byte. The tail is stretched."
+    )
+    return tag(
+        "section",
+        tag("h2", "Latency distribution"),
+        tag("p", note, class_="note"),
+        legend(names) if len(names) > 1 else None,
+        drawn,
+        class_="card",
+    )
+
+
+def _latencies(document: Document) -> list[Spread]:
+    return [one.latency_ms for one in document.summaries if one.latency_ms is not None]
+
+
+def _course(document: Document) -> Markup | None:
+    lines = []
+    values: list[float] = []
+    for number, one in enumerate(document.series):
+        for column, style in ((one.p50_ms, ""), (one.p99_ms, " dashed")):
+            points = tuple(
+                (second, math.nan if value is None else value)
+                for second, value in zip(one.seconds, column, strict=True)
+            )
+            values += [value for value in column if value is not None and value > 0]
+            lines.append(Line(points, f"a{number % COLOURS}{style}"))
+    if not values:
+        return None
+    seconds = document.series[0].seconds
+    x = linear_axis("seconds of the run", 0.0, seconds[-1] + seconds[0])
+    y = log_axis("ms", min(values), max(values))
+    names = [arm.name for arm in document.arms]
+    has_tail = any(value is not None for one in document.series for value in one.p99_ms)
+    return tag(
+        "section",
+        tag("h2", "Course of the run"),
+        tag("p", "Latency in milliseconds, in sixty slices of the run.", class_="note"),
+        legend(names, ("median", "p99") if has_tail else None),
+        chart(x, y, lines, "Median and 99th percentile of the latency over time"),
+        class_="card",
+    )
+
+
+def _looks(one: Comparison) -> Markup | None:
+    looks = one.looks
+    if len(looks) < 2:
+        return None
+    lows = [look.relative.low for look in looks]
+    highs = [look.relative.high for look in looks]
+    # The first looks are wide and would flatten the rest.
+    y = linear_axis(
+        "", 100 * max(min(lows[len(lows) // 4 :]), -1), 100 * min(max(highs[len(highs) // 4 :]), 2)
+    )
+    x = linear_axis("time blocks seen", looks[0].num_blocks, looks[-1].num_blocks)
+
+    def edge(values: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        return tuple(
+            (look.num_blocks, 100 * value) for look, value in zip(looks, values, strict=True)
+        )
+
+    lines = [
+        Line(edge(lows), "band", upper=edge(highs)),
+        Line(
+            edge([k.fixed.low for k in looks]),
+            "band inner",
+            upper=edge([k.fixed.high for k in looks]),
+        ),
+        Line(edge([k.relative.estimate for k in looks]), "a0"),
+    ]
+    note = (
+        f"Relative change of {one.statistic} {one.metric} in per cent, as the run went on. The "
+        "wide band holds at every look, so a run may stop when it leaves zero. The narrow band "
+        "holds for one planned look only."
+    )
+    return tag(
+        "section",
+        tag("h2", "Interval over time"),
+        tag("p", note, class_="note"),
+        chart(x, y, lines, "Confidence sequence of the relative change", zero=True),
+        class_="card",
+    )

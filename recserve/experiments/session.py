@@ -1,0 +1,294 @@
+"""A load run from options to a result: read data, plan, calibrate, drive, check, summarise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from recserve.experiments.arrivals import Times, poisson_arrivals, trace_arrivals
+from recserve.experiments.calibration import Lateness, Overhead, lateness, measure_overhead
+from recserve.experiments.comparison import Comparison, check_ratio, compare_arms
+from recserve.experiments.criteria import Criteria, SampleRatio
+from recserve.experiments.datasets import Sample, UserOptions, read_item_ids, read_samples
+from recserve.experiments.load import LoadOptions, Progress, Run, drive
+from recserve.experiments.machine import Machine, server_facts, this_machine
+from recserve.experiments.measurements import ArmSummary, Columns, summarise
+from recserve.experiments.plan import Arm, Design, make_plan
+from recserve.experiments.slates import (
+    ExactCheck,
+    Exactness,
+    arm_overlaps,
+    exact_overlap,
+    known_items,
+)
+from recserve.experiments.targets import Json, Target
+
+Arrivals = Literal["poisson", "trace", "closed"]
+MAX_CLOSED = 100_000
+DEFAULT_K = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is sent, and when.
+
+    Attributes:
+        target: Route.
+        data: Data set.
+        users: How users are read.
+        fields: Request fields of every request.
+        arrivals: Poisson, the times of a trace, or a closed loop.
+        rate: Requests per second; of a trace, None keeps its own.
+        duration_s: Length of the run, the warm-up included.
+        trace: File of arrival times.
+        workers: Of a closed loop.
+        warmup_s: Requests scheduled before this are sent and not counted.
+        load: How requests are sent.
+        items: Table of all items, for the illegal share; None asks the server.
+        exact_sample: Answered requests that are asked again for the exact slate.
+        exact_fields: Request fields of the exact slate.
+        calibrate: Whether the generator is measured first.
+    """
+
+    target: Target
+    data: Path
+    users: UserOptions = UserOptions()
+    fields: Json = field(default_factory=dict)
+    arrivals: Arrivals = "poisson"
+    rate: float | None = 10.0
+    duration_s: float = 30.0
+    trace: Path | None = None
+    workers: int = 1
+    warmup_s: float = 2.0
+    load: LoadOptions = LoadOptions()
+    items: Path | None = None
+    exact_sample: int = 100
+    exact_fields: Json = field(default_factory=lambda: {"strategy": "beam"})
+    calibrate: bool = True
+
+    @property
+    def k(self) -> int | None:
+        """Items asked for; None where the route has no such number."""
+        if self.target.name != "recommend":
+            return None
+        k = self.fields.get("k", DEFAULT_K)
+        return k if isinstance(k, int) else DEFAULT_K
+
+
+@dataclass(frozen=True)
+class Session:
+    """A finished load run.
+
+    Attributes:
+        columns: Requests after the warm-up.
+        samples: What was asked.
+        arms: Configurations.
+        summaries: One per arm.
+        exactness: One per arm; empty for text.
+        overlaps: Per arm, overlaps of its slates with the first arm's for the same requests.
+        lateness: Of the sends.
+        overhead: Of the generator; None if it was not measured.
+        peak_in_flight: Most shots under way at once.
+        generator_cpu_share: Processor time of the generator per second, in cores.
+        machine: Where the generator ran.
+        servers: What each server says of itself, by address.
+        warnings: What a reader must know.
+    """
+
+    columns: Columns
+    samples: tuple[Sample, ...]
+    arms: tuple[Arm, ...]
+    summaries: tuple[ArmSummary, ...]
+    exactness: tuple[Exactness | None, ...]
+    overlaps: tuple[tuple[float, ...], ...]
+    lateness: Lateness
+    overhead: Overhead | None
+    peak_in_flight: int
+    generator_cpu_share: float
+    machine: Machine
+    servers: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def arrival_times(workload: Workload, seed: str) -> Times:
+    """Returns the scheduled seconds of the shots.
+
+    Raises:
+        ValueError: If a rate or a trace is missing.
+    """
+    if workload.arrivals == "closed":
+        return np.zeros(MAX_CLOSED)
+    if workload.arrivals == "trace":
+        if workload.trace is None:
+            raise ValueError("arrivals by trace: expected a file of arrival times")
+        return trace_arrivals(workload.trace, workload.rate, workload.duration_s)
+    if workload.rate is None:
+        raise ValueError("Poisson arrivals: expected a rate")
+    number = int.from_bytes(seed.encode(), "little") if seed else 0
+    return poisson_arrivals(workload.rate, workload.duration_s, number)
+
+
+async def run_session(
+    workload: Workload,
+    arms: Sequence[Arm],
+    design: Design,
+    progress: Callable[[str, Progress | None], None],
+) -> Session:
+    """Runs a workload against one or more arms.
+
+    Args:
+        workload: What is sent.
+        arms: Configurations, the control first.
+        design: How requests are divided among them.
+        progress: Told the stage, and where the run is.
+
+    Raises:
+        ValueError: If the data does not fit the route, or no request was sent.
+    """
+    samples = tuple(read_samples(workload.data, workload.users))
+    check_samples(samples, workload.target)
+    times = arrival_times(workload, design.seed)
+    shots = make_plan(samples, arms, workload.target, times, design, workload.fields)
+    load = workload.load
+    if workload.arrivals == "closed":
+        load = replace(load, workers=workload.workers, stop_after_s=workload.duration_s)
+    machine = this_machine()
+    headers = dict(load.headers)
+    servers = {url: await server_facts(url, headers) for url in sorted({arm.url for arm in arms})}
+    overhead = None
+    if workload.calibrate:
+        progress("measuring the load generator", None)
+        overhead = await measure_overhead(
+            len(times) / workload.duration_s if not load.workers else 100.0
+        )
+    run = await drive(shots, workload.target, load, lambda state: progress("load", state))
+    columns = Columns.of(run, samples, workload.warmup_s)
+    if not columns.exchanges:
+        raise ValueError("no request was sent after the warm-up: lengthen the run")
+    exactness: tuple[Exactness | None, ...] = ()
+    overlaps: tuple[tuple[float, ...], ...] = ()
+    known = None
+    if workload.target.kind == "items":
+        progress("checking items and exact slates", None)
+        if workload.items is not None:
+            known = read_item_ids(workload.items)
+        else:
+            known = await known_items(columns, arms[0].url, load)
+        exact = ExactCheck(
+            target=workload.target,
+            fields={**workload.fields, **workload.exact_fields},
+            count=workload.exact_sample if workload.target.name == "recommend" else 0,
+            load=workload.load,
+        )
+        exactness = tuple(
+            [await exact_overlap(exact, columns, samples, n, arm) for n, arm in enumerate(arms)]
+        )
+        if len(arms) > 1 and design.mode != "paired" and exact.count:
+            pairs = make_plan(
+                samples=samples,
+                arms=arms,
+                target=workload.target,
+                times=np.zeros(exact.count),
+                design=Design(mode="paired", seed=design.seed),
+                fields=workload.fields,
+            )
+            again = await drive(pairs, workload.target, replace(workload.load, workers=1))
+            overlaps = arm_overlaps(again, len(arms))
+    names = [arm.name for arm in arms]
+    summaries = tuple(summarise(columns, names, samples, workload.target.kind, known, workload.k))
+    return Session(
+        columns=columns,
+        samples=samples,
+        arms=tuple(arms),
+        summaries=summaries,
+        exactness=exactness,
+        overlaps=overlaps,
+        lateness=lateness(columns.exchanges),
+        overhead=overhead,
+        peak_in_flight=run.peak_in_flight,
+        generator_cpu_share=run.cpu_seconds / run.seconds if run.seconds else 0.0,
+        machine=machine,
+        servers=servers,
+        warnings=tuple(find_warnings(workload, columns, summaries, machine, run)),
+    )
+
+
+def compare_session(
+    session: Session, design: Design, criteria: Criteria
+) -> tuple[list[Comparison], SampleRatio]:
+    """Returns the comparison of each further arm with the first, and the sample-ratio check.
+
+    Raises:
+        ValueError: If an arm has no latencies.
+    """
+    names = [arm.name for arm in session.arms]
+    silent = [one.name for one in session.summaries if not one.latency_ms]
+    if silent:
+        listed = "; ".join(session.warnings)
+        raise ValueError(f"arms without any answer: {', '.join(silent)}; {listed}")
+    ratio = check_ratio(session.columns, len(names), design.mode, design.weights)
+    overlaps = session.overlaps or ((),) * len(names)
+    comparisons = [
+        compare_arms(
+            columns=session.columns,
+            samples=session.samples,
+            names=names,
+            treatment=number,
+            mode=design.mode,
+            criteria=criteria,
+            overlaps=overlaps[number],
+        )
+        for number in range(1, len(names))
+    ]
+    return comparisons, ratio
+
+
+def check_samples(samples: Sequence[Sample], target: Target) -> None:
+    """Raises ValueError if the data set does not fit the route."""
+    one = samples[0]
+    if target.kind == "text" and not one.turns:
+        raise ValueError(f"{target.name} needs prompts, and this data set holds users")
+    if target.kind == "items" and one.turns:
+        raise ValueError(f"{target.name} needs users, and this data set holds prompts")
+    if target.name == "rank" and not one.candidates:
+        raise ValueError("rank needs candidates: ask for some per user")
+
+
+def find_warnings(
+    workload: Workload,
+    columns: Columns,
+    summaries: Sequence[ArmSummary],
+    machine: Machine,
+    run: Run,
+) -> list[str]:
+    """Returns what a reader of the figures must know, in sentences."""
+    found = []
+    p50 = float(np.median(columns.latency_ms[columns.timed])) if columns.timed.any() else 0.0
+    late = lateness(columns.exchanges).warning(p50)
+    if late and workload.arrivals != "closed":
+        found.append(late)
+    if run.peak_in_flight >= workload.load.max_in_flight:
+        found.append(
+            f"{workload.load.max_in_flight} requests were in flight at once, the limit; later ones "
+            "waited in the generator, and their latency includes that"
+        )
+    if machine.load_average > machine.num_cores:
+        found.append(
+            f"the machine of the load generator was busy: load {machine.load_average:.1f} on "
+            f"{machine.num_cores} cores"
+        )
+    for one in summaries:
+        if one.errors:
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(one.errors.items()))
+            said = f' ("{one.example}")' if one.example else ""
+            found.append(f"arm {one.name}: failed requests: {listed}{said}")
+        if one.items and one.items.degraded:
+            listed = ", ".join(
+                f"{count} {why}" for why, count in sorted(one.items.degraded.items())
+            )
+            found.append(f"arm {one.name}: degraded answers: {listed}")
+    return found
