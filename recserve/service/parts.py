@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history_stores import open_store
+from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
@@ -138,7 +138,7 @@ def open_parts(
     runtime = Runtime(
         engine=engine,
         snapshot=snapshot,
-        histories=Histories(opened_store, blocks=not url.startswith("lmdb:")),
+        histories=Histories(opened_store, blocks=opened_store.blocks),
         signer=Signer(key),
         model_version=bundle.manifest.model_version,
         device=place,
