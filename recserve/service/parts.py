@@ -21,7 +21,7 @@ from recserve.service.catalog.live_items import LiveItems
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.history.incoming import import_events
-from recserve.service.history.user_events import UserEvents
+from recserve.service.history.user_histories import UserHistories
 from recserve.service.loading import (
     Device,
     Models,
@@ -61,7 +61,7 @@ class ItemParts:
     models: Models
     runtime: Runtime
     items: LiveItems
-    users: UserEvents
+    users: UserHistories
     prewarm: Prewarm
     recommendations: Recommendations | None
     rankings: Rankings | None
@@ -176,7 +176,7 @@ def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJou
         models=models,
         runtime=runtime,
         items=items,
-        users=UserEvents(runtime, items, prewarm),
+        users=UserHistories(runtime, items, prewarm),
         prewarm=prewarm,
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,
