@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Part:
+class JobPart:
     """One line of the manifest. first_row, users: its input rows. rows: its answer rows."""
 
     part: str
@@ -73,7 +73,7 @@ class Progress:
 class Report:
     """What the job did. unused_columns: input columns that nothing reads."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[JobPart, ...]
     seconds: float
     unused_columns: tuple[str, ...]
 
@@ -128,7 +128,7 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
         done += rows
         progress(Progress(done, total, errors, time.monotonic() - started))
 
-    parts: list[Part] = []
+    parts: list[JobPart] = []
     with new_folder(job.output) as folder:
         with (folder / MANIFEST).open("w", encoding="utf-8") as manifest:
             for number, (first_row, users) in enumerate(_slices(job)):
@@ -164,13 +164,15 @@ def _slices(job: Job) -> Iterator[tuple[int, pa.Table]]:
             yield first_row, pa.Table.from_batches(waiting)
 
 
-def _write(folder: Path, name: str, first_row: int, users: pa.Table, generated: Generated) -> Part:
+def _write(
+    folder: Path, name: str, first_row: int, users: pa.Table, generated: Generated
+) -> JobPart:
     path = folder / name
     pq.write_table(generated.answers, path, compression="zstd")
     if generated.errors.num_rows:
         (folder / ERRORS_FOLDER).mkdir(exist_ok=True)
         pq.write_table(generated.errors, folder / ERRORS_FOLDER / name, compression="zstd")
-    return Part(
+    return JobPart(
         name,
         first_row,
         users.num_rows,

@@ -15,8 +15,8 @@ from msgspec import structs
 from recserve.batch.generate import Recommend
 from recserve.schemas.items import RecommendAnswer, RecommendBody
 from recserve.service import Service
+from recserve.service.pending import Pending
 from recserve.service.recommend.auto_strategy import AUTO, BEAM
-from recserve.service.work import Work
 
 
 def together(service: Service) -> Recommend:
@@ -30,7 +30,7 @@ def together(service: Service) -> Recommend:
     return recommend
 
 
-def _begin(service: Service, body: RecommendBody) -> Work[RecommendAnswer] | Exception:
+def _begin(service: Service, body: RecommendBody) -> Pending[RecommendAnswer] | Exception:
     if body.strategy == AUTO and BEAM in service.runtime.engine.strategies:
         body = structs.replace(body, strategy=BEAM)
     try:
@@ -39,7 +39,7 @@ def _begin(service: Service, body: RecommendBody) -> Work[RecommendAnswer] | Exc
         return error
 
 
-def _outcome(work: Work[RecommendAnswer]) -> RecommendAnswer | Exception:
+def _outcome(work: Pending[RecommendAnswer]) -> RecommendAnswer | Exception:
     try:
         return work.wait()
     except Exception as error:

@@ -195,7 +195,7 @@ def check_bundle(path: Path) -> Finding:
 
 def check_store(url: str) -> Finding:
     """Opens the store and asks it for a user that is not there."""
-    from recserve.features.history_stores import open_store
+    from recserve.features.history.stores import open_store
 
     shown = without_password(url)
     store = open_store(url)

@@ -23,7 +23,7 @@ from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error
 from recserve.service import Service
-from recserve.service.work import Work
+from recserve.service.pending import Pending
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -132,7 +132,7 @@ class Exchange:
 
 
 async def outcomes(
-    request: Request, works: Sequence[Work[A]], deadline_s: float
+    request: Request, works: Sequence[Pending[A]], deadline_s: float
 ) -> list[A | Exception]:
     """The answer or error of each work, in order.
 

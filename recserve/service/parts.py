@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.catalog.item_journal import ItemJournal
-from recserve.features.history_stores import open_store
+from recserve.features.history.stores import open_store
 from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
 from recserve.service.history.incoming import import_events
-from recserve.service.history.user_events import UserEvents
+from recserve.service.history.user_histories import UserHistories
 from recserve.service.loading import (
     Device,
     Models,
@@ -61,7 +61,7 @@ class ItemParts:
     models: Models
     runtime: Runtime
     items: LiveItems
-    users: UserEvents
+    users: UserHistories
     prewarm: Prewarm
     recommendations: Recommendations | None
     rankings: Rankings | None
@@ -138,7 +138,7 @@ def open_parts(
     runtime = Runtime(
         engine=engine,
         snapshot=snapshot,
-        histories=Histories(opened_store, blocks=not url.startswith("lmdb:")),
+        histories=Histories(opened_store, blocks=opened_store.blocks),
         signer=Signer(key),
         model_version=bundle.manifest.model_version,
         device=place,
@@ -176,7 +176,7 @@ def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJou
         models=models,
         runtime=runtime,
         items=items,
-        users=UserEvents(runtime, items, prewarm),
+        users=UserHistories(runtime, items, prewarm),
         prewarm=prewarm,
         recommendations=recommendations,
         rankings=Rankings(runtime, scorers) if scorers else None,

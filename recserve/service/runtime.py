@@ -17,9 +17,9 @@ from recserve.metrics import Gauges
 from recserve.schemas.items import UserRef
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import Histories
+from recserve.service.pending import Stopwatch
 from recserve.service.recommend.attribution import Signer
 from recserve.service.recommend.shadow import Shadow
-from recserve.service.work import Stopwatch
 
 log = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ from recserve.schemas.items import (
 )
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
-from recserve.service.history.user_events import UserEvents
+from recserve.service.history.user_histories import UserHistories
 from recserve.service.loading import Device
 from recserve.service.options import ServiceOptions, with_old_keywords
 from recserve.service.parts import ItemParts, open_parts
+from recserve.service.pending import Pending, failed
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.shadow import Shadow
@@ -46,7 +47,6 @@ from recserve.service.runtime import Runtime, gauges_of
 from recserve.service.text.text import Texts
 from recserve.service.text.text_loading import LoadedText
 from recserve.service.text.text_model import TextModel
-from recserve.service.work import Work, failed
 
 SCORERS = ("ranker", "likelihood")
 MANY_IN_FLIGHT = 64
@@ -173,7 +173,7 @@ class Service:
         return self._open_parts.items
 
     @property
-    def users(self) -> UserEvents:
+    def users(self) -> UserHistories:
         """The stored events of users. Raises UnknownModel or ServiceClosed."""
         return self._open_parts.users
 
@@ -186,7 +186,7 @@ class Service:
 
     def begin_recommend(
         self, body: RecommendBody, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Work[RecommendAnswer]:
+    ) -> Pending[RecommendAnswer]:
         """Starts a recommendation.
 
         Args:
@@ -204,7 +204,7 @@ class Service:
 
     def begin_rank(
         self, body: RankBody, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Work[RankAnswer]:
+    ) -> Pending[RankAnswer]:
         """Starts a ranking, as `begin_recommend`."""
         return self.rankings.begin(body, request_id or body.request_id, deadline_s)
 
@@ -213,13 +213,13 @@ class Service:
         body: RankBatchBody,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> list[Work[RankAnswer]]:
+    ) -> list[Pending[RankAnswer]]:
         """Starts the rankings of a batch, in order; an invalid one answers with its error.
 
         Raises:
             QueueFull: If not all find a place; the others are cancelled.
         """
-        works: list[Work[RankAnswer]] = []
+        works: list[Pending[RankAnswer]] = []
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
             try:
@@ -244,7 +244,7 @@ class Service:
     def recommend_many(self, bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
         """Returns slates in order, computed together; a refused body has an exception instead."""
         answers: list[RecommendAnswer | Exception] = []
-        works: deque[Work[RecommendAnswer]] = deque()
+        works: deque[Pending[RecommendAnswer]] = deque()
         for body in bodies:
             while len(works) >= MANY_IN_FLIGHT:
                 answers.append(works.popleft().outcome())
@@ -334,7 +334,7 @@ class Service:
             raise ServiceClosed("the service is closed")
         return self._parts
 
-    def _begin_patiently(self, body: RecommendBody) -> Work[RecommendAnswer]:
+    def _begin_patiently(self, body: RecommendBody) -> Pending[RecommendAnswer]:
         """As `begin_recommend`; waits for a place where the queue is full."""
         while True:
             try:

@@ -72,8 +72,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
         self.allocator, self.cache = self.pages.allocator, self.pages.cache
-        # Both in the order in which they are served: by priority, then by age. Those aside wait for
-        # pages, or for another text to compute what they begin with.
+        # Both by priority, then by age; `aside` waits for pages or for a prefix of another text.
         self.running: list[TextSequence] = []
         self.aside: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)

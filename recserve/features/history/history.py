@@ -16,7 +16,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -130,13 +130,42 @@ class Applied:
     revised: Revised | None = None
 
 
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options of a history store; each store reads those that it has a use for.
+
+    Attributes:
+        cap: Events per user. A history is trimmed to it when it reaches twice that.
+        timeout_s: Most time of a call over a network.
+        map_size_bytes: Most bytes of a file.
+    """
+
+    cap: int = DEFAULT_CAP
+    timeout_s: float = 0.25
+    map_size_bytes: int = 8 << 30
+
+
 class HistoryStore(Protocol):
     """Histories of all users: EVENT_DTYPE arrays, read-only, oldest first, at most `2 * cap` long.
-    For one user it asks as for many.
 
-    All methods are safe to call from several threads, raise ValueError for a user id that is
-    empty or longer than 480 bytes, and StoreUnavailable where the store fails.
+    All methods are safe to call from several threads. They raise ValueError for a user id that is
+    empty or longer than 480 bytes, and StoreUnavailable where the store fails. A store derives from
+    this class and is registered in stores.py.
+
+    Attributes:
+        blocks: Whether a read may wait for a network.
     """
+
+    blocks: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, url: str, options: StoreOptions) -> HistoryStore:
+        """Returns the store of a URL whose scheme is registered for this class.
+
+        Raises:
+            StoreUnavailable: If the store cannot be opened.
+        """
+        ...
 
     def get(self, user_id: str) -> np.ndarray:
         """A user's events; none for an unknown user. Raises CorruptHistory."""

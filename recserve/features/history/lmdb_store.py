@@ -18,6 +18,7 @@ from recserve.features.history.history import (
     Change,
     CorruptHistory,
     HistoryStore,
+    StoreOptions,
     StoreUnavailable,
     pack,
     read_stored,
@@ -34,6 +35,14 @@ class LmdbStore(HistoryStore):
     map_size_bytes: the most the file may grow to; the file is sparse and takes only what it holds.
     Raises StoreUnavailable if the folder cannot be opened.
     """
+
+    blocks = False
+
+    @classmethod
+    def open(cls, url: str, options: StoreOptions) -> LmdbStore:
+        """Returns the store of `lmdb:PATH`."""
+        path = url.partition(":")[2]
+        return cls(path, cap=options.cap, map_size_bytes=options.map_size_bytes)
 
     def __init__(
         self, path: str | Path, *, cap: int = DEFAULT_CAP, map_size_bytes: int = 8 << 30

@@ -28,6 +28,7 @@ from recserve.features.history.history import (
     HistoryStore,
     Removal,
     StoredEvent,
+    StoreOptions,
     StoreUnavailable,
     read_stored,
     records,
@@ -142,6 +143,11 @@ class RedisStore(HistoryStore):
     only of a removal that did arrive it is then said that nothing is stored. Raises
     StoreUnavailable if the server does not answer, ValueError for a malformed URL.
     """
+
+    @classmethod
+    def open(cls, url: str, options: StoreOptions) -> RedisStore:
+        """Returns the store of `redis://...`, `rediss://...` or `unix://...`."""
+        return cls(url, cap=options.cap, timeout_s=options.timeout_s)
 
     def __init__(self, url: str, *, cap: int = DEFAULT_CAP, timeout_s: float = 0.25) -> None:
         self.cap = cap

@@ -27,7 +27,7 @@ from recserve.server.errors import (
 from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.server.transport.flow_control import HoldableFlow, limit_unread_answer
 from recserve.server.transport.header_count import HeaderCount
-from recserve.server.transport.request_timer import Part, RequestTimer
+from recserve.server.transport.request_timer import RequestPart, RequestTimer
 from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
@@ -55,7 +55,7 @@ class Connection(HttpToolsProtocol):
         self.limits = limits
         self.metrics = metrics
         self._number = 0  # of requests that were read
-        self._part = Part.HEADERS
+        self._part = RequestPart.HEADERS
         self._begun = False
         self._unread = b""
         self._running: RequestResponseCycle | None = None  # the request that is being answered
@@ -93,15 +93,15 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._unset_keepalive_if_required()
-        if self._part is Part.NOTHING:
-            self._part = Part.HEADERS
+        if self._part is RequestPart.NOTHING:
+            self._part = RequestPart.HEADERS
         self._unread += data
         self._parse()
 
     def on_message_begin(self) -> None:
         """Parser: a request begins."""
         super().on_message_begin()
-        self._part = Part.HEADERS
+        self._part = RequestPart.HEADERS
         self._begun = True
         self._header_count.begin()
         self._upload = Upload()
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Parser: a header, or a trailer, which the application does not get."""
         self._header_count.header(name, value)
-        if self._part is Part.HEADERS:
+        if self._part is RequestPart.HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._running = self._running or self.cycle
-        self._part = Part.BODY
+        self._part = RequestPart.BODY
 
     def on_body(self, body: bytes) -> None:
         """Parser: a part of the body."""
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._number += 1
-        self._part = Part.NOTHING
+        self._part = RequestPart.NOTHING
         self._begun = False
         super().on_message_complete()
 
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self._unread or self._part is not Part.NOTHING:
+        if self._unread or self._part is not RequestPart.NOTHING:
             self._unset_keepalive_if_required()
         if self._refusal is not None and self._running is None:
             self._send_refusal(self._refusal)
@@ -160,14 +160,14 @@ class Connection(HttpToolsProtocol):
 
     def drain(self) -> None:
         """The server takes no new work; refuses a request whose body is not complete."""
-        if self._part is Part.BODY and self._refusal is None:
+        if self._part is RequestPart.BODY and self._refusal is None:
             self._refuse(NotReady("the server is shutting down"))
 
     def _watch(self) -> None:
         """Runs the timer while the server waits for the client, and stops it otherwise."""
-        waits = bool(self.pipeline) if self._part is Part.BODY else self._running is not None
+        waits = bool(self.pipeline) if self._part is RequestPart.BODY else self._running is not None
         free = self._refusal is not None or waits
-        part = Part.NOTHING if free else self._part
+        part = RequestPart.NOTHING if free else self._part
         self._timer.watch(self._number, part, self._late)
 
     def _late(self) -> None:
@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol):
         """Stops reading. The error is sent after the answers to earlier requests."""
         self._refusal = error
         self._timer.stop()
-        if self._part is Part.BODY:
+        if self._part is RequestPart.BODY:
             self._end_body(error)
         elif self._running is None:
             self._send_refusal(error)

@@ -9,7 +9,7 @@ from enum import Enum
 from recserve.server.transport.connection_limits import ConnectionLimits
 
 
-class Part(Enum):
+class RequestPart(Enum):
     """What the client is expected to send next."""
 
     NOTHING = "nothing"
@@ -25,11 +25,14 @@ class RequestTimer:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         self._loop = loop
-        self.seconds = {Part.HEADERS: limits.header_timeout_s, Part.BODY: limits.body_timeout_s}
-        self._watched: tuple[int, Part] | None = None
+        self.seconds = {
+            RequestPart.HEADERS: limits.header_timeout_s,
+            RequestPart.BODY: limits.body_timeout_s,
+        }
+        self._watched: tuple[int, RequestPart] | None = None
         self._handle: asyncio.TimerHandle | None = None
 
-    def watch(self, number: int, part: Part, on_late: Callable[[], None]) -> None:
+    def watch(self, number: int, part: RequestPart, on_late: Callable[[], None]) -> None:
         """Starts the timer, unless it runs for this part of this request already.
 
         Args:
@@ -40,7 +43,7 @@ class RequestTimer:
         if self._watched == (number, part):
             return
         self.stop()
-        if part is not Part.NOTHING:
+        if part is not RequestPart.NOTHING:
             self._watched = (number, part)
             self._handle = self._loop.call_later(self.seconds[part], on_late)
 

@@ -18,7 +18,7 @@ ENTRY_BYTES = 3 << 10
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedFilter:
     """A filter's items in the version that it was last asked of, over the version's trie; both may
     be gone by now.
     """
@@ -38,10 +38,10 @@ class FilterCache:
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self._kept: OrderedDict[bytes, tuple[Kept, int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> Kept | None:
+    def get(self, key: bytes) -> CachedFilter | None:
         """What is kept of a filter, of whichever version."""
         with self._lock:
             found = self._kept.get(key)
@@ -50,7 +50,7 @@ class FilterCache:
             self._kept.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, kept: Kept) -> None:
+    def put(self, key: bytes, kept: CachedFilter) -> None:
         """Keep it in place of what was kept of the filter; those asked longest ago make room."""
         size = len(key) + kept.allowed.num_bytes + ENTRY_BYTES
         with self._lock:

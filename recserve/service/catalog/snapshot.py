@@ -21,7 +21,7 @@ from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.service.catalog.filter_cache import FilterCache, Kept
+from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
 from recserve.service.recommend.diversity import BundleCategories
 
 DEEPER = 10  # how many more popular items are looked at where too few were allowed
@@ -123,7 +123,7 @@ class Snapshot:
         said = items.log.allowed(tree, items.num_records)[items.record_places]
         allowed = AllowedItems(bits, items.num_rows, items.record_rows, said, earlier)
         allowed.leaves(self.trie)  # here, so that the engine's thread need not
-        self.asked.put(key, Kept(weakref.ref(items), weakref.ref(self.trie), allowed))
+        self.asked.put(key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed))
         return allowed
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:

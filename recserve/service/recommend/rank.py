@@ -10,9 +10,9 @@ import numpy as np
 from recserve.core.request import Result, Scores
 from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.pending import Pending, Stopwatch
 from recserve.service.recommend.scorers import Question, Scorer
 from recserve.service.runtime import Runtime
-from recserve.service.work import Stopwatch, Work
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rankings:
 
     def begin(
         self, body: RankBody, request_id: str | None, deadline_s: float | None
-    ) -> Work[RankAnswer]:
+    ) -> Pending[RankAnswer]:
         """Look the candidates up and hand them to the engine.
 
         Raises InvalidRequest, and what Engine.submit raises.
@@ -80,11 +80,11 @@ class Rankings:
 
         if not ids:
             watch.features_done()
-            return Work(None, finish)
+            return Pending(None, finish)
         asked = scorer.ask(Question(snapshot, history, known.candidates, known.rows, deadline_s))
         degraded += asked.degraded
         watch.features_done()
-        return Work(self.runtime.engine.submit(asked.request), finish)
+        return Pending(self.runtime.engine.submit(asked.request), finish)
 
     def _name(self, body: RankBody) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer

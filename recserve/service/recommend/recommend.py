@@ -20,11 +20,11 @@ from recserve.schemas.items import (
 from recserve.search.strategies.registry import strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
+from recserve.service.pending import Pending, Stopwatch
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE, Choice, Chooser
 from recserve.service.recommend.diversity import caps_of
 from recserve.service.recommend.roots import RecommenderRoots
 from recserve.service.runtime import Runtime
-from recserve.service.work import Stopwatch, Work
 
 DEFAULT_BEAM_WIDTH = 50
 POPULAR = "popular"
@@ -49,7 +49,7 @@ class Recommendations:
 
     def begin(
         self, body: RecommendBody, request_id: str | None, deadline_s: float | None
-    ) -> Work[RecommendAnswer]:
+    ) -> Pending[RecommendAnswer]:
         """Read the history and hand the request to the engine.
 
         Raises InvalidRequest, and what Engine.submit raises.
@@ -81,7 +81,7 @@ class Recommendations:
         if not history.rows.size:
             degraded.append("cold_start")
             watch.features_done()
-            return Work(None, lambda _: self._finish(draft, degraded, watch, None))
+            return Pending(None, lambda _: self._finish(draft, degraded, watch, None))
         request = RecommendRequest(
             self.roots.root(snapshot, history.rows),
             snapshot.trie,
@@ -110,7 +110,7 @@ class Recommendations:
                 made = BEAM
             return self._finish(draft, degraded, watch, result, made)
 
-        return Work(future, finish)
+        return Pending(future, finish)
 
     def _choice(self, body: RecommendBody, width: int, deadline_s: float | None) -> Choice:
         """The strategy that was asked for. Raises InvalidRequest, listing what there is."""

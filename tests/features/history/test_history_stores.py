@@ -22,6 +22,7 @@ from recserve.features.history.history import (
     Removal,
     Replacement,
     StoredEvent,
+    StoreOptions,
     StoreUnavailable,
     event_key,
     pack,
@@ -30,7 +31,7 @@ from recserve.features.history.history import (
 )
 from recserve.features.history.history_merge import merge
 from recserve.features.history.redis_store import PREFIX
-from recserve.features.history_stores import open_store
+from recserve.features.history.stores import open_store
 from tests.support.redis_server import free_port, start_redis
 
 
@@ -47,7 +48,7 @@ class Opened:
         self.kind, _, self.rest = url.partition(":")
 
     def open(self, cap: int = 8) -> HistoryStore:
-        return open_store(self.url, cap=cap, map_size_bytes=16 << 20)
+        return open_store(self.url, StoreOptions(cap=cap, map_size_bytes=16 << 20))
 
     def damage(self, user: str, value: bytes) -> None:
         if self.kind == "redis":
@@ -386,9 +387,9 @@ def test_refuses_urls(url: str) -> None:
 
 WRITER = """
 import sys
-from recserve.features.history.history import StoredEvent
-from recserve.features.history_stores import open_store
-store = open_store("lmdb:" + sys.argv[1], cap=100000 // 2)
+from recserve.features.history.history import StoredEvent, StoreOptions
+from recserve.features.history.stores import open_store
+store = open_store("lmdb:" + sys.argv[1], StoreOptions(cap=100000 // 2))
 for number in range(1, 1_000_000):
     store.append(f"u{number % 3}", [StoredEvent(number, number, number)])
     print(number, flush=True)
@@ -411,7 +412,7 @@ def test_lmdb_keeps_what_was_acknowledged_before_kill_9(tmp_path: Path) -> None:
 
 
 def test_lmdb_says_when_it_is_full(tmp_path: Path) -> None:
-    store = open_store(f"lmdb:{tmp_path / 'small'}", map_size_bytes=64 << 10)
+    store = open_store(f"lmdb:{tmp_path / 'small'}", StoreOptions(map_size_bytes=64 << 10))
     with pytest.raises(StoreUnavailable, match="map size"):
         for number in range(2000):
             store.append(f"user{number}", [event(n) for n in range(20)])
@@ -430,7 +431,7 @@ def test_lmdb_refuses_a_damaged_file(tmp_path: Path) -> None:
 def test_redis_faults_are_typed_and_pass(tmp_path: Path) -> None:
     server, port = start_redis(tmp_path)
     url = f"redis://127.0.0.1:{port}/0"
-    store = open_store(url, timeout_s=0.1)
+    store = open_store(url, StoreOptions(timeout_s=0.1))
     try:
         store.append("u", [event(1)])
         server.send_signal(signal.SIGSTOP)
@@ -464,7 +465,7 @@ def test_redis_faults_are_typed_and_pass(tmp_path: Path) -> None:
 
 def test_redis_that_is_not_there() -> None:
     with pytest.raises(StoreUnavailable):
-        open_store(f"redis://:secret@127.0.0.1:{free_port()}/0", timeout_s=0.1)
+        open_store(f"redis://:secret@127.0.0.1:{free_port()}/0", StoreOptions(timeout_s=0.1))
 
 
 def test_redis_key_of_another_type_is_refused(redis_url: str) -> None:

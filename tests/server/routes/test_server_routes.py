@@ -254,7 +254,7 @@ def test_work_of_a_client_that_went_away_is_cancelled(client, user):
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             raw.sendall(head.encode() + body)
             until(lambda: len(engine.queue) > len(before) or engine.stats().queue_depth > 0)
-            future = engine.queue[-1].future
+            future = list(engine.queue)[-1].future
             assert not future.cancelled()
         until(future.cancelled)
     until(lambda: 'failed_total{reason="cancelled"} 1' in client.get("/metrics").text)
@@ -321,7 +321,7 @@ def test_what_goes_wrong_inside_stays_inside(tmp_path, caplog):
         raise KeyError(secret)
 
     with live(service) as client:
-        service.item = broken
+        service.items.get = broken
         answer = client.get("/v1/items/x")
         assert answer.status_code == 500
         assert error_of(answer)["message"] == "internal error"
@@ -338,7 +338,7 @@ def test_a_disk_that_refuses_is_named_to_the_operator_alone(tmp_path, caplog):
         raise JournalError(secret)
 
     with live(service) as client:
-        service.put_items = full
+        service.items.put = full
         answer = client.put("/v1/items", json={"items": [{"item_id": "a"}]})
     assert answer.status_code == 503 and error_of(answer)["code"] == "items_read_only"
     assert "secret" not in answer.text

@@ -12,7 +12,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import ItemsBody
 from recserve.service import Service, ServiceOptions
-from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
+from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.tiny_bundle import shared_bundle
 
 CAPACITY_BYTES = 1 << 20
@@ -29,7 +29,7 @@ TRIE = build_trie(torch.cartesian_prod(torch.arange(30), torch.arange(30)), (30,
 def kept_of(number):
     allowed = AllowedItems.of(np.arange(900) % 7 == number % 7)
     allowed.leaves(TRIE)
-    return Kept(weakref.ref(VERSION), weakref.ref(TRIE), allowed)
+    return CachedFilter(weakref.ref(VERSION), weakref.ref(TRIE), allowed)
 
 
 def test_an_entry_counts_its_key_its_items_and_its_objects():

@@ -10,7 +10,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import Exclude, RecommendBody, RollbackBody
 from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog.filter_cache import ENTRY_BYTES, FilterCache, Kept
+from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.live_catalogues import base_of, item_like, put, slate
 
 CARE = {"eq": ["category", "Care"]}
@@ -133,7 +133,7 @@ def test_the_cache_is_bounded_by_bytes():
     def kept():
         items = AllowedItems.of(np.arange(900) % 2 == 0)
         items.leaves(trie)
-        return Kept(*(weakref.ref(x) for x in (version, trie)), items)
+        return CachedFilter(*(weakref.ref(x) for x in (version, trie)), items)
 
     size = kept().allowed.num_bytes + 1 + ENTRY_BYTES
     cache = FilterCache(3 * size)

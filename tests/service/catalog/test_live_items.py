@@ -478,12 +478,12 @@ def test_a_setting_names_the_folder_of_the_journal(tmp_path):
         journal=folder,
         kv_bytes=2**24,
     )
-    worker = create_app(config).state.worker
-    worker.start()
-    worker.loaded.wait()
-    put(worker.service, item_like(worker.service, "new"))
-    version = base_of(worker.service).version
-    worker.close()
+    lifecycle = create_app(config).state.lifecycle
+    lifecycle.start()
+    lifecycle.loaded.wait()
+    put(lifecycle.service, item_like(lifecycle.service, "new"))
+    version = base_of(lifecycle.service).version
+    lifecycle.close()
     assert [path.name for path in folder.iterdir()] == [f"{version}.jsonl"]
 
 

@@ -11,7 +11,7 @@ from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.runtime import Runtime
 
 
-class UserEvents:
+class UserHistories:
     """Adds, lists and deletes the events of users."""
 
     def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:

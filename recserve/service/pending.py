@@ -1,4 +1,4 @@
-"""A request under way: begun by the caller, computed by the engine, finished by the caller."""
+"""A pending answer: the caller starts it, the engine computes it, the caller finishes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from recserve.core.request import Result, Timing
 from recserve.schemas.items import TimingMs
@@ -15,18 +15,23 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True)
-class Work(Generic[A]):
-    """future: what the engine computes, None where nothing is. finish: its result to the answer."""
+class Pending(Generic[A]):
+    """An answer that the engine computes.
+
+    Attributes:
+        future: Result of the engine; None: the answer needs none.
+        finish: Makes the answer from the engine's result.
+    """
 
     future: Future[Result] | None
     finish: Callable[[Result | None], A]
 
     def wait(self) -> A:
-        """The answer, waited for. Raises what the engine raised."""
+        """Waits for the answer. Raises what the engine raised."""
         return self.finish(None if self.future is None else self.future.result())
 
     def outcome(self) -> A | Exception:
-        """The answer, waited for, or the error in its place."""
+        """Waits for the answer. Returns the error in its place where there is one."""
         try:
             return self.wait()
         except Exception as error:
@@ -57,10 +62,10 @@ class Stopwatch:
         )
 
 
-def failed(error: Exception) -> Work[Any]:
-    """Work that only has its error left to say."""
+def failed(error: Exception) -> Pending[A]:
+    """Returns a pending answer that raises an error."""
 
-    def fail(_: Result | None) -> Any:
+    def fail(_: Result | None) -> A:
         raise error
 
-    return Work(None, fail)
+    return Pending(None, fail)

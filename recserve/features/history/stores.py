@@ -1,0 +1,48 @@
+"""The registry of history stores: a URL's scheme names the class that opens it.
+
+Other packages register a class in the entry-point group `recserve.stores`, under its scheme:
+
+    [project.entry-points."recserve.stores"]
+    cassandra = "my_package.store:CassandraStore"
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from recserve.features.history.history import MAX_CAP, HistoryStore, StoreOptions
+
+GROUP = "recserve.stores"
+_REDIS = "recserve.features.history.redis_store:RedisStore"
+BUILT_IN = (
+    EntryPoint("lmdb", "recserve.features.history.lmdb_store:LmdbStore", GROUP),
+    *(EntryPoint(scheme, _REDIS, GROUP) for scheme in ("redis", "rediss", "unix")),
+)
+
+
+def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
+    """Returns the open store of a URL.
+
+    Args:
+        url: `lmdb:PATH`, `redis://...`, `rediss://...`, `unix://...`, or the scheme of an installed
+            package.
+        options: Options of the store; None: the defaults.
+
+    Raises:
+        ValueError: If no store has the scheme, or an option is out of range.
+        StoreUnavailable: If the store cannot be opened.
+    """
+    options = options or StoreOptions()
+    if not 1 <= options.cap <= MAX_CAP:
+        raise ValueError(f"cap is {options.cap}; expected 1..{MAX_CAP}")
+    scheme, _, rest = url.partition(":")
+    # A package cannot replace a store of our own.
+    registered = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
+    if scheme not in registered or not rest:
+        known = ", ".join(sorted(registered))
+        raise ValueError(
+            f"store scheme is {scheme[:20]!r}; expected lmdb:PATH, redis://... or unix://... "
+            f"(schemes here: {known})"
+        )
+    store: type[HistoryStore] = registered[scheme].load()
+    return store.open(url, options)
