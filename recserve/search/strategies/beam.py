@@ -88,7 +88,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
-        return rerank.slates(state, exact=True)
+        return rerank.slates(state, exact=self.exact)
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
         return propose_beams(state, self.level_offsets, self.skip_single, extra)

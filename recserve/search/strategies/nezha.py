@@ -69,7 +69,7 @@ class NezhaStrategy(RecommendStrategy):
         """Slates, scored by the head."""
         if state.rivals is not None and state.rivals.log_probs is None:
             state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
-        return rerank.slates(state, exact=False)
+        return rerank.slates(state, exact=self.exact)
 
     def _rival_scores(self, state: Beams, rivals: DenseCandidates) -> Tensor:
         """[n] of each valid rival."""

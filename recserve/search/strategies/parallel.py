@@ -77,7 +77,7 @@ class ParallelStrategy(RecommendStrategy):
             wanted = _wanted(request_of(sequence))
             n = min(wanted, counts[b])
             found = rows[b, :n], scores[b, :n]
-            answers.append(answer(sequence, *found, complete=n < wanted, exact=False))
+            answers.append(answer(sequence, *found, complete=n < wanted, exact=self.exact))
         return answers
 
 
