@@ -46,7 +46,7 @@ from recserve.kernels.trie.trie_children import (
 )
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_overlay import TrieOverlay
-from recserve.search.filtering import leaf_filter
+from recserve.search.filters import leaf_filter
 
 CODES = 256
 HEAD = 2

@@ -165,8 +165,8 @@ class Slate:
 
 
 @dataclass(frozen=True)
-class Again:
-    """What a strategy says instead of a slate that its caps left too short.
+class Continuation:
+    """Another search on the same root, because caps left the slate too short.
 
     request: the same, but open only to items that may stand beside the chosen ones. rows [n] int64,
     scores [n] float32: what this search and those before it chose.

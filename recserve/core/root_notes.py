@@ -1,4 +1,4 @@
-"""What follows from a root's last state and is kept beside it: it goes when the root does."""
+"""Drafts that a cached root holds. The prefix cache drops them with the root."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from recserve.kernels.trie.trie_view import TrieView
 
 
 @dataclass(frozen=True)
-class KeptDraft:
-    """Prefixes that proved an answer: scored in one forward they prove it again.
+class CachedDraft:
+    """Prefixes that proved a slate. Scored in one forward, they prove it again.
 
-    asked: the request, but for its root, which is the one this is kept with, and its catalogue
-    version, which is not kept alive. excluded: a digest of the excluded rows, of which a request
-    may name thousands. nodes [n] int64: of the trie, in ascending order, 8 bytes each and nothing
-    behind them. trimmed: none of them is known to be of no use.
+    Attributes:
+        trie: Catalogue version of the request. The draft does not keep it alive.
+        width: Beam width of the request.
+        k: Items of the slate.
+        dense_weight: Weight of the dense head.
+        excluded: Digest of the excluded rows, of which a request may name thousands.
+        nodes: [n] int64 trie nodes in ascending order, in memory of their own.
+        trimmed: True once unneeded nodes have been removed.
     """
 
     trie: weakref.ref[TrieView]
@@ -32,19 +36,19 @@ class KeptDraft:
     trimmed: bool = False
 
     @staticmethod
-    def of(request: RecommendRequest, nodes: Tensor) -> KeptDraft:
-        """What is kept after an answer to this request."""
-        return KeptDraft(
+    def of(request: RecommendRequest, nodes: Tensor) -> CachedDraft:
+        """Returns the draft of a request whose slate these nodes proved."""
+        return CachedDraft(
             weakref.ref(request.trie),
             request.width,
             request.k,
             request.dense_weight,
             _digest(request.excluded),
-            nodes.clone(),  # of a step's nodes a part would keep all
+            nodes.clone(),  # a view would keep the tensor of the whole step alive
         )
 
     def fits(self, request: RecommendRequest) -> bool:
-        """Whether a request on the same root asks the same; one that is not plain never does."""
+        """Returns whether a request on the same root is the same; only a plain one can be."""
         return (
             self.trie() is request.trie
             and (self.width, self.k) == (request.width, request.k)
@@ -56,17 +60,17 @@ class KeptDraft:
 
 @dataclass
 class RootNotes:
-    """Of one cached root. draft: of its newest answer, None: there was none."""
+    """Notes of one cached root. draft: that of its newest slate, None: there is none."""
 
-    draft: KeptDraft | None = None
+    draft: CachedDraft | None = None
 
 
 def is_plain(request: RecommendRequest) -> bool:
-    """Whether it has neither filter nor caps, of which there are too many to keep a draft for."""
+    """Returns whether a request has neither filter nor caps, whose drafts are not cached."""
     return request.allowed is None and not request.caps
 
 
 def _digest(excluded: np.ndarray | None) -> bytes:
-    """Of excluded rows in their order; the same for None and for no rows."""
+    """Digest of excluded rows in their order, the same for None and for no rows."""
     rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
     return blake2b(rows.tobytes(), digest_size=16).digest()

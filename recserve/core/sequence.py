@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from recserve.core.request import Again, Request, Result, Timing
+from recserve.core.request import Continuation, Request, Result, Timing
 from recserve.core.root_notes import RootNotes
 from recserve.models.inputs import NodeInputs
 
@@ -40,7 +40,7 @@ class Sequence:
     notes: RootNotes = field(default_factory=RootNotes)
     timing: Timing = field(default_factory=Timing)
     flawed: bool = False
-    chosen: Again | None = None
+    chosen: Continuation | None = None
 
     @property
     def computed(self) -> bool:
@@ -55,7 +55,7 @@ class Sequence:
         """R, all root tokens, computed or not."""
         return self.root_slots.shape[0]
 
-    def search_again(self, again: Again) -> None:
+    def search_again(self, again: Continuation) -> None:
         """Go on with another request on the same root; the slots of its tree are free again."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 

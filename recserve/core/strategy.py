@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, Result
+from recserve.core.request import Continuation, Result
 from recserve.core.sequence import Sequence
 from recserve.kernels.tree import TokenTree
 from recserve.models.inputs import NodeInputs
@@ -53,7 +53,7 @@ class Strategy(ABC):
         """Returns the state of requests whose roots are computed."""
 
     @abstractmethod
-    def finish(self, state: Any) -> Seq[Result | Again | NotFinite]:
+    def finish(self, state: Any) -> Seq[Result | Continuation | NotFinite]:
         """Returns a result per sequence, in their order: an answer, a continuation, or an error."""
 
 

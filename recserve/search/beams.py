@@ -11,12 +11,12 @@ from torch import Tensor
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters
 from recserve.search.scored import Scored
 
 
 @dataclass(frozen=True)
-class Rivals:
+class DenseCandidates:
     """The dense head's best items of B requests, which compete with the finished beams.
 
     rows [B, R] item rows, best first, valid [B, R]. dense [B, I]: the head's log-probability of
@@ -78,7 +78,7 @@ class Beams:
     tails: Tensor
     scored: Scored
     parents: Tensor | None = None
-    rivals: Rivals | None = None
+    rivals: DenseCandidates | None = None
     places: Tensor | None = None
     missing: Tensor | None = None
     repairs: int = 0

@@ -12,9 +12,9 @@ Prefixes that tie with the bound stay.
 The same holds of any number below which prefixes are left out: what is kept is what full beam
 search has above it, and where that is k items in the end, they are the k best.
 
-With a dense head a prefix gains at most what the dense head gives its best item, and items that the
-dense head proposes itself (`Rivals`) compete anyway: the bound is taken with their scores, and a
-prefix is given what the last rival has, since no other item has more.
+With a dense head a prefix gains at most what the dense head gives its best item. The items that the
+dense head proposes itself (`DenseCandidates`) compete anyway. So the bound is taken with their
+scores, and a prefix is given the share of the last of them, since no other item has more.
 """
 
 from __future__ import annotations

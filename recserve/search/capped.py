@@ -14,7 +14,7 @@ import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
-from recserve.core.request import Again, RecommendRequest, Slate
+from recserve.core.request import Continuation, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
 
 
@@ -25,7 +25,7 @@ def answer(
     complete: bool,
     exact: bool,
     ranked: bool = True,
-) -> Slate | Again:
+) -> Slate | Continuation:
     """The k best under the caps, what earlier searches chose among them.
 
     rows, scores [n]: what the search found, best first. complete: it left out no item that it was
@@ -44,7 +44,7 @@ def answer(
             open_[request.excluded] = False
         if open_.any():
             allowed = AllowedItems.of(open_)
-            return Again(replace(request, allowed=allowed, excluded=None), rows, scores)
+            return Continuation(replace(request, allowed=allowed, excluded=None), rows, scores)
     if ranked and before is not None:
         order = np.lexsort((rows, -scores))
         rows, scores = rows[order], scores[order]

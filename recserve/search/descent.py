@@ -23,7 +23,7 @@ from recserve.search.bounds import NEVER
 
 
 @dataclass(frozen=True)
-class Descent:
+class NativeDescent:
     """A search that is over. above: the beams it began with."""
 
     above: Beams
@@ -68,7 +68,7 @@ def descend(
     widths: Seq[int],
     stops: bool = False,
     contexts: Tensor | None = None,
-) -> Descent:
+) -> NativeDescent:
     """From the beams to level `until`, each request keeping so many; by what was scored for them,
     or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
     state is missing.
@@ -86,7 +86,7 @@ def descend(
         _rivals(beams),
         stops,
     )
-    return Descent(beams, found)
+    return NativeDescent(beams, found)
 
 
 def _places(beams: Beams) -> list[int]:

@@ -17,7 +17,7 @@ from recserve.search.beams import Beams
 from recserve.search.bounds import value_at
 from recserve.search.descent import descend, searches
 from recserve.search.expansion import best_children
-from recserve.search.propose import wanted
+from recserve.search.prefixes import wanted
 
 
 def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:

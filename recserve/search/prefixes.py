@@ -1,4 +1,10 @@
-"""Prefixes of semantic ids as token trees: what every drafter of items proposes."""
+"""Prefixes of semantic ids as token trees: what drafters of items and beam search propose.
+
+A prefix with one child needs no score where a level is normalised over valid children (its child
+has log-probability 0); such a node is computed later, and only if something below it forks. Below
+the level from which the trie closes (`closing_level`) little forks, and a round costs more than a
+few nodes: what forks below the beams there is scored with them, and few answers need another round.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +15,26 @@ from torch import Tensor
 
 from recserve.core.strategy import Draft
 from recserve.kernels import dispatch
-from recserve.kernels.trie.native_layout import lay_out
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.native_layout import ALIVE, FORKED, OPEN, lay_out, wanted_prefixes
+from recserve.kernels.trie.native_trie import Prefixes
 from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
+from recserve.search.beams import Beams
 from recserve.search.scored import Scored
 
 
 @dataclass(frozen=True)
 class PrefixDraft(Draft):
     """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. guessed: it
-    may lack what beam search needs, and hold what it does not. kept: some of it proved the same
-    answers before.
+    may lack what beam search needs, and hold what it does not. cached: some of it proved
+    the same slates before.
     """
 
     query_keys: Tensor | None = None
     guessed: bool = False
-    kept: bool = False
+    cached: bool = False
 
     def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Key [Tq] and slot [Tq] of each computed node. slots [T]: of all nodes."""
@@ -67,3 +76,65 @@ def _laid_out(
     laid = lay_out(trie.native, keys, num_trees, level_offsets, known, slots)
     inputs = NodeInputs(laid.query_tokens)
     return PrefixDraft(laid.tree, inputs, laid.queries, laid.slots, laid.query_keys)
+
+
+def wanted(beams: Beams, skip_single: bool) -> Tensor:
+    """[B, W] bool: beams whose children the target must score. skip_single: those that fork."""
+    return beams.forked() if skip_single else beams.alive()
+
+
+def propose_beams(
+    beams: Beams, level_offsets: Tensor, skip_single: bool, extra: Tensor | None = None
+) -> PrefixDraft:
+    """Trees of all unscored nodes on the way to a beam that must be scored.
+
+    level_offsets [L]: first token of each level. extra [n]: keys of further nodes to score, each
+    with all nodes above it.
+    """
+    closing = skip_single and beams.level >= beams.trie.closing_level
+    natively = dispatch.lays_out(beams.nodes)
+    unscored = _unscored_natively if natively else _unscored
+    keys = unscored(beams, skip_single, closing)
+    if extra is not None:
+        keys = torch.cat([keys, extra])
+    return draft_of_keys(beams.trie, keys, len(beams.sequences), level_offsets, beams.scored)
+
+
+def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
+    """Keys of what a round scores. closing: whether it goes to the leaves."""
+    needed = beams.open() if closing else wanted(beams, skip_single)
+    missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
+    keys = beams.keys(beams.paths)[missing].flatten()
+    return torch.cat([keys, _below(beams, missing)]) if closing else keys
+
+
+def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
+    """The same in C."""
+    which = OPEN if closing else FORKED if skip_single else ALIVE
+    below = beams.widths if closing else [0] * len(beams.sequences)
+    prefixes = Prefixes(beams.log_probs, beams.paths)
+    return wanted_prefixes(beams.trie.native, prefixes, which, beams.scored.keys, below)
+
+
+def _below(beams: Beams, chosen: Tensor) -> Tensor:
+    """Keys of the prefixes with several items below the chosen beams [B, W], those of the better
+    beams first; of each request no more than it keeps beams.
+    """
+    trie, size = beams.trie, beams.trie.num_nodes
+    above = chosen.flatten().nonzero().flatten()
+    keys = beams.keys(beams.nodes).flatten()[above]
+    found, beam = [keys[:0]], [above[:0]]
+    for _ in range(beams.level + 1, trie.num_levels):
+        if not keys.shape[0]:
+            break
+        children = trie.children(keys % size)
+        below = trie.leaves(children.nodes)
+        row, column = (children.valid & (below.last - below.first > 1)).nonzero(as_tuple=True)
+        keys = keys[row] // size * size + children.nodes[row, column]
+        above = above[row]
+        found.append(keys)
+        beam.append(above)
+    order = torch.sort(torch.cat(beam), stable=True)
+    keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
+    place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
+    return keys[place < on_device(beams.widths, keys.device)[owners]]

@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, Slate
+from recserve.core.request import Continuation, Slate
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.native_search import NativeSearch
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
-from recserve.search.beams import Beams, Rivals
+from recserve.search.beams import Beams, DenseCandidates
 from recserve.search.candidates import needed_prefixes
 from recserve.search.capped import answer
 from recserve.search.descent import descend, searches
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters
 from recserve.search.scores import path_scores, root_scores
 
 
@@ -55,7 +55,7 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     widths = torch.tensor([r.width for r in requests], device=dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
     weights = torch.tensor([r.dense_weight for r in requests], device=dense.device)
-    return replace(beams, rivals=Rivals(best.indices, valid, dense, weights[:, None]))
+    return replace(beams, rivals=DenseCandidates(best.indices, valid, dense, weights[:, None]))
 
 
 def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
@@ -90,8 +90,9 @@ def with_rival_scores(beams: Beams, model: Recommender) -> Beams:
 
 
 def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
-    """[n] log-probability of each valid rival, in the order of `Rivals.flat`: a search in C that
-    nothing but the rivals may pass finds all of them. contexts: as for `descend`.
+    """Returns the [n] log-probabilities of valid candidates, ordered as `DenseCandidates.flat`.
+
+    A search in C that only the candidates may pass finds all of them. contexts: as for `descend`.
     """
     rivals, trie = beams.rivals, beams.trie
     assert rivals is not None
@@ -130,12 +131,12 @@ def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
     return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
 
 
-def slates(beams: Beams, exact: bool) -> list[Slate | Again | NotFinite]:
+def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
     """The k best items of each request under its caps, best first; equal scores in the order of
     item rows. Fewer beams than a request keeps are all items that it may have.
 
-    Rivals, where there are any, have their log-probabilities. exact: whether all scores are the
-    target's own. A request whose states or scores are not finite has NotFinite instead.
+    Dense candidates, where there are any, have log-probabilities. exact: whether all scores are
+    the target's own. A request whose states or scores are not finite has NotFinite instead.
     """
     rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
     if (rivals := beams.rivals) is not None:
@@ -152,7 +153,7 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Again | NotFinite]:
     flawed = np.isnan(scores_read).any(axis=1)
     # Few numbers: the host has sorted them before a device would begin.
     order = np.lexsort((rows_read, -scores_read))
-    answers: list[Slate | Again | NotFinite] = []
+    answers: list[Slate | Continuation | NotFinite] = []
     alive_read = scores_read > DEAD
     kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
     for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, RecommendRequest, Slate
+from recserve.core.request import Continuation, RecommendRequest, Slate
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
@@ -97,7 +97,7 @@ def only(beams: Beams, numbers: Seq[int]) -> Beams:
     return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
 
 
-def slates(beams: Beams, judged: Judged) -> list[Slate | Again | NotFinite]:
+def slates(beams: Beams, judged: Judged) -> list[Slate | Continuation | NotFinite]:
     """The accepted items of each request as they came, then the finished beams, likeliest first; k
     under its caps. What another search finds stands behind them in the same order.
     """
@@ -106,7 +106,7 @@ def slates(beams: Beams, judged: Judged) -> list[Slate | Again | NotFinite]:
     owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
     found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
     every = judged.at(judged.accepted).and_then(found.likeliest_first())
-    answers: list[Slate | Again | NotFinite] = []
+    answers: list[Slate | Continuation | NotFinite] = []
     counts = alive.sum(1).float()
     kept = (counts if beams.flaws is None else counts + beams.flaws).tolist()
     for b, sequence in enumerate(beams.sequences):

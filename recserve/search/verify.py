@@ -22,10 +22,8 @@ from recserve.search.beams import Beams
 from recserve.search.bounds import NEVER, bound_places, value_at
 from recserve.search.descent import descend, searches
 from recserve.search.expansion import best_children
-from recserve.search.filtering import leaf_filter
-from recserve.search.prefixes import PrefixDraft
-from recserve.search.propose import wanted
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters, leaf_filter
+from recserve.search.prefixes import PrefixDraft, wanted
 from recserve.search.scored import nothing_scored
 
 LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow
@@ -121,7 +119,7 @@ def _states(beams: Beams, row: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class ScoredSearch:
     """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
     [n]: keys of the prefixes that could still change it, each with all above it. needed [n]: keys
     of the scored ones without which this would not be known; none where nobody asked.
@@ -133,7 +131,7 @@ class Found:
     needed: Tensor
 
 
-def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Found:
+def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> ScoredSearch:
     """Beam search in which what is not scored leads nowhere.
 
     What it finds above the best prefix that it had to leave out is what full beam search has there
@@ -163,10 +161,12 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Fo
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
     missing = _that_matter([] if proven else left_out, kth)
-    return Found(beams, proven, missing, _that_matter(used, kth))
+    return ScoredSearch(beams, proven, missing, _that_matter(used, kth))
 
 
-def _search_natively(beams: Beams, search: NativeSearch, wants: list[int], collect: bool) -> Found:
+def _search_natively(
+    beams: Beams, search: NativeSearch, wants: list[int], collect: bool
+) -> ScoredSearch:
     """The same in C. wants [B]: places as in search/bounds.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
     kth, lost = found.scores_at(wants), found.levels.lost
@@ -174,7 +174,7 @@ def _search_natively(beams: Beams, search: NativeSearch, wants: list[int], colle
     nothing = beams.scored.keys[:0]
     missing = nothing if proven else found.passed(MISSING, kth)
     needed = found.passed(KNOWN, kth) if collect else nothing
-    return Found(found.at(found.level), proven, missing, needed)
+    return ScoredSearch(found.at(found.level), proven, missing, needed)
 
 
 def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from recserve.service.recommend.prewarm import Prewarm
 from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
-from recserve.service.recommend.scorers import LikelihoodScorer, RankerScorer, Scorer
+from recserve.service.recommend.scorers import ItemScorer, LikelihoodScorer, RankerScorer
 from recserve.service.runtime import Runtime
 
 
@@ -149,7 +149,7 @@ def open_parts(
 
 
 def _assemble(bundle: Bundle, models: Models, runtime: Runtime, journal: ItemJournal) -> ItemParts:
-    manifest, scorers = bundle.manifest, dict[str, Scorer]()
+    manifest, scorers = bundle.manifest, dict[str, ItemScorer]()
     ranking, ranker_roots, recommender_roots, recommendations = None, None, None, None
     if models.ranker is not None:
         catalog = runtime.snapshot.catalog

@@ -13,8 +13,7 @@ from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_children import ChildFilter
 from recserve.kernels.trie.trie_insertion import overlay_trie
-from recserve.search.filtering import leaf_filter
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters, leaf_filter
 from tests.support.leaf_counts import remaining
 from tests.support.recommenders import draw_root
 from tests.support.tries import SHAPES, Changed, engine_of

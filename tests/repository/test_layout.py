@@ -163,7 +163,7 @@ def test_the_order_has_no_circle():
     [
         ("kernels/tree.py", "from recserve.models.config import DecoderConfig"),
         ("features/tables/events.py", "import torch"),
-        ("search/propose.py", "from recserve.engine.engine import Engine"),
+        ("search/prefixes.py", "from recserve.engine.engine import Engine"),
         ("search/verify.py", "from recserve.speculation.drafter import Drafter"),
         ("speculation/drafters/ngram.py", "from recserve.search.beams import Beams"),
         ("features/tables/events.py", "def f():\n    from recserve.bundle.bundle import Bundle"),
@@ -187,7 +187,7 @@ def test_a_wrong_import_is_found(path, source):
     ("path", "source"),
     [
         ("kernels/tree.py", "import torch, math, numpy\nfrom dataclasses import dataclass"),
-        ("engine/engine.py", "from recserve.search.propose import BeamDrafter"),
+        ("engine/engine.py", "from recserve.search.prefixes import BeamDrafter"),
         ("features/history/redis_store.py", "import redis"),
         ("cli.py", "def serve():\n    from recserve.server.app import create_app"),
         ("service.py", "from recserve.bundle.bundle import Bundle\nimport msgspec"),

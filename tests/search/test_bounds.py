@@ -17,8 +17,8 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.search.beams import Beams
 from recserve.search.bounds import NEVER, bound_places
 from recserve.search.expansion import best_children
+from recserve.search.filters import RequestFilters
 from recserve.search.heads import Heads
-from recserve.search.request_filters import RequestFilters
 from recserve.search.scored import nothing_scored
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make

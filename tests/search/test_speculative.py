@@ -117,7 +117,7 @@ def test_calibration_finds_what_the_head_is_worth():
     assert all(a.margin < b.margin and a.proved <= b.proved + 0.05 for a, b in pairwise(plans))
     slates = Slates(model, trie, codes.numpy(), Heads(head))
     for plan in (plans[1], plans[-1]):
-        slates.engine.offer("beam", SpeculativeStrategy(model, head, plan, keeps=False))
+        slates.engine.offer("beam", SpeculativeStrategy(model, head, plan, caches=False))
         answers = slates.answers(cases, np.arange(40), 10, SlateOptions(10))
         proved = np.mean([answer.rounds <= 1 for answer in answers])
         assert abs(proved - plan.proved) < 0.1

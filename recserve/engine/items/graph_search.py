@@ -31,8 +31,7 @@ from recserve.kernels.trie.trie_children import (
 )
 from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
 from recserve.search.beams import Beams
-from recserve.search.filtering import excluded_ranks, leaf_filter
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
 from recserve.search.strategies.beam import request_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
-    Again,
+    Continuation,
     DeadlineExceeded,
     LikelihoodRequest,
     RecommendRequest,
@@ -244,13 +244,15 @@ class Lane(Scheduler[Request, Result, Strategy]):
                 self.cache.discard(keys, sequence.pages, self.runner.pool)
         self.release([sequence for sequence, _ in answers])
 
-    def _answers(self, cohort: Cohort, results: Seq[Result | Again | NotFinite]) -> list[Answer]:
+    def _answers(
+        self, cohort: Cohort, results: Seq[Result | Continuation | NotFinite]
+    ) -> list[Answer]:
         """The answers among the results; the other requests wait for their next search."""
         answers: list[Answer] = []
         for sequence, result in zip(cohort.sequences, results, strict=True):
             if sequence.flawed:
                 answers.append((sequence, NotFinite()))
-            elif not isinstance(result, Again):
+            elif not isinstance(result, Continuation):
                 answers.append((sequence, checked(result)))
             elif expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed between two searches")

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.request import Continuation, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.recommender import Recommender
-from recserve.search import propose as beam_draft
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
 from recserve.search.heads import Heads
-from recserve.search.prefixes import PrefixDraft
+from recserve.search.prefixes import PrefixDraft, propose_beams
 from recserve.search.recommend_strategy import RecommendStrategy
 
 
@@ -60,7 +59,15 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         return self.begin(sequences)
 
     def begin(self, sequences: Seq[Sequence]) -> Beams:
-        """Level 1."""
+        """Returns the beams of level 1, in five steps whose order matters.
+
+        1. Level 0 of each request, with its filters.
+        2. The dense head's best items, which compete with the finished beams.
+        3. Level 1, scored from the last hidden state of the root; bounds use the scores of 2 only
+           once all of them are known.
+        4. The prefixes that the target must score for the items of 2.
+        5. Their scores, if the root alone gives them.
+        """
         beams = beam_verify.begin(tuple(sequences), self.skip_single)
         beams = beam_verify.start(rerank.with_rivals(beams, self.model), self.model)
         beams = rerank.with_rival_keys(beams, self.skip_single)
@@ -79,12 +86,12 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         scored = beam_verify.record(state, draft, slots, hidden)
         return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
 
-    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
+    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
-        return rerank.slates(state, exact=True)
+        return rerank.slates(state, exact=self.exact)
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
-        return beam_draft.propose(state, self.level_offsets, self.skip_single, extra)
+        return propose_beams(state, self.level_offsets, self.skip_single, extra)
 
 
 def level_offsets_of(model: Recommender) -> Tensor:

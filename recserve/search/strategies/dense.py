@@ -63,6 +63,6 @@ class DenseStrategy(RecommendStrategy):
     def finish(self, state: Retrievals) -> list[Result]:
         """Slates, not those of beam search."""
         return [
-            Slate(found.rows, found.cosines * self.scale, False, 0, sequence.timing)
+            Slate(found.rows, found.cosines * self.scale, self.exact, 0, sequence.timing)
             for found, sequence in zip(state.found, state.sequences, strict=True)
         ]

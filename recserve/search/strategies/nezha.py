@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.request import Continuation, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
-from recserve.search.beams import Beams, Rivals
+from recserve.search.beams import Beams, DenseCandidates
 from recserve.search.descent import searches
 from recserve.search.head_search import item_log_probs, search
 from recserve.search.heads import Heads
@@ -65,13 +65,13 @@ class NezhaStrategy(RecommendStrategy):
             sequence.rounds += 1
         return found
 
-    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
+    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates, scored by the head."""
         if state.rivals is not None and state.rivals.log_probs is None:
             state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
-        return rerank.slates(state, exact=False)
+        return rerank.slates(state, exact=self.exact)
 
-    def _rival_scores(self, state: Beams, rivals: Rivals) -> Tensor:
+    def _rival_scores(self, state: Beams, rivals: DenseCandidates) -> Tensor:
         """[n] of each valid rival."""
         contexts = self._contexts(state)
         if (native := searches(state, self.head.search)) is not None:

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.request import Continuation, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
@@ -27,7 +27,7 @@ from recserve.search.strategies.beam import request_of
 
 
 @dataclass(frozen=True)
-class Found:
+class ParallelSearch:
     """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
     each request as many as `_wanted` says.
     """
@@ -54,7 +54,7 @@ class ParallelStrategy(RecommendStrategy):
         """For a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
-    def start(self, sequences: Seq[Sequence]) -> Found:
+    def start(self, sequences: Seq[Sequence]) -> ParallelSearch:
         """The whole answer."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
@@ -65,9 +65,9 @@ class ParallelStrategy(RecommendStrategy):
         best = best_items(asked, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
-        return Found(tuple(sequences), best)
+        return ParallelSearch(tuple(sequences), best)
 
-    def finish(self, state: Found) -> Seq[Result | Again]:
+    def finish(self, state: ParallelSearch) -> Seq[Result | Continuation]:
         """Slates."""
         best = state.best.cpu()
         counts = (best != NOTHING).sum(1).tolist()
@@ -77,7 +77,7 @@ class ParallelStrategy(RecommendStrategy):
             wanted = _wanted(request_of(sequence))
             n = min(wanted, counts[b])
             found = rows[b, :n], scores[b, :n]
-            answers.append(answer(sequence, *found, complete=n < wanted, exact=False))
+            answers.append(answer(sequence, *found, complete=n < wanted, exact=self.exact))
         return answers
 
 

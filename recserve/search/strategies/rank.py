@@ -16,7 +16,7 @@ from recserve.search.candidates import propose_branches
 
 
 @dataclass(frozen=True)
-class Rankings:
+class RankState:
     """Requests whose candidates are being ranked; logits [M, tasks] once they are."""
 
     sequences: tuple[Sequence, ...]
@@ -33,23 +33,23 @@ class RankStrategy(TreeStrategy):
         """One node per candidate."""
         return len(request.candidates)
 
-    def start(self, sequences: Seq[Sequence]) -> Rankings:
+    def start(self, sequences: Seq[Sequence]) -> RankState:
         """Nothing is known before the forward."""
-        return Rankings(tuple(sequences))
+        return RankState(tuple(sequences))
 
-    def finished(self, state: Rankings) -> bool:
+    def finished(self, state: RankState) -> bool:
         """True after the one forward."""
         return state.logits is not None
 
-    def propose(self, state: Rankings) -> Draft:
+    def propose(self, state: RankState) -> Draft:
         """One isolated node per candidate."""
         return propose_branches([_request(s) for s in state.sequences])
 
-    def verify(self, state: Rankings, draft: Draft, slots: Tensor, hidden: Tensor) -> Rankings:
+    def verify(self, state: RankState, draft: Draft, slots: Tensor, hidden: Tensor) -> RankState:
         """Task heads on every candidate."""
         return replace(state, logits=self.model.heads(hidden).float())
 
-    def finish(self, state: Rankings) -> list[Result]:
+    def finish(self, state: RankState) -> list[Result]:
         """Logits per task."""
         assert state.logits is not None
         parts = torch.split(

@@ -10,18 +10,17 @@ from typing import Self
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, RecommendRequest, Result
+from recserve.core.request import Continuation, RecommendRequest, Result
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search import guided, threshold
-from recserve.search import propose as beam_draft
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
 from recserve.search.guided import DraftedItems
 from recserve.search.heads import Heads
-from recserve.search.prefixes import PrefixDraft, draft_of_keys
+from recserve.search.prefixes import PrefixDraft, draft_of_keys, propose_beams
 from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.threshold import NONE_JUDGED, Judged
@@ -102,7 +101,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
                 beams.trie, pending.keys, len(beams.sequences), self.level_offsets, beams.scored
             )
         extra = None if pending is None else pending.keys
-        return beam_draft.propose(beams, self.level_offsets, self.skip_single, extra)
+        return propose_beams(beams, self.level_offsets, self.skip_single, extra)
 
     def verify(
         self, state: Inspection, draft: PrefixDraft, slots: Tensor, hidden: Tensor
@@ -111,7 +110,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
-    def finish(self, state: Inspection) -> Seq[Result | Again | NotFinite]:
+    def finish(self, state: Inspection) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
         return threshold.slates(state.beams, state.judged)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Again, RecommendRequest, Result
-from recserve.core.root_notes import KeptDraft
+from recserve.core.request import Continuation, RecommendRequest, Result
+from recserve.core.root_notes import CachedDraft
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
@@ -27,8 +27,8 @@ from recserve.search.bounds import NEVER
 from recserve.search.draft_plan import draft_plan
 from recserve.search.head_search import likely_prefixes
 from recserve.search.heads import Heads
-from recserve.search.kept import keep, kept, keys_of, trim
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
+from recserve.search.proof_cache import cache_proof, cache_scored, cached_drafts, keys_of
 from recserve.search.strategies.beam import BeamStrategy, request_of
 
 REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
@@ -54,7 +54,7 @@ class SpeculativeStrategy(BeamStrategy):
         model: Recommender,
         head: PrefixHead,
         only: DraftPlan | None = None,
-        keeps: bool = True,
+        caches: bool = True,
     ) -> None:
         """Makes the strategy of one recommender and its draft head.
 
@@ -62,10 +62,10 @@ class SpeculativeStrategy(BeamStrategy):
             model: The target model.
             head: Proposes prefixes.
             only: The plan of every request. None lets the rule choose.
-            keeps: Whether drafts stay with cached roots.
+            caches: Whether drafts stay with cached roots.
         """
         super().__init__(model)
-        self.head, self.only, self.keeps = head, only, keeps
+        self.head, self.only, self.caches = head, only, caches
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
@@ -103,13 +103,13 @@ class SpeculativeStrategy(BeamStrategy):
             return self._draft(state, rivals)
         if not self._drafts(state.sequences):
             return self._draft(state, rivals)
-        drafts = self._kept(state.sequences)
+        drafts = self._cached(state.sequences)
         margins = [self.plan(request).margin for request in state.requests]
         for sequence, draft, margin in zip(state.sequences, drafts, margins, strict=True):
             sequence.timing.drafted = margin > 0 or draft is not None
         keys = self._drafted(state, drafts, margins)
         keys = keys if rivals is None else torch.cat([keys, rivals])
-        return replace(self._guess(state, keys), kept=any(drafts))
+        return replace(self._guess(state, keys), cached=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
@@ -119,11 +119,12 @@ class SpeculativeStrategy(BeamStrategy):
             return super().verify(state, draft, slots, hidden)
         scored = beam_verify.record(state, draft, slots, hidden)
         scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
-        trims = draft.kept and any(own and not own.trimmed for own in kept(scored.sequences))
+        drafts = cached_drafts(scored.sequences) if draft.cached else []
+        trims = any(own and not own.trimmed for own in drafts)
         found = beam_verify.search_scored(scored, self.model, trims)
         if found.proven:
             if trims:
-                trim(scored, found.needed)
+                cache_proof(scored, found.needed)
             return found.beams
         if scored.repairs < REPAIRS:
             return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
@@ -134,13 +135,13 @@ class SpeculativeStrategy(BeamStrategy):
         trees = draft_of_keys(state.trie, keys, count, self.level_offsets, state.scored)
         return replace(trees, guessed=True)
 
-    def _kept(self, sequences: Seq[Sequence]) -> list[KeptDraft | None]:
-        return kept(sequences) if self.keeps else [None] * len(sequences)
+    def _cached(self, sequences: Seq[Sequence]) -> list[CachedDraft | None]:
+        return cached_drafts(sequences) if self.caches else [None] * len(sequences)
 
     def _drafted(
-        self, state: Beams, drafts: list[KeptDraft | None], margins: list[float]
+        self, state: Beams, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
-        """Keys (as in Scored): what was kept, and what the head thinks likely of all others."""
+        """Keys (as in Scored) of cached drafts and, for other requests, of the head's draft."""
         if not any(drafts):
             return self._likely(state, margins)
         if all(drafts):
@@ -159,14 +160,14 @@ class SpeculativeStrategy(BeamStrategy):
         ]
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
-    def finish(self, state: Beams) -> Seq[Result | Again | NotFinite]:
+    def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
-        if self.keeps:
-            keep(state)
+        if self.caches:
+            cache_scored(state)
         return super().finish(state)
 
     def _drafts(self, sequences: Seq[Sequence]) -> bool:
         """Whether the first round of a group scores a draft: all have a cached one, or it pays."""
-        if all(self._kept(sequences)):
+        if all(self._cached(sequences)):
             return True
         return any(self.plan(request_of(sequence)).margin for sequence in sequences)

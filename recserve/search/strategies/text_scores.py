@@ -17,7 +17,7 @@ from recserve.search.scores import label_scores
 
 
 @dataclass(frozen=True)
-class TextScores:
+class TextScoreState:
     """values: one [M, K] per request, None until they are scored."""
 
     sequences: tuple[Sequence, ...]
@@ -34,21 +34,23 @@ class TextScoreStrategy(TreeStrategy):
         """A node per token."""
         return len(request.tokens)
 
-    def start(self, sequences: Seq[Sequence]) -> TextScores:
+    def start(self, sequences: Seq[Sequence]) -> TextScoreState:
         """Nothing is known from the root alone."""
-        return TextScores(tuple(sequences))
+        return TextScoreState(tuple(sequences))
 
-    def finished(self, state: TextScores) -> bool:
+    def finished(self, state: TextScoreState) -> bool:
         """True after the one round."""
         return state.values is not None
 
-    def propose(self, state: TextScores) -> Draft:
+    def propose(self, state: TextScoreState) -> Draft:
         """All texts at once."""
         return propose_texts(
             [_request(s) for s in state.sequences], self.model.tokens.weight.device
         )
 
-    def verify(self, state: TextScores, draft: Draft, slots: Tensor, hidden: Tensor) -> TextScores:
+    def verify(
+        self, state: TextScoreState, draft: Draft, slots: Tensor, hidden: Tensor
+    ) -> TextScoreState:
         """The last token of each text predicts the label."""
         values = []
         start = 0
@@ -59,7 +61,7 @@ class TextScoreStrategy(TreeStrategy):
             start += len(request.tokens)
         return replace(state, values=tuple(values))
 
-    def finish(self, state: TextScores) -> list[Result]:
+    def finish(self, state: TextScoreState) -> list[Result]:
         """Log-probabilities, one column per label."""
         assert state.values is not None
         return [

@@ -31,7 +31,7 @@ class Known:
 class Rankings:
     """Rankings by name of scorer; `auto` is the first of them."""
 
-    def __init__(self, runtime: Runtime, scorers: dict[str, Scorer]) -> None:
+    def __init__(self, runtime: Runtime, scorers: dict[str, ItemScorer]) -> None:
         self.runtime = runtime
         self.scorers = scorers
 
@@ -81,7 +81,9 @@ class Rankings:
         if not ids:
             watch.features_done()
             return Pending(None, finish)
-        asked = scorer.ask(Question(snapshot, history, known.candidates, known.rows, deadline_s))
+        asked = scorer.ask(
+            ScoringQuery(snapshot, history, known.candidates, known.rows, deadline_s)
+        )
         degraded += asked.degraded
         watch.features_done()
         return Pending(self.runtime.engine.submit(asked.request), finish)
@@ -94,7 +96,7 @@ class Rankings:
         return name
 
 
-def _sorting_task(scorer: Scorer, name: str, body: RankBody) -> str:
+def _sorting_task(scorer: ItemScorer, name: str, body: RankBody) -> str:
     task = scorer.tasks[0] if body.sort_by is None else body.sort_by
     if task not in scorer.tasks:
         there = ", ".join(scorer.tasks)

@@ -77,7 +77,7 @@ class Recommendations:
             degraded.append("seen_within_s_ignored")
         caps = caps_of(body.diversity, snapshot.items, snapshot.trie, snapshot.categories)
         excluded = np.concatenate([given, seen])
-        draft = _Slate(body, request_id, snapshot, history, excluded, allowed, caps)
+        draft = _SlateBuilder(body, request_id, snapshot, history, excluded, allowed, caps)
         if not history.rows.size:
             degraded.append("cold_start")
             watch.features_done()
@@ -150,7 +150,7 @@ class Recommendations:
 
     def _finish(
         self,
-        draft: _Slate,
+        draft: _SlateBuilder,
         degraded: list[str],
         watch: Stopwatch,
         slate: Slate | None,
@@ -184,7 +184,7 @@ class Recommendations:
         )
 
 
-class _Slate:
+class _SlateBuilder:
     """A slate in the making: what may stand on it, and how its items are written."""
 
     def __init__(

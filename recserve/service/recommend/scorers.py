@@ -19,7 +19,7 @@ MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
-class Question:
+class ScoringQuery:
     """What is to be scored for whom. rows: [M] int64 item row of each candidate, none unknown."""
 
     snapshot: Snapshot
@@ -40,19 +40,19 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ScoringRequest:
     """request: for the engine. degraded: what of the candidates could not be heeded."""
 
     request: Request
     degraded: tuple[str, ...] = ()
 
 
-class Scorer(Protocol):
+class ItemScorer(Protocol):
     """One way to score candidates. tasks: the columns of its scores."""
 
     tasks: tuple[str, ...]
 
-    def ask(self, question: Question) -> Asked:
+    def ask(self, question: ScoringQuery) -> ScoringRequest:
         """What the engine is asked."""
         ...
 
@@ -68,7 +68,7 @@ class RankerScorer:
         self.roots = roots
         self.tasks = tasks
 
-    def ask(self, question: Question) -> Asked:
+    def ask(self, question: ScoringQuery) -> ScoringRequest:
         """Raises InvalidRequest for a feature that the ranker does not have."""
         q, dated = question, question.dated
         heeded = dated and self.roots.settings.has_timestamps
@@ -80,7 +80,7 @@ class RankerScorer:
             self._given(q.candidates) if q.described else {},
         )
         request = RankRequest(root, branches, limits, q.deadline_s)
-        return Asked(request, ("shown_at_ignored",) if dated and not heeded else ())
+        return ScoringRequest(request, ("shown_at_ignored",) if dated and not heeded else ())
 
     def scores(self, values: np.ndarray) -> np.ndarray:
         """Logits to probabilities."""
@@ -117,12 +117,12 @@ class LikelihoodScorer:
     def __init__(self, roots: RecommenderRoots) -> None:
         self.roots = roots
 
-    def ask(self, question: Question) -> Asked:
+    def ask(self, question: ScoringQuery) -> ScoringRequest:
         """Features and moments of exposure say nothing to this scorer."""
         q = question
         root = self.roots.root(q.snapshot, q.history.rows)
         ignored = {"features_ignored": q.described, "shown_at_ignored": q.dated}
-        return Asked(
+        return ScoringRequest(
             LikelihoodRequest(root, q.snapshot.trie, q.rows, q.deadline_s),
             tuple(word for word, there in ignored.items() if there),
         )

@@ -43,7 +43,9 @@ def calibrate(
             if found and found[-1].margin and found[-1].proved >= ENOUGH:
                 break
             plan = DraftPlan(margin, 0.0, 0.0, 1.0)
-            slates.engine.offer("speculative", SpeculativeStrategy(target, head, plan, False))
+            slates.engine.offer(
+                "speculative", SpeculativeStrategy(target, head, plan, caches=False)
+            )
             found.append(_carried_out(plan, slates, cases, width, k))
         plans[width, k] = tuple(found)
     return Calibration(plans)

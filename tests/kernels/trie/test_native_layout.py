@@ -8,10 +8,9 @@ from recserve.core.sequence import Sequence
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
 from recserve.kernels.trie.trie import build_trie
-from recserve.search import propose as beam_draft
 from recserve.search.beams import Beams
-from recserve.search.prefixes import draft_of_keys
-from recserve.search.request_filters import RequestFilters
+from recserve.search.filters import RequestFilters
+from recserve.search.prefixes import draft_of_keys, propose_beams
 from recserve.search.scored import Scored, nothing_scored
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
@@ -107,7 +106,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
             for closing in (level, trie.num_levels):
                 monkeypatch.setitem(getattr(trie, "base", trie).__dict__, "closing_level", closing)
                 same_drafts(
-                    *both(lambda b=beams: beam_draft.propose(b, offsets, skip_single), monkeypatch)
+                    *both(lambda b=beams: propose_beams(b, offsets, skip_single), monkeypatch)
                 )
 
 

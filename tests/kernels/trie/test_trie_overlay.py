@@ -10,7 +10,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.models.inputs import NodeInputs
-from recserve.search.filtering import leaf_filter
+from recserve.search.filters import leaf_filter
 from tests.support.leaf_counts import remaining
 from tests.support.tries import SHAPES, Changed, engine_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from recserve.core.request import RecommendRequest, Root
-from recserve.core.root_notes import KeptDraft
+from recserve.core.root_notes import CachedDraft
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 
@@ -19,7 +19,7 @@ def asked(excluded):
 
 
 def draft_of(excluded):
-    return KeptDraft.of(asked(excluded), torch.arange(3))
+    return CachedDraft.of(asked(excluded), torch.arange(3))
 
 
 def test_the_excluded_rows_are_let_go():

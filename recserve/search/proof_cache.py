@@ -1,0 +1,67 @@
+"""Proof cache: the prefixes that proved a slate stay with the cached root of the user.
+
+The same request scores them in one forward and proves its slate anew, without the draft head and
+without a further round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from recserve.core.request import RecommendRequest
+from recserve.core.root_notes import CachedDraft, is_plain
+from recserve.core.sequence import Sequence
+from recserve.search.beams import Beams
+
+
+def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
+    """Returns the cached draft of each recommend request, None where there is none."""
+    drafts = [(sequence.notes.draft, sequence.request) for sequence in sequences]
+    return [
+        draft if draft and isinstance(request, RecommendRequest) and draft.fits(request) else None
+        for draft, request in drafts
+    ]
+
+
+def keys_of(drafts: Seq[CachedDraft | None], beams: Beams) -> Tensor:
+    """Returns the keys (as in Scored) of the nodes of all cached drafts."""
+    size, keys = beams.trie.num_nodes, [beams.nodes[:0, 0]]
+    keys += [draft.nodes + number * size for number, draft in enumerate(drafts) if draft]
+    return torch.cat(keys)
+
+
+def cache_scored(beams: Beams) -> None:
+    """Caches all scored prefixes of plain requests that have no cached draft."""
+    drafts = cached_drafts(beams.sequences)
+    if not beams.scored.keys.shape[0] or all(drafts):
+        return
+    # Every node that was computed is scored, so the host knows how many each request has.
+    sizes = [sequence.tree_used for sequence in beams.sequences]
+    nodes = torch.split(beams.scored.keys % beams.trie.num_nodes, sizes)
+    for sequence, request, own, draft in zip(
+        beams.sequences, beams.requests, nodes, drafts, strict=True
+    ):
+        if draft is None and is_plain(request):
+            sequence.notes.draft = CachedDraft.of(request, own)
+
+
+def cache_proof(beams: Beams, needed: Tensor) -> None:
+    """Caches only the scored prefixes that the proofs of plain requests need.
+
+    The host waits once for the device.
+
+    Args:
+        beams: The requests.
+        needed: [n] keys, as in Scored, each with all above it.
+    """
+    needed = torch.unique(needed)
+    size, count = beams.trie.num_nodes, len(beams.sequences)
+    sizes = torch.bincount(needed // size, minlength=count).tolist()
+    nodes = torch.split(needed % size, sizes)
+    for sequence, request, own in zip(beams.sequences, beams.requests, nodes, strict=True):
+        if is_plain(request):
+            sequence.notes.draft = replace(CachedDraft.of(request, own), trimmed=True)
