@@ -24,9 +24,9 @@ from recserve.schemas.text import (
     TextMetrics,
     Usage,
 )
-from recserve.service.text.text_answers import ChatShape, CompletionShape, Shape
-from recserve.service.text.text_model import TextEngine, TextModel
-from recserve.service.text.text_prompts import (
+from recserve.service.text.answers import ChatShape, CompletionShape, Shape
+from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.prompts import (
     COMPLETION_TOKENS,
     Prompt,
     chat_prompt,
@@ -36,8 +36,8 @@ from recserve.service.text.text_prompts import (
     speculation,
     stop_strings,
 )
+from recserve.service.text.stream import Listener, Piece, TextStream
 from recserve.service.text.text_scores import TextScores
-from recserve.service.text.text_stream import Listener, Piece, TextStream
 from recserve.service.work import Stopwatch
 from recserve.speculation.completion import Completion, SpeculationCounts, TextRequest
 from recserve.speculation.sampling_params import SamplingParams, Speculation
