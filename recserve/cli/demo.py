@@ -39,7 +39,7 @@ from recserve.schemas.items import (
 from recserve.schemas.text import CompletionAnswer, CompletionBody, SpeculationBody
 from recserve.server.run import serve
 from recserve.service import Service
-from recserve.service.text.text_loading import TextSettings, load_text
+from recserve.service.text.loader import TextSettings, load_text
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.ranker.ranker import RankerRecipe, train_ranker
 from recserve.training.recommender.recommender import ITEMS_MASKED, train_recommender

@@ -218,7 +218,7 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     """Which steps of a language model a server would record here, and what each takes."""
     from recserve.engine.build import EngineModels, build_engine
     from recserve.service.loading import resolve_device
-    from recserve.service.text.text_loading import TextSettings, load_text
+    from recserve.service.text.loader import TextSettings, load_text
 
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts

@@ -40,7 +40,7 @@ from recserve.service.loading import resolve_device
 from recserve.service.options import ServiceOptions
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
-from recserve.service.text.text_loading import TextSettings, load_text
+from recserve.service.text.loader import TextSettings, load_text
 
 # Engine settings that the server's configuration has, by their common name.
 ENGINE_SETTINGS = sorted(

@@ -16,8 +16,8 @@ from recserve.core.request import DeadlineExceeded
 from recserve.server.errors import ClientGone, error_answer, row_of
 from recserve.server.exchange import GRACE_S, disconnected
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.text import TextWork
-from recserve.service.text.text_stream import Piece
+from recserve.service.text.completions import TextWork
+from recserve.service.text.stream import Piece
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from recserve.engine.engine_config import EngineConfig
 from recserve.service.loading import DTypeName
-from recserve.service.text.text_loading import LoadedText
+from recserve.service.text.loader import LoadedText
 
 # Keywords of `Service.open` that the previous release had, by the object that has them now.
 OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")

@@ -84,7 +84,7 @@ def last_committed(context: TextContext, width: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Target:
+class LogitsProcessor:
     """Logits of B trees and all that turns them into distributions.
 
     logits [T, V] raw. depth: most levels below node 0. past: None where the table is plain.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recserve.service import Service, ServiceOptions
-from recserve.service.text.text_loading import TextSettings, load_text
+from recserve.service.text.loader import TextSettings, load_text
 from tests.support.live_server import live
 from tests.support.paths import ROOT, reference
 from tests.support.tiny_bundle import shared_bundle

@@ -8,7 +8,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service, ServiceOptions
-from recserve.service.text.text_model import TextModel
+from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live

@@ -9,8 +9,8 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service.service import Service
-from recserve.service.text.text_loading import open_drafters
-from recserve.service.text.text_model import TextModel
+from recserve.service.text.loader import open_drafters
+from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import build_drafter, drafter_classes
 from recserve.speculation.verifiers import registry
 from recserve.tokenizer.tokenizer import TextTokenizer

@@ -12,7 +12,7 @@ import torch
 from recserve.config import ServerConfig
 from recserve.server.app import load
 from recserve.service import Service, ServiceOptions
-from recserve.service.text.text_loading import TextSettings, load_text, open_drafters
+from recserve.service.text.loader import TextSettings, load_text, open_drafters
 from tests.support.live_server import live
 from tests.support.paths import reference
 from tests.support.tiny_bundle import shared_bundle

@@ -10,8 +10,8 @@ from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
 from recserve.service import loading
-from recserve.service.text import text_loading
-from recserve.service.text.text_loading import TextSettings
+from recserve.service.text import loader
+from recserve.service.text.loader import TextSettings
 
 CPU = torch.device("cpu")
 DECODER = DecoderConfig(32, 2, 4, 2, 8, 64, max_positions=64)
@@ -43,13 +43,13 @@ def test_auto_is_the_fastest_type(monkeypatch, folder, fastest, caplog):
     assert f"{str(fastest)[6:]} is the fastest" in caplog.text
     for stored in (torch.float32, torch.bfloat16):
         settings = TextSettings(folder(stored), dtype="auto")
-        assert text_loading._dtype(settings, CPU) == fastest
+        assert loader._dtype(settings, CPU) == fastest
 
 
 def test_a_named_type_is_taken_whatever_is_faster(monkeypatch, folder):
     prefer(monkeypatch, torch.bfloat16)
     assert loading.resolve_dtype("float32", DECODER, CPU) == torch.float32
-    assert text_loading._dtype(TextSettings(folder(torch.bfloat16), dtype="float32"), CPU) == (
+    assert loader._dtype(TextSettings(folder(torch.bfloat16), dtype="float32"), CPU) == (
         torch.float32
     )
 
@@ -59,11 +59,11 @@ def test_halves_compute_in_float32_where_that_is_faster(monkeypatch, folder, sto
     """Every half-precision weight is a float32 number, so nothing is rounded."""
     settings = TextSettings(folder(stored))
     prefer(monkeypatch, torch.float32)
-    assert text_loading._dtype(settings, CPU) == torch.float32
+    assert loader._dtype(settings, CPU) == torch.float32
     prefer(monkeypatch, stored)
-    assert text_loading._dtype(settings, CPU) == stored
+    assert loader._dtype(settings, CPU) == stored
 
 
 def test_float32_weights_are_not_rounded_unless_asked(monkeypatch, folder):
     prefer(monkeypatch, torch.bfloat16)
-    assert text_loading._dtype(TextSettings(folder(torch.float32)), CPU) == torch.float32
+    assert loader._dtype(TextSettings(folder(torch.float32)), CPU) == torch.float32

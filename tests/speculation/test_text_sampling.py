@@ -23,7 +23,7 @@ from recserve.speculation import sampling
 from recserve.speculation.completion import TextRequest
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import Target, TokenCounts, past_of
+from recserve.speculation.logits_processor import LogitsProcessor, TokenCounts, past_of
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
 from recserve.speculation.verifier import ScoredTrees
@@ -88,7 +88,7 @@ def target_of(contexts, drafts, tree, logits):
         counts.append(own if context.params.counts_tokens else None)
     table = sampling_table([c.params for c in contexts], logits.device)
     depth = max(d.depth for d in drafts)
-    return Target(logits, tree, depth, table, past_of(table, contexts, counts))
+    return LogitsProcessor(logits, tree, depth, table, past_of(table, contexts, counts))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -229,7 +229,7 @@ def test_penalties_and_words_equal_transformers():
         counts = TokenCounts(tokens[:2], VOCABULARY, "cpu")
         counts.add(tokens[2:])
         table = sampling_table([params])
-        target = Target(logits, tree, 0, table, past_of(table, [context], [counts]))
+        target = LogitsProcessor(logits, tree, 0, table, past_of(table, [context], [counts]))
         expected = theirs(torch.tensor([tokens]), logits.clone())
         torch.testing.assert_close(target(torch.tensor([0])), expected)
 

@@ -18,7 +18,7 @@ from recserve.core.request import DeadlineExceeded, QueueFull, Timing
 from recserve.engine.stats import EngineStats
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service import Service
-from recserve.service.text.text_model import TextModel
+from recserve.service.text.model import TextModel
 from recserve.speculation.completion import (
     Completion,
     SpeculationCounts,

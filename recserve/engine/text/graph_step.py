@@ -48,7 +48,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import RankedHeads
-from recserve.speculation.logits_processor import Past, Target, last_committed
+from recserve.speculation.logits_processor import LogitsProcessor, Past, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import Room, SamplingTable, sampling_table
 from recserve.speculation.verifier import ScoredTrees
@@ -198,7 +198,7 @@ class GraphStep:
         scored = ScoredTrees(
             tree=tree,
             depth=self.shape.depth,
-            target=Target(logits, tree, self.shape.depth, table, past, fixed=True),
+            target=LogitsProcessor(logits, tree, self.shape.depth, table, past, fixed=True),
             seeds=table.seeds,
             lengths=columns.lengths,
             vocab_size=logits.shape[1],

@@ -23,7 +23,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import Target, past_of
+from recserve.speculation.logits_processor import LogitsProcessor, past_of
 from recserve.speculation.sampling import largest_on_host
 from recserve.speculation.sampling_table import SamplingTable
 from recserve.speculation.verifier import Accepted, ScoredTrees
@@ -208,7 +208,7 @@ class TextGroup:
         scored = ScoredTrees(
             tree=tree,
             depth=depth,
-            target=Target(logits, tree, depth, table, past, everywhere),
+            target=LogitsProcessor(logits, tree, depth, table, past, everywhere),
             seeds=table.seeds,
             lengths=lengths,
             vocab_size=logits.shape[1],

@@ -16,8 +16,8 @@ from recserve.schemas.text import ChatBody, CompletionBody, TextBody
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.text import TextWork
-from recserve.service.text.text_stream import Listener, Piece
+from recserve.service.text.completions import TextWork
+from recserve.service.text.stream import Listener, Piece
 
 BODY = msgspec.json.Decoder(CompletionBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)

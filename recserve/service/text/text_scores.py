@@ -32,8 +32,8 @@ from recserve.schemas.scoring import (
 )
 from recserve.schemas.text import PromptDetails, Usage
 from recserve.service.errors import ContextExceeded
-from recserve.service.text.text_model import TextEngine, TextModel
-from recserve.service.text.text_prompts import check_length, check_tokens
+from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.prompts import check_length, check_tokens
 
 # Texts of one request to the engine, in tokens: what shares a forward, and its logits' memory.
 GROUP_TOKENS = 4096

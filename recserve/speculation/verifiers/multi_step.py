@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.verifier import Accepted, ScoredTrees, UnfitDraft, Verifier
-from recserve.speculation.verifiers.rejection import judge_drawn
+from recserve.speculation.verifiers.rejection import verify_drawn
 
 
 class MultiStepRule(Verifier):
@@ -31,4 +31,4 @@ class MultiStepRule(Verifier):
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path of accepted children, and a draw from what is left of the target after it."""
-        return judge_drawn(scored)
+        return verify_drawn(scored)

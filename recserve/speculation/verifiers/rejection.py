@@ -32,10 +32,10 @@ class RejectionRule(Verifier):
 
     def verify(self, scored: ScoredTrees) -> Accepted:
         """The path until the first refusal, and the residual's or the target's draw after it."""
-        return judge_drawn(scored)
+        return verify_drawn(scored)
 
 
-def judge_drawn(scored: ScoredTrees) -> Accepted:
+def verify_drawn(scored: ScoredTrees) -> Accepted:
     """Children in order, on a device by its kernel."""
     if not scored.everywhere:
         return reject(scored, coins(scored), residual_noise(scored))

@@ -22,7 +22,7 @@ from recserve.schemas.text import (
     TokenLogprob,
     TopLogprob,
 )
-from recserve.service.text.text_stream import Piece, TextStream, WrittenToken
+from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown
 

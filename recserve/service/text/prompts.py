@@ -17,7 +17,7 @@ from recserve.schemas.text import (
     TextBody,
 )
 from recserve.service.errors import ContextExceeded
-from recserve.service.text.text_model import TextModel
+from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import GREEDY, verifiers

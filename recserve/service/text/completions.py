@@ -37,6 +37,7 @@ from recserve.service.text.text_prompts import (
     speculation,
     stop_strings,
 )
+from recserve.service.text.stream import Listener, Piece, TextStream
 from recserve.service.text.text_scores import TextScores
 from recserve.service.text.text_stream import Listener, Piece, TextStream
 from recserve.speculation.completion import Completion, SpeculationCounts, TextRequest
