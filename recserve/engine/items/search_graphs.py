@@ -26,7 +26,7 @@ from recserve.engine.items.graph_search import (
     columns_of,
     with_leaves,
 )
-from recserve.engine.items.search_scorers import HeadScorer, Scorer, TargetScorer
+from recserve.engine.items.search_scorers import HeadScorer, LevelScorer, TargetScorer
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
     CaptureLimits,
@@ -208,7 +208,7 @@ class SearchGraphs:
     def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
         """The function of a bucket."""
         shape = bucket.shape
-        scorer: Scorer
+        scorer: LevelScorer
         if bucket.strategy == "nezha":
             assert self.head is not None
             scorer = HeadScorer(self.head, shape.requests)

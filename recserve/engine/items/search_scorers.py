@@ -18,8 +18,8 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.fixed_trie import FixedTrie
+from recserve.models.attention import PagedAttention
 from recserve.models.drafters.nezha import SelfDraftHead
-from recserve.models.paged_attention import PagedAttention
 from recserve.models.recommender import Recommender
 from recserve.search.strategies.beam import request_of
 from recserve.search.verify import level_scores
@@ -41,7 +41,7 @@ class Step:
     codes: Tensor
 
 
-class Scorer(Protocol):
+class LevelScorer(Protocol):
     """num_words: int64 numbers of a request that it reads on the device. rounds: that an answer
     reports, forwards: of the target.
     """
@@ -99,17 +99,17 @@ class HeadScorer:
         self._contexts = weight.new_zeros(requests, levels, weight.shape[1])
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """As Scorer."""
+        """As LevelScorer."""
         return 0
 
     def write(self, words: Words, sequence: Sequence) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
 
     def write_nobody(self, words: Words) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
 
     def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         count = len(sequences)
         self._tails[:count].copy_(tails)
         if self.head.config.placeholders:
@@ -119,24 +119,24 @@ class HeadScorer:
             self._contexts.copy_(self._tails[:, None])
 
     def begin(self, words: Tensor) -> Tensor:
-        """As Scorer."""
+        """As LevelScorer."""
         return self._tails
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-        """As Scorer."""
+        """As LevelScorer."""
         beams = states.shape[0] // self._tails.shape[0]
         context = self._contexts[:, level].repeat_interleave(beams, 0)
         return self.head.level_logits(context, states, level), None
 
     def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """As Scorer."""
+        """As LevelScorer."""
         requests = step.nodes.shape[0]
         first = torch.arange(requests, device=states.device) * (states.shape[0] // requests)
         parents = (first[:, None] + step.parents).flatten()
         return self.head.step(step.level, states[parents], step.codes.flatten())
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """As Scorer."""
+        """As LevelScorer."""
         states = [self._tails, self._tails.repeat_interleave(codes.shape[1], 0)]
         for level in range(codes.shape[2] - 1):
             states.append(self.head.step(level, states[-1], codes[..., level].flatten()))
@@ -192,7 +192,7 @@ class TargetScorer:
         self._nodes: _Nodes | None = None
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """As Scorer."""
+        """As LevelScorer."""
         return sum(count for _, count in self._rooms(request))
 
     def _rooms(self, request: RecommendRequest) -> list[tuple[int, int]]:
@@ -208,7 +208,7 @@ class TargetScorer:
         return [*rooms, (self.rivals * len(self.columns), rivals * len(self.columns))]
 
     def write(self, words: Words, sequence: Sequence) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         size, rows = self.runner.pool.page_size, sequence.root_length
         slots = (np.array(sequence.pages)[:, None] * size + np.arange(size)).ravel()
         words[0] = rows
@@ -221,25 +221,25 @@ class TargetScorer:
             place, taken = place + columns, taken + count
 
     def write_nobody(self, words: Words) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
 
     def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         self._tails[: len(sequences)].copy_(tails)
 
     def begin(self, words: Tensor) -> Tensor:
-        """As Scorer."""
+        """As LevelScorer."""
         self._words, self._nodes = words, None
         return self._tails
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-        """As Scorer."""
+        """As LevelScorer."""
         return level_scores(self.model, states, level)
 
     def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """As Scorer: one forward of the new nodes."""
+        """As LevelScorer: one forward of the new nodes."""
         new = self._placed(step)
         nodes = new if self._nodes is None else self._nodes.and_also(new)
         self._nodes = nodes if step.level + 1 < len(self.columns) else None
@@ -251,7 +251,7 @@ class TargetScorer:
         return hidden[(self._rows[:, None] * order.shape[1] + place).flatten()]
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """As Scorer: one forward of chains."""
+        """As LevelScorer: one forward of chains."""
         requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
         if not size:
             return [self._tails]

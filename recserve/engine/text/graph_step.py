@@ -89,7 +89,7 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
-class _Columns(Generic[Array]):
+class _StepColumns(Generic[Array]):
     """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers, rules [B],
     drawn [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
     """
@@ -242,7 +242,7 @@ class GraphStep:
         self._block.copy_(self._host, non_blocking=True)
         packed.complete(self._columns.trees)
 
-    def _split(self, block: Array) -> _Columns[Array]:
+    def _split(self, block: Array) -> _StepColumns[Array]:
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
         some = 0 if self.draft_values is None else nodes
         sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
@@ -250,7 +250,7 @@ class GraphStep:
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
         trees, tails = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
         offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
-        return _Columns(trees, offsets, rows, lengths, numbers, rules, drawn, tails)
+        return _StepColumns(trees, offsets, rows, lengths, numbers, rules, drawn, tails)
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""

@@ -244,14 +244,14 @@ class NativeSearch:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SearchArguments:
     """Requests, and what they point to."""
 
     requests: ctypes.Array[_Request]
     lists: list[ctypes.Array[_Ranks]]
 
 
-def _requests(limits: Limits) -> _Asked:
+def _requests(limits: Limits) -> _SearchArguments:
     requests, lists = (_Request * len(limits.widths))(), []
     columns = zip(requests, limits.widths, limits.places, limits.filters, strict=True)
     for request, width, place, allowed in columns:
@@ -266,7 +266,7 @@ def _requests(limits: Limits) -> _Asked:
         ranks = [_ranks(each) for each in allowed.excluded]
         lists.append((_Ranks * len(ranks))(*ranks))
         request.excluded, request.num_excluded = ctypes.addressof(lists[-1]), len(ranks)
-    return _Asked(requests, lists)
+    return _SearchArguments(requests, lists)
 
 
 def _ranks(ascending: Tensor) -> _Ranks:
