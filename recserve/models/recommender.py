@@ -165,8 +165,8 @@ class Recommender(nn.Module):
                 rows = torch.where(is_item, own - first_item, 0)
                 x = torch.where(is_item[..., None], self.embed_items(rows), x)
         if self.placeholders is not None:
-            ahead = self.placeholders[(-1 - tokens).clamp(min=0)]
-            x = torch.where((tokens < BOS)[..., None], ahead, x)
+            placeholder_states = self.placeholders[(-1 - tokens).clamp(min=0)]
+            x = torch.where((tokens < BOS)[..., None], placeholder_states, x)
         return x
 
     def forward(

@@ -51,7 +51,7 @@ class LevelScorer(Protocol):
     forwards: int
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """Nodes of the target that a search computes for a request, in its own room."""
+        """Nodes of the target that a search computes for a request, in its own slots."""
         ...
 
     def write(self, words: Words, sequence: Sequence) -> None:
@@ -62,8 +62,8 @@ class LevelScorer(Protocol):
         """Those of requests that are not there [n, num_words]."""
         ...
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """What lies on the device already, to where the search reads it. tails [n, E]."""
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+        """What lies on the device already, to where the search reads it. last_hidden [n, E]."""
         ...
 
     def begin(self, words: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class HeadScorer:
     def __init__(self, head: SelfDraftHead, requests: int) -> None:
         self.head = head
         weight, levels = head.head.weight, len(head.config.codebook_sizes)
-        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._contexts = weight.new_zeros(requests, levels, weight.shape[1])
 
     def num_nodes(self, request: RecommendRequest) -> int:
@@ -108,23 +108,23 @@ class HeadScorer:
     def write_nobody(self, words: Words) -> None:
         """As LevelScorer."""
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
         """As LevelScorer."""
         count = len(sequences)
-        self._tails[:count].copy_(tails)
+        self._last_hidden[:count].copy_(last_hidden)
         if self.head.config.placeholders:
-            ahead = [s.ahead for s in sequences if s.ahead is not None]
-            torch.stack(ahead, out=self._contexts[:count])
+            placeholder_states = [s.ahead for s in sequences if s.ahead is not None]
+            torch.stack(placeholder_states, out=self._contexts[:count])
         else:
-            self._contexts.copy_(self._tails[:, None])
+            self._contexts.copy_(self._last_hidden[:, None])
 
     def begin(self, words: Tensor) -> Tensor:
         """As LevelScorer."""
-        return self._tails
+        return self._last_hidden
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
         """As LevelScorer."""
-        beams = states.shape[0] // self._tails.shape[0]
+        beams = states.shape[0] // self._last_hidden.shape[0]
         context = self._contexts[:, level].repeat_interleave(beams, 0)
         return self.head.level_logits(context, states, level), None
 
@@ -137,7 +137,7 @@ class HeadScorer:
 
     def along(self, codes: Tensor) -> list[Tensor]:
         """As LevelScorer."""
-        states = [self._tails, self._tails.repeat_interleave(codes.shape[1], 0)]
+        states = [self._last_hidden, self._last_hidden.repeat_interleave(codes.shape[1], 0)]
         for level in range(codes.shape[2] - 1):
             states.append(self.head.step(level, states[-1], codes[..., level].flatten()))
         return [states[0], *states[2:]]
@@ -164,7 +164,7 @@ class TargetScorer:
 
     What a request writes to the device: its root's length and slots, then a slot for every column
     of every level but the last, and for every code but the last of every rival; those past its own
-    room are the pool's spare one.
+    slots are the pool's spare one.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class TargetScorer:
         self.rounds = self.forwards = len(self.columns)
         self.num_words = 1 + self.root_width + sum(self.columns) + rivals * len(self.columns)
         weight = model.tokens.weight
-        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._rows = torch.arange(requests, device=weight.device)
         self._offsets = torch.tensor(model.config.level_offsets, device=weight.device)
         self._words = torch.empty(0)
@@ -193,19 +193,19 @@ class TargetScorer:
 
     def num_nodes(self, request: RecommendRequest) -> int:
         """As LevelScorer."""
-        return sum(count for _, count in self._rooms(request))
+        return sum(count for _, count in self._slot_counts(request))
 
-    def _rooms(self, request: RecommendRequest) -> list[tuple[int, int]]:
+    def _slot_counts(self, request: RecommendRequest) -> list[tuple[int, int]]:
         """Columns of each level and how many of them, the first ones, can be alive; then those of
         the rivals.
         """
         sizes = request.trie.level_sizes[1:]
-        rooms = [
+        counts = [
             (columns, min(columns, nodes, request.width))
             for columns, nodes in zip(self.columns, sizes, strict=False)
         ]
         rivals = min(self.rivals, request.width) if request.dense_weight else 0
-        return [*rooms, (self.rivals * len(self.columns), rivals * len(self.columns))]
+        return [*counts, (self.rivals * len(self.columns), rivals * len(self.columns))]
 
     def write(self, words: Words, sequence: Sequence) -> None:
         """As LevelScorer."""
@@ -216,7 +216,7 @@ class TargetScorer:
         own = slots[-(-rows // size) * size + sequence.tree_used :]
         place, taken = 1 + self.root_width, 0
         words[place:] = self.runner.pool.spare_slot
-        for columns, count in self._rooms(request_of(sequence)):
+        for columns, count in self._slot_counts(request_of(sequence)):
             words[place : place + count] = own[taken : taken + count]
             place, taken = place + columns, taken + count
 
@@ -225,14 +225,14 @@ class TargetScorer:
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
         """As LevelScorer."""
-        self._tails[: len(sequences)].copy_(tails)
+        self._last_hidden[: len(sequences)].copy_(last_hidden)
 
     def begin(self, words: Tensor) -> Tensor:
         """As LevelScorer."""
         self._words, self._nodes = words, None
-        return self._tails
+        return self._last_hidden
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
         """As LevelScorer."""
@@ -254,7 +254,7 @@ class TargetScorer:
         """As LevelScorer: one forward of chains."""
         requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
         if not size:
-            return [self._tails]
+            return [self._last_hidden]
         tokens = (codes[..., :-1] + self._offsets[:-1]).flatten()
         index = torch.arange(tokens.shape[0], device=codes.device)
         depths = index % size
@@ -267,7 +267,7 @@ class TargetScorer:
         )
         slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
         hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
-        return [self._tails, *hidden.view(requests * count, size, -1).unbind(1)]
+        return [self._last_hidden, *hidden.view(requests * count, size, -1).unbind(1)]
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """[Tq, E]; tokens [Tq] of codes alone, so that the items' tables may move."""
