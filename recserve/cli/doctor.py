@@ -298,7 +298,7 @@ def _launched(strategies: Seq[str]) -> str:
     width = max(shape.width for shape in limits.shapes)
     reasons = [
         f"what fits no pair, so more than {requests} requests or {width} beams (size)",
-        f"versions with more than {limits.room:,} new items (version)",
+        f"versions with more than {limits.capacity:,} new items (version)",
         *([f"{others} (no beam search)"] if others else []),
         *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),
     ]

@@ -197,8 +197,8 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
     int32: the row of each leaf.
     """
     if uses_c() and native.library() is not None and leaf_rows.is_cpu:
-        from recserve.kernels.trie import native_leaves
+        from recserve.kernels.trie.leaf_filter import native_leaf_bits
 
-        return native_leaves.leaf_bits(rows, leaf_rows)
+        return native_leaf_bits(rows, leaf_rows)
     every = on_device(np.unpackbits(rows, bitorder="little"), leaf_rows.device)
     return trie_children.leaf_bits(every.index_select(0, leaf_rows)[None] > 0)

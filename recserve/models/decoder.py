@@ -11,11 +11,38 @@ from torch import Tensor, nn
 
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.native_layers import NativeLayers
-from recserve.models.attention import Attend
+from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
-from recserve.models.paged_attention import PagedAttention
-from recserve.models.rope import Rope, rope_frequencies
-from recserve.models.silu import Silu
+
+
+class Silu(nn.Module):
+    """SiLU, x sigmoid(x), whose bits may be independent of an element's place in a tensor.
+
+    The library computes the elements after the last whole vector of a row, or of a thread's share,
+    by other instructions than the rest, so the last bit differs. Its exp and division do not.
+
+    Attributes:
+        placeless: Whether to compose SiLU of exp and a division in float32, which is slower.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placeless = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape and float dtype; the same back."""
+        if not self.placeless:
+            return F.silu(x)
+        wide = x.float()
+        return (wide / ((-wide).exp_() + 1.0)).to(x.dtype)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [..., 2 n], gate first -> [..., n]."""
+        if not self.placeless or dispatch.in_native(gate_up):  # which has no places
+            return dispatch.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        product: Tensor = self(gate) * up
+        return product
 
 
 class RMSNorm(nn.Module):

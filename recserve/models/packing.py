@@ -20,9 +20,8 @@ from recserve.kernels.cpu.native import LANES, Panels
 from recserve.kernels.cpu.native_layers import LayerShape, LayerWeights, NativeLayers
 from recserve.kernels.cpu.products import OneDnnWeight, onednn_packs
 from recserve.models.config import DecoderConfig
-from recserve.models.decoder import Decoder, DecoderLayer
+from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
-from recserve.models.silu import Silu
 
 
 class PackedLinear(nn.Module):

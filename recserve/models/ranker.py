@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recserve.models.attention import Attend
+from recserve.models.decoder import Silu
+from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
-from recserve.models.silu import Silu
-from recserve.models.spare_rows import with_rows
 from recserve.models.weight_check import check_finite
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from recserve.kernels import dispatch
 from recserve.kernels.trie.native_search import LevelCodes, NativeSearch
 from recserve.models.attention import Attend
+from recserve.models.config import RecommenderConfig as RecommenderConfig
 from recserve.models.decoder import Decoder
+from recserve.models.growable_table import with_rows
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
-from recserve.models.recommender_config import RecommenderConfig as RecommenderConfig
-from recserve.models.spare_rows import with_rows
 from recserve.models.weight_check import check_finite
 
 BOS = 0
@@ -165,8 +165,8 @@ class Recommender(nn.Module):
                 rows = torch.where(is_item, own - first_item, 0)
                 x = torch.where(is_item[..., None], self.embed_items(rows), x)
         if self.placeholders is not None:
-            ahead = self.placeholders[(-1 - tokens).clamp(min=0)]
-            x = torch.where((tokens < BOS)[..., None], ahead, x)
+            placeholder_states = self.placeholders[(-1 - tokens).clamp(min=0)]
+            x = torch.where((tokens < BOS)[..., None], placeholder_states, x)
         return x
 
     def forward(

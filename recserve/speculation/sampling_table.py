@@ -19,7 +19,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Room:
+class SamplingCapacity:
     """How much a table of fixed shapes holds beside its columns.
 
     entries: biases of all sequences, and as many stop tokens. words: bad words, each of at most
@@ -115,10 +115,14 @@ class SamplingTable:
 
 
 def sampling_table(
-    params: Seq[SamplingParams], device: torch.device | str = "cpu", room: Room | None = None
+    params: Seq[SamplingParams],
+    device: torch.device | str = "cpu",
+    capacity: SamplingCapacity | None = None,
 ) -> SamplingTable:
-    """The columns of some sequences, in order. room: make the shapes, and what the table says of
-    itself, those of any parameters that fit; the columns then serve in whatever way these do.
+    """Returns the columns of some sequences, in order.
+
+    capacity: gives the table the shapes and flags of any parameters that fit, so that its columns
+    can be overwritten with other parameters.
     """
 
     def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,20 +146,22 @@ def sampling_table(
         column(p.frequency_penalty for p in params),
         column((p.min_tokens for p in params), torch.int64),
         column((p.seed for p in params), torch.int64),
-        _entries(bias, device, room),
-        _entries(stops, device, room),
-        _bad_words(words, device, room),
-        room is None and all(p.greedy for p in params),
-        room is not None or any(p.counts_tokens for p in params),
-        room is not None or any(p.truncates for p in params),
+        _entries(bias, device, capacity),
+        _entries(stops, device, capacity),
+        _bad_words(words, device, capacity),
+        capacity is None and all(p.greedy for p in params),
+        capacity is not None or any(p.counts_tokens for p in params),
+        capacity is not None or any(p.truncates for p in params),
     )
 
 
 def _entries(
-    rows: list[tuple[int, int, float]], device: torch.device | str, room: Room | None
+    rows: list[tuple[int, int, float]],
+    device: torch.device | str,
+    capacity: SamplingCapacity | None,
 ) -> TokenEntries | None:
-    if room is not None:
-        rows = rows + [(NOBODY, 0, 0.0)] * (room.entries - len(rows))
+    if capacity is not None:
+        rows = rows + [(NOBODY, 0, 0.0)] * (capacity.entries - len(rows))
     if not rows:
         return None
     owners, tokens, values = zip(*rows, strict=True)
@@ -167,15 +173,17 @@ def _entries(
 
 
 def _bad_words(
-    rows: list[tuple[int, tuple[int, ...]]], device: torch.device | str, room: Room | None
+    rows: list[tuple[int, tuple[int, ...]]],
+    device: torch.device | str,
+    capacity: SamplingCapacity | None,
 ) -> BadWords | None:
-    if room is not None:
-        rows = rows + [(NOBODY, (0,) * room.word_length)] * (room.words - len(rows))
+    if capacity is not None:
+        rows = rows + [(NOBODY, (0,) * capacity.word_length)] * (capacity.words - len(rows))
     if not rows:
         return None
     width = max(len(word) for _, word in rows) - 1
-    if room is not None:
-        width = room.word_length - 1
+    if capacity is not None:
+        width = capacity.word_length - 1
     before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
     return BadWords(
         on_device([owner for owner, _ in rows], device),

@@ -304,7 +304,7 @@ def test_a_recorded_search_tells(how, level, plain_kernels, monkeypatch):
     """Its forwards are those of the scorer, one for each level."""
     world = recommending("cpu")
     engine, lane = world.engine, world.engine.schedulers["recommender"]
-    limits = SearchLimits(SEARCHES, room=40, seconds=float("inf"))
+    limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
     head = engine._strategies["nezha"].head
     with torch.inference_mode():
         graphs = SearchGraphs(lane.runner, world.model, head, limits, lambda step: step)
@@ -341,7 +341,7 @@ def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_ker
     with PretendCuda():
         world = recommending("cuda")
         engine, lane = world.engine, world.engine.schedulers["recommender"]
-        limits = SearchLimits(SEARCHES, room=40, seconds=float("inf"))
+        limits = SearchLimits(SEARCHES, capacity=40, seconds=float("inf"))
         head = engine._strategies["nezha"].head
         with torch.inference_mode():
             graphs = SearchGraphs(lane.runner, world.model, head, limits, lambda step: step)

@@ -11,7 +11,7 @@ from recserve.kernels.fp8 import FP8, Fp8, parts, put
 from recserve.kernels.fp8_attention import attention_to
 from recserve.kernels.paged_kv import KVPool, KVShape
 from recserve.kernels.reference import SOFTMAX, Activation
-from recserve.models.paged_attention import PagedAttention
+from recserve.models.attention import PagedAttention
 from tests.support.attention_batches import SHAPES, as_table, draw_batch
 from tests.support.fp8_values import CODES, pooled, spread
 

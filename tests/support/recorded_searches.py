@@ -19,7 +19,7 @@ def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
     """The graphs of the world's engine, recorded over a pool that is poisoned all over."""
     engine = world.engine
     runner, head = engine.schedulers["recommender"].runner, engine._strategies["nezha"].head
-    bounds = SearchLimits(shapes, **{"room": 40, "seconds": float("inf"), **limits})
+    bounds = SearchLimits(shapes, **{"capacity": 40, "seconds": float("inf"), **limits})
     graphs = SearchGraphs(runner, world.model, head, bounds, record)
     runner.pool.keys.fill_(POISON)
     runner.pool.values.fill_(POISON)

@@ -17,7 +17,7 @@ from torch import Tensor
 from recserve.core.finite import flaws_of
 from recserve.core.request import RecommendRequest
 from recserve.core.sequence import Sequence
-from recserve.engine.items.search_scorers import Scorer, Step
+from recserve.engine.items.search_scorers import LevelScorer, Step
 from recserve.kernels import dispatch
 from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.trie_children import (
@@ -165,7 +165,7 @@ class GraphSearch:
     """Searches of one shape over the versions that a trie has capacity for."""
 
     def __init__(
-        self, scorer: Scorer, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
+        self, scorer: LevelScorer, trie: FixedTrie, filters: FixedFilter, shape: SearchShape
     ) -> None:
         """filters: of the form that the shape names."""
         device, rows = trie.base.device, shape.requests

@@ -26,7 +26,7 @@ from recserve.engine.items.graph_search import (
     columns_of,
     with_leaves,
 )
-from recserve.engine.items.search_scorers import HeadScorer, Scorer, TargetScorer
+from recserve.engine.items.search_scorers import HeadScorer, LevelScorer, TargetScorer
 from recserve.engine.runtime.cuda_graphs import (
     CapturedGraph,
     CaptureLimits,
@@ -38,7 +38,7 @@ from recserve.engine.runtime.cuda_graphs import (
 )
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import StepLock
-from recserve.kernels.trie.fixed_trie import ROOM, FixedTrie
+from recserve.kernels.trie.fixed_trie import CAPACITY, FixedTrie
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
@@ -67,11 +67,11 @@ class SearchLimits(CaptureLimits):
 
     Attributes:
         shapes: In the order of capture.
-        room: Ids that a catalogue version may have inserted.
+        capacity: Ids that a catalogue version may have inserted.
     """
 
     shapes: tuple[SearchShape, ...] = SHAPES
-    room: int = ROOM
+    capacity: int = CAPACITY
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class SearchGraphs:
             with stepping:
                 if self._trie is not None and self._trie.base is base:
                     return
-                trie = FixedTrie(base, self.limits.room)
+                trie = FixedTrie(base, self.limits.capacity)
                 filters = _filters(trie, buckets)
             capture = GraphCapture[SearchBucket, GraphSearch, SearchLeaves](
                 partial(self._built, trie, filters), self._record, self._taken, self.limits
@@ -208,7 +208,7 @@ class SearchGraphs:
     def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> GraphSearch:
         """The function of a bucket."""
         shape = bucket.shape
-        scorer: Scorer
+        scorer: LevelScorer
         if bucket.strategy == "nezha":
             assert self.head is not None
             scorer = HeadScorer(self.head, shape.requests)

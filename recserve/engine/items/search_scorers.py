@@ -18,8 +18,8 @@ from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.fixed_trie import FixedTrie
+from recserve.models.attention import PagedAttention
 from recserve.models.drafters.nezha import SelfDraftHead
-from recserve.models.paged_attention import PagedAttention
 from recserve.models.recommender import Recommender
 from recserve.search.strategies.beam import request_of
 from recserve.search.verify import level_scores
@@ -41,7 +41,7 @@ class Step:
     codes: Tensor
 
 
-class Scorer(Protocol):
+class LevelScorer(Protocol):
     """num_words: int64 numbers of a request that it reads on the device. rounds: that an answer
     reports, forwards: of the target.
     """
@@ -51,7 +51,7 @@ class Scorer(Protocol):
     forwards: int
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """Nodes of the target that a search computes for a request, in its own room."""
+        """Nodes of the target that a search computes for a request, in its own slots."""
         ...
 
     def write(self, words: Words, sequence: Sequence) -> None:
@@ -62,8 +62,8 @@ class Scorer(Protocol):
         """Those of requests that are not there [n, num_words]."""
         ...
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """What lies on the device already, to where the search reads it. tails [n, E]."""
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+        """What lies on the device already, to where the search reads it. last_hidden [n, E]."""
         ...
 
     def begin(self, words: Tensor) -> Tensor:
@@ -95,49 +95,49 @@ class HeadScorer:
     def __init__(self, head: SelfDraftHead, requests: int) -> None:
         self.head = head
         weight, levels = head.head.weight, len(head.config.codebook_sizes)
-        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._contexts = weight.new_zeros(requests, levels, weight.shape[1])
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """As Scorer."""
+        """As LevelScorer."""
         return 0
 
     def write(self, words: Words, sequence: Sequence) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
 
     def write_nobody(self, words: Words) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """As Scorer."""
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+        """As LevelScorer."""
         count = len(sequences)
-        self._tails[:count].copy_(tails)
+        self._last_hidden[:count].copy_(last_hidden)
         if self.head.config.placeholders:
-            ahead = [s.ahead for s in sequences if s.ahead is not None]
-            torch.stack(ahead, out=self._contexts[:count])
+            placeholder_states = [s.ahead for s in sequences if s.ahead is not None]
+            torch.stack(placeholder_states, out=self._contexts[:count])
         else:
-            self._contexts.copy_(self._tails[:, None])
+            self._contexts.copy_(self._last_hidden[:, None])
 
     def begin(self, words: Tensor) -> Tensor:
-        """As Scorer."""
-        return self._tails
+        """As LevelScorer."""
+        return self._last_hidden
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-        """As Scorer."""
-        beams = states.shape[0] // self._tails.shape[0]
+        """As LevelScorer."""
+        beams = states.shape[0] // self._last_hidden.shape[0]
         context = self._contexts[:, level].repeat_interleave(beams, 0)
         return self.head.level_logits(context, states, level), None
 
     def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """As Scorer."""
+        """As LevelScorer."""
         requests = step.nodes.shape[0]
         first = torch.arange(requests, device=states.device) * (states.shape[0] // requests)
         parents = (first[:, None] + step.parents).flatten()
         return self.head.step(step.level, states[parents], step.codes.flatten())
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """As Scorer."""
-        states = [self._tails, self._tails.repeat_interleave(codes.shape[1], 0)]
+        """As LevelScorer."""
+        states = [self._last_hidden, self._last_hidden.repeat_interleave(codes.shape[1], 0)]
         for level in range(codes.shape[2] - 1):
             states.append(self.head.step(level, states[-1], codes[..., level].flatten()))
         return [states[0], *states[2:]]
@@ -164,7 +164,7 @@ class TargetScorer:
 
     What a request writes to the device: its root's length and slots, then a slot for every column
     of every level but the last, and for every code but the last of every rival; those past its own
-    room are the pool's spare one.
+    slots are the pool's spare one.
     """
 
     def __init__(
@@ -185,30 +185,30 @@ class TargetScorer:
         self.rounds = self.forwards = len(self.columns)
         self.num_words = 1 + self.root_width + sum(self.columns) + rivals * len(self.columns)
         weight = model.tokens.weight
-        self._tails = weight.new_zeros(requests, weight.shape[1])
+        self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._rows = torch.arange(requests, device=weight.device)
         self._offsets = torch.tensor(model.config.level_offsets, device=weight.device)
         self._words = torch.empty(0)
         self._nodes: _Nodes | None = None
 
     def num_nodes(self, request: RecommendRequest) -> int:
-        """As Scorer."""
-        return sum(count for _, count in self._rooms(request))
+        """As LevelScorer."""
+        return sum(count for _, count in self._slot_counts(request))
 
-    def _rooms(self, request: RecommendRequest) -> list[tuple[int, int]]:
+    def _slot_counts(self, request: RecommendRequest) -> list[tuple[int, int]]:
         """Columns of each level and how many of them, the first ones, can be alive; then those of
         the rivals.
         """
         sizes = request.trie.level_sizes[1:]
-        rooms = [
+        counts = [
             (columns, min(columns, nodes, request.width))
             for columns, nodes in zip(self.columns, sizes, strict=False)
         ]
         rivals = min(self.rivals, request.width) if request.dense_weight else 0
-        return [*rooms, (self.rivals * len(self.columns), rivals * len(self.columns))]
+        return [*counts, (self.rivals * len(self.columns), rivals * len(self.columns))]
 
     def write(self, words: Words, sequence: Sequence) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         size, rows = self.runner.pool.page_size, sequence.root_length
         slots = (np.array(sequence.pages)[:, None] * size + np.arange(size)).ravel()
         words[0] = rows
@@ -216,30 +216,30 @@ class TargetScorer:
         own = slots[-(-rows // size) * size + sequence.tree_used :]
         place, taken = 1 + self.root_width, 0
         words[place:] = self.runner.pool.spare_slot
-        for columns, count in self._rooms(request_of(sequence)):
+        for columns, count in self._slot_counts(request_of(sequence)):
             words[place : place + count] = own[taken : taken + count]
             place, taken = place + columns, taken + count
 
     def write_nobody(self, words: Words) -> None:
-        """As Scorer."""
+        """As LevelScorer."""
         words[:, 0] = 0
         words[:, 1:] = self.runner.pool.spare_slot
 
-    def load(self, sequences: Seq[Sequence], tails: Tensor) -> None:
-        """As Scorer."""
-        self._tails[: len(sequences)].copy_(tails)
+    def load(self, sequences: Seq[Sequence], last_hidden: Tensor) -> None:
+        """As LevelScorer."""
+        self._last_hidden[: len(sequences)].copy_(last_hidden)
 
     def begin(self, words: Tensor) -> Tensor:
-        """As Scorer."""
+        """As LevelScorer."""
         self._words, self._nodes = words, None
-        return self._tails
+        return self._last_hidden
 
     def logits(self, states: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-        """As Scorer."""
+        """As LevelScorer."""
         return level_scores(self.model, states, level)
 
     def deeper(self, states: Tensor, step: Step) -> Tensor:
-        """As Scorer: one forward of the new nodes."""
+        """As LevelScorer: one forward of the new nodes."""
         new = self._placed(step)
         nodes = new if self._nodes is None else self._nodes.and_also(new)
         self._nodes = nodes if step.level + 1 < len(self.columns) else None
@@ -251,10 +251,10 @@ class TargetScorer:
         return hidden[(self._rows[:, None] * order.shape[1] + place).flatten()]
 
     def along(self, codes: Tensor) -> list[Tensor]:
-        """As Scorer: one forward of chains."""
+        """As LevelScorer: one forward of chains."""
         requests, count, size = codes.shape[0], codes.shape[1], codes.shape[2] - 1
         if not size:
-            return [self._tails]
+            return [self._last_hidden]
         tokens = (codes[..., :-1] + self._offsets[:-1]).flatten()
         index = torch.arange(tokens.shape[0], device=codes.device)
         depths = index % size
@@ -267,7 +267,7 @@ class TargetScorer:
         )
         slots = self._words[:, 1 + self.root_width + sum(self.columns) :].flatten()
         hidden = self._forward(TreeBatch(tree, None, slots, self._roots()), tokens)
-        return [self._tails, *hidden.view(requests * count, size, -1).unbind(1)]
+        return [self._last_hidden, *hidden.view(requests * count, size, -1).unbind(1)]
 
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """[Tq, E]; tokens [Tq] of codes alone, so that the items' tables may move."""

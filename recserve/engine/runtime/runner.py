@@ -14,9 +14,8 @@ from recserve.kernels.host import on_device
 from recserve.kernels.paged_kv import KVPool, TreeBatch
 from recserve.kernels.reference import Activation
 from recserve.kernels.tree import TokenTree, merge
-from recserve.models.attention import Attend
+from recserve.models.attention import Attend, PagedAttention
 from recserve.models.inputs import NodeInputs
-from recserve.models.paged_attention import PagedAttention
 
 
 class Trunk(Protocol):

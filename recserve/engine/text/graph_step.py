@@ -50,7 +50,7 @@ from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import RankedHeads
 from recserve.speculation.logits_processor import LogitsProcessor, Past, last_committed
 from recserve.speculation.sampling_params import SamplingParams
-from recserve.speculation.sampling_table import Room, SamplingTable, sampling_table
+from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
 from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers.registry import MIXED, SAMPLE, numbers_of, verify
 
@@ -89,9 +89,11 @@ Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
-class _Columns(Generic[Array]):
-    """Views of one buffer, int64: trees [5, T], offsets [B + 1], rows, lengths, numbers, rules [B],
-    drawn [T], or [0] where nobody asks for it, tails [B, W]; B counts the text that is left over.
+class _StepColumns(Generic[Array]):
+    """Views of one int64 buffer. B counts the text that fills the buffer up.
+
+    trees [5, T], offsets [B + 1]; rows, lengths, numbers, rules [B]. drawn [T], or [0] if no draft
+    is drawn. last_tokens [B, W].
     """
 
     trees: Array
@@ -101,7 +103,7 @@ class _Columns(Generic[Array]):
     numbers: Array
     rules: Array
     drawn: Array
-    tails: Array
+    last_tokens: Array
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class StepConfig:
     """
 
     shape: StepShape
-    capacity: Room | None
+    capacity: SamplingCapacity | None
     heads: RankedHeads | None = None
     rule: str = SAMPLE
     draft_values: Tensor | None = None
@@ -166,8 +168,8 @@ class GraphStep:
         if group.table.stops is not None:
             columns.numbers[:count] = [context.num_output for context in contexts]
         if group.table.bad_words is not None:
-            width = columns.tails.shape[1]
-            columns.tails[:count] = [last_committed(context, width) for context in contexts]
+            width = columns.last_tokens.shape[1]
+            columns.last_tokens[:count] = [last_committed(context, width) for context in contexts]
         last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
         packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
         self._fill(packed, group.drafts)
@@ -191,7 +193,7 @@ class GraphStep:
         past = None
         if self.capacity is not None:
             seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
-            past = Past(columns.numbers, columns.tails, seen, written)
+            past = Past(columns.numbers, columns.last_tokens, seen, written)
         values, probs = self.draft_values, None
         if values is not None:
             probs = DraftProbs(values, columns.drawn)
@@ -242,15 +244,15 @@ class GraphStep:
         self._block.copy_(self._host, non_blocking=True)
         packed.complete(self._columns.trees)
 
-    def _split(self, block: Array) -> _Columns[Array]:
+    def _split(self, block: Array) -> _StepColumns[Array]:
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
         some = 0 if self.draft_values is None else nodes
         sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        trees, tails = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
+        trees, last_tokens = parts[0].reshape(5, nodes), parts[7].reshape(texts, -1)
         offsets, rows, lengths, numbers, rules, drawn = parts[1:7]
-        return _Columns(trees, offsets, rows, lengths, numbers, rules, drawn, tails)
+        return _StepColumns(trees, offsets, rows, lengths, numbers, rules, drawn, last_tokens)
 
     def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
         """Columns of the same shapes whatever the parameters are."""

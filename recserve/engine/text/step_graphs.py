@@ -31,7 +31,7 @@ from recserve.engine.text.text_sequence import TextSequence
 from recserve.engine.text.text_step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.sampling_table import Room, SamplingTable
+from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
 from recserve.speculation.verifiers.registry import FOR_ALL, MIXED, REJECTION, SAMPLE
 
 Step = Callable[[], StepOutputs]
@@ -54,11 +54,11 @@ class GraphLimits(CaptureLimits):
 
     Attributes:
         shapes: In the order of capture, first for texts whose only parameter is the temperature.
-        room: Most sampling parameters of the texts of a step.
+        capacity: Most sampling parameters of the texts of a step.
     """
 
     shapes: tuple[StepShape, ...] = SHAPES
-    room: Room = Room()
+    capacity: SamplingCapacity = SamplingCapacity()
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StepGraphs:
             drafters: By name. Steps of those with ranked heads are captured once more, with the
                 heads, and for those that draw once more, verified by rejection.
         """
-        self.runner, self.model, self.room = runner, model, limits.room
+        self.runner, self.model, self.capacity = runner, model, limits.capacity
         size = runner.pool.page_size
         largest = max(shape.nodes for shape in limits.shapes)
         pages = -(-(model.config.decoder.max_positions + largest) // size)
@@ -202,7 +202,7 @@ class StepGraphs:
         drawn = self._draws and kind.rule != SAMPLE
         config = StepConfig(
             shape=bucket.shape,
-            capacity=self.room if kind.everything else None,
+            capacity=self.capacity if kind.everything else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
             rule=kind.rule,
             draft_values=self._place_for_probs(bucket.shape) if drawn else None,
@@ -247,13 +247,13 @@ class StepGraphs:
         return "replayed", Replayed(best.replay(), rows)
 
     def _needs_everything(self, group: TextGroup) -> bool | None:
-        """Whether the temperature is not the only parameter; None where there is no room for the
-        others. Told once for as long as the same texts step.
+        """Whether texts have other parameters than the temperature; None if those exceed the
+        capacity. Computed once for as long as the same texts step.
         """
         table, needs = self._told
         if table is not group.table:
             needs = not group.table.plain or group.table.truncates
-            if needs and not self.room.holds([context.params for context in group.contexts]):
+            if needs and not self.capacity.holds([context.params for context in group.contexts]):
                 needs = None
             self._told = group.table, needs
         return needs

@@ -3,8 +3,7 @@
 A text steps many times. Keys and values exist for all its committed tokens but the last, which is
 node 0 of the step's tree; accepted nodes are moved to the slots right after it, and the slots of
 the others are written again. Pages are taken as a text grows. When none is left, the text that
-would be served last is set aside: what it computed goes to the prefix cache, from where it starts
-again, recomputing only what was evicted meanwhile.
+would be served last is preempted: its pages go to the prefix cache, and it resumes from there.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class FilterError(ValueError):
         self.param = param
 
 
-class Columns(Protocol):
+class FilterColumns(Protocol):
     """What filters read of n items: an ItemTable, or records."""
 
     @property
@@ -52,7 +52,7 @@ class Columns(Protocol):
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextColumn:
     """A column of text or lists of text: the rows of each value."""
 
     rows: dict[str, np.ndarray]
@@ -88,9 +88,9 @@ class ItemFilters:
     requests are cached in `service/catalog/filter_cache.py`, which knows what an entry weighs.
     """
 
-    def __init__(self, items: Columns) -> None:
+    def __init__(self, items: FilterColumns) -> None:
         self._items = items
-        self._columns: dict[str, Texts | Numbers] = {}
+        self._columns: dict[str, TextColumn | Numbers] = {}
         schema = items.attributes.schema
         kinds = {name: schema.field(name).type for name in items.attributes.column_names}
         self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
@@ -187,12 +187,12 @@ class ItemFilters:
             raise FilterError(here, f"field {operand[0]} {error}") from None
         return out
 
-    def _column(self, name: str) -> Texts | Numbers:
+    def _column(self, name: str) -> TextColumn | Numbers:
         if name not in self._columns:
             self._columns[name] = self._make_column(name)
         return self._columns[name]
 
-    def _make_column(self, name: str) -> Texts | Numbers:
+    def _make_column(self, name: str) -> TextColumn | Numbers:
         if name == ITEM_ID:
             return _texts([[i] for i in self._items.ids])
         if name == CATEGORY:
@@ -215,12 +215,12 @@ def _number(value: float) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-def _texts(values: list[list[str]]) -> Texts:
+def _texts(values: list[list[str]]) -> TextColumn:
     rows: dict[str, list[int]] = {}
     for row, found in enumerate(values):
         for value in found:
             rows.setdefault(value, []).append(row)
-    return Texts({value: np.array(found, dtype=np.int32) for value, found in rows.items()})
+    return TextColumn({value: np.array(found, dtype=np.int32) for value, found in rows.items()})
 
 
 def _parts(paths: list[str]) -> list[str]:

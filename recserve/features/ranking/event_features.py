@@ -22,7 +22,7 @@ HOUR = 3_600_000_000
 
 
 @dataclass(frozen=True)
-class UserEvents:
+class EventColumns:
     """A user's events, oldest first: item rows, times, types, values as in EventLog, [n] each."""
 
     rows: np.ndarray
@@ -31,10 +31,10 @@ class UserEvents:
     values: np.ndarray
 
     @staticmethod
-    def of(log: EventLog, user: int) -> UserEvents:
+    def of(log: EventLog, user: int) -> EventColumns:
         """The events of one user of a log."""
         part = slice(int(log.offsets[user]), int(log.offsets[user + 1]))
-        return UserEvents(log.item_rows[part], log.times[part], log.types[part], log.values[part])
+        return EventColumns(log.item_rows[part], log.times[part], log.types[part], log.values[part])
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
@@ -44,13 +44,13 @@ class UserEvents:
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
-    def slice(self, start: int, stop: int) -> UserEvents:
+    def slice(self, start: int, stop: int) -> EventColumns:
         """Events start .. stop - 1."""
         part = np.s_[start:stop]
-        return UserEvents(self.rows[part], self.times[part], self.types[part], self.values[part])
+        return EventColumns(self.rows[part], self.times[part], self.types[part], self.values[part])
 
 
-def profile_features(tables: RankingTables, earlier: UserEvents) -> np.ndarray:
+def profile_features(tables: RankingTables, earlier: EventColumns) -> np.ndarray:
     """[4] summary of the events before the split; zeros where there are none."""
     if not len(earlier):
         return np.zeros(len(PROFILE_COLUMNS))
@@ -65,7 +65,7 @@ def profile_features(tables: RankingTables, earlier: UserEvents) -> np.ndarray:
     )
 
 
-def event_features(tables: RankingTables, events: UserEvents) -> np.ndarray:
+def event_features(tables: RankingTables, events: EventColumns) -> np.ndarray:
     """[n, 8] per event: popularity, hours since the one before (log), value, conversion, clock."""
     s = tables.settings
     out = np.zeros((len(events), len(EVENT_COLUMNS)), dtype=np.float32)

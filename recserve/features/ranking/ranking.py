@@ -22,7 +22,7 @@ from recserve.features.ranking.event_features import (
     EVENT_COLUMNS,
     MOMENT_COLUMNS,
     PROFILE_COLUMNS,
-    UserEvents,
+    EventColumns,
     event_features,
     moment_features,
     profile_features,
@@ -64,7 +64,7 @@ class RankingRoot:
     columns: Columns
     keys: np.ndarray
     shared: int
-    events: UserEvents
+    events: EventColumns
 
     def __len__(self) -> int:
         return int(self.keys.shape[0])
@@ -98,7 +98,7 @@ def split_history(num_events: int, settings: RankingSettings) -> tuple[int, int]
     return max(0, split - settings.long_items), split
 
 
-def root_columns(tables: RankingTables, events: UserEvents, salt: int = 0) -> RankingRoot:
+def root_columns(tables: RankingTables, events: EventColumns, salt: int = 0) -> RankingRoot:
     """The root of a user with these events; an empty history gives the profile token alone.
 
     salt: any number, e.g. a hash of the model version; part of every key.
@@ -109,7 +109,7 @@ def root_columns(tables: RankingTables, events: UserEvents, salt: int = 0) -> Ra
 
 
 def window_columns(
-    tables: RankingTables, events: UserEvents, start: int, split: int, salt: int = 0
+    tables: RankingTables, events: EventColumns, start: int, split: int, salt: int = 0
 ) -> RankingRoot:
     """The root with start .. split - 1 as long history and everything after it as recent events."""
     _check_rows(tables, events.rows)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.cpu.choice import KernelChoice, measure
-from recserve.kernels.cpu.cpu_plan import TILE, Form, Part, Place, Whole, plan
+from recserve.kernels.cpu.cpu_plan import TILE, Form, Place, PlanPart, Whole, plan
 from recserve.kernels.cpu.native_attention import NativeTreeAttention
 from recserve.kernels.paged_kv import TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
@@ -52,7 +52,7 @@ class CpuTreeAttention:
         """native: C attends where it can. measured: only where it is no slower than torch."""
         self.batch, self.activation, self.native = batch, activation, native
         self.measured = measured
-        self._parts: list[Part] = []
+        self._parts: list[PlanPart] = []
         self._natively: NativeTreeAttention | None = None
         self._form: Form | None = None
 
@@ -87,7 +87,7 @@ class CpuTreeAttention:
                 self._natively = None
         return self._natively
 
-    def _silu(self, part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _silu(self, part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Sums of silu weights need no merging: each part is added to the last."""
         assert self.activation.normalizer is not None
         scale, inverse = query.shape[-1] ** -0.5, 1.0 / self.activation.normalizer
@@ -158,7 +158,7 @@ def _measured(form: Form, threads: int) -> KernelChoice:
     return choice
 
 
-def _softmax(part: Part, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _softmax(part: PlanPart, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Softmax over root and tree together, [n, H, D]."""
     n, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -296,7 +296,9 @@ def _flash_chain(grouped: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return out, lse.view(kv_heads, groups, n).transpose(1, 2)
 
 
-def _shallow(part: Part, grouped: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _shallow(
+    part: PlanPart, grouped: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
     """Each row with itself and its few gathered ancestors."""
     assert part.ancestors is not None and part.ancestor_mask is not None
     scale = grouped.shape[-1] ** -0.5

@@ -59,7 +59,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """One tree's share of a batch.
 
     rows: its rows among the computed nodes. whole: all it sees in one; the rest is then unused.
@@ -84,7 +84,7 @@ class Part:
     mask: Tensor | None = None
 
 
-def plan(batch: TreeBatch, form: Form) -> list[Part]:
+def plan(batch: TreeBatch, form: Form) -> list[PlanPart]:
     """One part for each tree that has a computed node."""
     tree = batch.tree
     queries = batch.queries
@@ -102,7 +102,7 @@ def plan(batch: TreeBatch, form: Form) -> list[Part]:
         root_mask = None
         if limits is not None and int(limits.min()) < root_slots.shape[0]:
             root_mask = torch.arange(root_slots.shape[0])[None, :] < limits[:, None]
-        base = Part(
+        base = PlanPart(
             slice(bounds[b], bounds[b + 1]),
             consecutive(root_slots),
             root_slots.shape[0],
@@ -115,14 +115,14 @@ def plan(batch: TreeBatch, form: Form) -> list[Part]:
 
 
 def _with_tree(
-    base: Part,
+    base: PlanPart,
     batch: TreeBatch,
     root_slots: Tensor,
     nodes: Tensor,
     inside: slice,
     shared: int,
     form: Form,
-) -> Part:
+) -> PlanPart:
     """Add how the nodes see each other, or all of it in one."""
     tree, root_length = batch.tree, base.root_length
     size = inside.stop - inside.start
@@ -147,7 +147,7 @@ def _with_tree(
     return _two(base, form, keys=consecutive(slots), mask=seen)
 
 
-def _two(base: Part, form: Form, **tree: bool | Tensor | Place) -> Part:
+def _two(base: PlanPart, form: Form, **tree: bool | Tensor | Place) -> PlanPart:
     """Root and tree apart: results that are merged, or for silu added."""
     part = replace(base, **tree)  # type: ignore[arg-type]
     if not form.softmax:
@@ -161,7 +161,9 @@ def _two(base: Part, form: Form, **tree: bool | Tensor | Place) -> Part:
     )
 
 
-def _whole(base: Part, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Form) -> Whole | None:
+def _whole(
+    base: PlanPart, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Form
+) -> Whole | None:
     """Root and tree as one; None where few nodes over a long root are cheaper in two results."""
     if base.root_mask is not None:
         seen = torch.cat([base.root_mask, seen], dim=1)
@@ -197,7 +199,7 @@ def _whole(base: Part, root_slots: Tensor, slots: Tensor, seen: Tensor, form: Fo
     return Whole(places, num_keys, mask, 0, few_scores)
 
 
-def _near(base: Part, slots: Tensor) -> slice | None:
+def _near(base: PlanPart, slots: Tensor) -> slice | None:
     """Root and tree as one stretch of the pool, if the tree lies close behind the root."""
     if isinstance(base.root, Tensor):
         return None
@@ -208,7 +210,7 @@ def _near(base: Part, slots: Tensor) -> slice | None:
     return slice(stop - base.root_length, last + 1)
 
 
-def _stacked(parts: list[Part]) -> list[Part]:
+def _stacked(parts: list[PlanPart]) -> list[PlanPart]:
     """Trees of the same size, each a stretch of the pool at the same distance, as one."""
     wholes, starts = [], []
     for part in parts:

@@ -62,7 +62,7 @@ typedef struct {
     const int64_t *first_paths;
     int64_t path_request, path_beam;
     /* states that are known: [batch, size] of the empty prefixes, [num_keys, size] of others */
-    const char *tails, *hidden;
+    const char *last_hidden, *hidden;
     const int64_t *keys;
     int64_t num_keys;
     /* or contexts by request and level, so far apart, to which a recurrent head, [levels - 1] of
@@ -330,7 +330,7 @@ static void begin(const Search *s, int64_t b, Work *work) {
     }
     memset(work->own, 0, s->columns * sizeof *work->own);
     if (!s->cells) return;
-    memcpy(work->states, s->tails + b * each, each);
+    memcpy(work->states, s->last_hidden + b * each, each);
     for (int64_t level = 0; level < s->level; level++) {
         for (int64_t i = 0; i < work->count; i++) {
             int64_t node = s->paths[(first + work->beams[i].parent) * s->levels + level];
@@ -353,7 +353,7 @@ static int64_t score(const Search *s, int64_t b, int64_t level, Work *work) {
         int64_t slot = s->cells ? work->own[i] : b;
         work->row[i] = -1;
         if (below.count + below.more < 2) continue;
-        const char *state = (s->cells ? work->states : s->tails) + slot * each;
+        const char *state = (s->cells ? work->states : s->last_hidden) + slot * each;
         scored[beam->parent] = KNOWN;
         if (!s->contexts && level) {
             slot = find(s->keys, s->num_keys, b * s->trie->all_nodes + beam->node);

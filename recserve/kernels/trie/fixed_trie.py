@@ -1,8 +1,8 @@
-"""A catalogue version where recorded steps read it: a base trie, and room for what came after it.
+"""A catalogue version where recorded steps read it: a base trie, and capacity for later changes.
 
 A recorded step reads fixed addresses and has fixed shapes; versions of a live catalogue come many
 times a second. So the base is read where it lies, and the few arrays by which a version differs are
-copied to places with room to spare, filled up with nodes that nothing finds.
+copied to places with spare capacity, filled up with nodes that nothing finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recserve.kernels.trie.trie_view import TrieView
 
 NOWHERE = 2**62  # past every node number and leaf rank
 SEARCHED = 2
-ROOM = 16_384  # inserted ids; from half as many on a service folds them into a new base
+CAPACITY = 16_384  # inserted ids; from half as many on a service folds them into a new base
 
 
 class FixedTrie:
@@ -29,20 +29,23 @@ class FixedTrie:
     node of each level are padded there.
     """
 
-    def __init__(self, base: Trie, room: int = ROOM) -> None:
-        """room: ids that a version may have inserted."""
+    def __init__(self, base: Trie, capacity: int = CAPACITY) -> None:
+        """capacity: ids that a version may have inserted."""
         levels, device = base.num_levels, base.device
 
         def place(count: int, fill: int = 0) -> Tensor:
             return torch.full((count,), fill, device=device)
 
-        touched = (levels + 1) * room + 1
+        touched = (levels + 1) * capacity + 1
         grown = Grown(place(touched, NOWHERE), *(place(touched) for _ in range(4)))
         nothing = torch.empty(0, levels, dtype=torch.int64, device=device)
         self._nothing = overlay_trie(base, nothing, nothing[:, 0], base.num_rows)
         self.base = base
         self.trie = replace(
-            self._nothing, grown=grown, codes=place(levels * room), inserted=place(room, NOWHERE)
+            self._nothing,
+            grown=grown,
+            codes=place(levels * capacity),
+            inserted=place(capacity, NOWHERE),
         )
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
         # Twice as many as now, so that a version may have more.
@@ -50,7 +53,7 @@ class FixedTrie:
         self._loaded: weakref.ref[TrieView] = weakref.ref(base)
 
     def holds(self, version: TrieView) -> bool:
-        """Whether a version stands on this base and there is room for it."""
+        """Whether a version stands on this base and its changes fit."""
         if version.base is not self.base:
             return False
         if version.overlay is None:

@@ -102,9 +102,9 @@ def search(
         best = _top(torch.cat([best, keys], dim=1), k)
         if step < steps:
             # What is known of a request grows with each step, and so does what it may cost.
-            ahead = followed[:, : max(width >> (steps - 1 - step), 1)]
-            known = rows_of(ahead)
-            linked = (ahead != NOTHING) & (known < graph.num_items)
+            leading = followed[:, : max(width >> (steps - 1 - step), 1)]
+            known = rows_of(leading)
+            linked = (leading != NOTHING) & (known < graph.num_items)
             near = graph.neighbours[torch.where(linked, known, 0)].long()
             rows = torch.where(linked[..., None], near, -1).flatten(1)
     return GraphResult(best, scored[:, :-1].sum(1))

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from recserve.kernels.cpu.native import compiled
 from recserve.kernels.trie.trie_children import LeafBits
 
 
@@ -33,3 +36,15 @@ class LeafFilter:
     def all(self) -> bool:
         """Whether all leaves are allowed but the excluded ones."""
         return self.bits is None and self.added is None
+
+
+def native_leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
+    """`dispatch.leaf_bits` on a CPU in C: one pass over the leaves."""
+    rows, leaf_rows = np.ascontiguousarray(rows), leaf_rows.contiguous()
+    leaves = leaf_rows.shape[0]
+    words = torch.empty(1, leaves // 32 + 1, dtype=torch.int32)
+    counts = torch.empty_like(words)
+    compiled().leaf_bits(
+        rows.ctypes.data, leaf_rows.data_ptr(), leaves, words.data_ptr(), counts.data_ptr()
+    )
+    return LeafBits(words, counts)

@@ -70,12 +70,12 @@ class RivalScores:
 
 @dataclass(frozen=True)
 class States:
-    """Final hidden states. tails [B, E]: of the last root tokens. keys [n] int64 ascending, hidden
-    [n, E]: of scored prefixes, keys `request number * nodes of the trie + trie node`. contexts
-    [B, L, E]: what a draft head reads at each level beside its own state, if it has one.
+    """Final hidden states. last_hidden [B, E]: of the last root tokens. keys [n] int64 ascending,
+    hidden [n, E]: of scored prefixes; a key is `request number * nodes of the trie + trie node`.
+    contexts [B, L, E]: what a draft head reads at each level beside its own state, if it has one.
     """
 
-    tails: Tensor
+    last_hidden: Tensor
     keys: Tensor | None = None
     hidden: Tensor | None = None
     contexts: Tensor | None = None
@@ -133,7 +133,7 @@ class _Search(ctypes.Structure):
         ("width", N),
         *((name, P) for name in ("scores", "first_paths")),
         *((name, N) for name in ("path_request", "path_beam")),
-        *((name, P) for name in ("tails", "hidden", "keys")),
+        *((name, P) for name in ("last_hidden", "hidden", "keys")),
         ("num_keys", N),
         *((name, P) for name in ("cells", "inputs", "contexts")),
         *((name, N) for name in ("next_request", "next_level", "columns")),
@@ -205,7 +205,7 @@ class NativeSearch:
         paths = torch.empty(depth + 1, batch, columns, depth, dtype=torch.int64)
         scored = torch.empty(depth + 1, batch, columns, dtype=torch.uint8)
         used, lost = (N * (depth + 1))(), (FLOAT * batch)()
-        tails, scores = states.tails.contiguous(), beams.log_probs.contiguous()
+        last_hidden, scores = states.last_hidden.contiguous(), beams.log_probs.contiguous()
         asked, competing = _requests(limits), _rivals(rivals)
         s = _Search(
             trie.address,
@@ -213,8 +213,8 @@ class NativeSearch:
             ctypes.addressof(competing),
             ctypes.addressof(self._heads),
             ctypes.addressof(self._codes),
-            TYPES[tails.dtype],
-            tails.shape[1],
+            TYPES[last_hidden.dtype],
+            last_hidden.shape[1],
             depth,
             batch,
             level,
@@ -224,7 +224,7 @@ class NativeSearch:
             scores.data_ptr(),
             beams.paths.data_ptr(),
             *beams.distances,
-            tails.data_ptr(),
+            last_hidden.data_ptr(),
         )
         s.columns, s.log_probs, s.paths = columns, log_probs.data_ptr(), paths.data_ptr()
         s.scored, s.used = scored.data_ptr(), ctypes.addressof(used)
@@ -244,14 +244,14 @@ class NativeSearch:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SearchArguments:
     """Requests, and what they point to."""
 
     requests: ctypes.Array[_Request]
     lists: list[ctypes.Array[_Ranks]]
 
 
-def _requests(limits: Limits) -> _Asked:
+def _requests(limits: Limits) -> _SearchArguments:
     requests, lists = (_Request * len(limits.widths))(), []
     columns = zip(requests, limits.widths, limits.places, limits.filters, strict=True)
     for request, width, place, allowed in columns:
@@ -266,7 +266,7 @@ def _requests(limits: Limits) -> _Asked:
         ranks = [_ranks(each) for each in allowed.excluded]
         lists.append((_Ranks * len(ranks))(*ranks))
         request.excluded, request.num_excluded = ctypes.addressof(lists[-1]), len(ranks)
-    return _Asked(requests, lists)
+    return _SearchArguments(requests, lists)
 
 
 def _ranks(ascending: Tensor) -> _Ranks:

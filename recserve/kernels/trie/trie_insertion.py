@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie, lexicographic_order
-from recserve.kernels.trie.trie_overlay import Descent, Grown, TrieOverlay
+from recserve.kernels.trie.trie_overlay import BasePrefixes, Grown, TrieOverlay
 
 
 def overlay_trie(
@@ -51,7 +51,7 @@ def overlay_trie(
     )
 
 
-def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | None) -> Descent:
+def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | None) -> BasePrefixes:
     """Of each id, in the given order; looked up where an earlier overlay has it."""
     if earlier is None or earlier.base is not base or not earlier.descent.rows.shape[0]:
         return _descend(base, codes, rows)
@@ -64,7 +64,7 @@ def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: TrieOverlay | Non
     return found
 
 
-def _descend(base: Trie, codes: Tensor, rows: Tensor) -> Descent:
+def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePrefixes:
     """Walk down the base, one binary search among its edges per level. codes [m, L]."""
     m, levels = codes.shape
     node = torch.zeros(m, dtype=torch.int64, device=codes.device)
@@ -87,7 +87,7 @@ def _descend(base: Trie, codes: Tensor, rows: Tensor) -> Descent:
     there, known = path.clamp(min=0), path >= 0
     first = torch.where(known, base.first_leaf[there].long(), before)
     last = torch.where(known, base.last_leaf[there].long(), before)
-    return Descent(rows, path, first, last, depths)
+    return BasePrefixes(rows, path, first, last, depths)
 
 
 class _Levels:
@@ -98,7 +98,7 @@ class _Levels:
     lacks the prefix. opened [L + 1, m]: how many such there are up to here.
     """
 
-    def __init__(self, base: Trie, codes: Tensor, descent: Descent) -> None:
+    def __init__(self, base: Trie, codes: Tensor, descent: BasePrefixes) -> None:
         self.base, self.codes, self.descent = base, codes.T.contiguous(), descent
         m, levels = codes.shape
         device = codes.device

@@ -37,7 +37,7 @@ class Grown:
 
 
 @dataclass(frozen=True)
-class Descent:
+class BasePrefixes:
     """How far n semantic ids are in the base already.
 
     rows [n] ascending: item row of each. nodes [L + 1, n]: node of each prefix, -1 from where the
@@ -51,10 +51,10 @@ class Descent:
     last: Tensor
     depths: Tensor
 
-    def at(self, index: Tensor) -> Descent:
+    def at(self, index: Tensor) -> BasePrefixes:
         """Those at the given places [n] int64."""
         columns = (self.rows, self.nodes, self.first, self.last, self.depths)
-        return Descent(*(column.index_select(-1, index) for column in columns))
+        return BasePrefixes(*(column.index_select(-1, index) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TrieOverlay:
     taken_rows: Tensor
     row_leaves: Tensor
     gone: Tensor | None
-    descent: Descent
+    descent: BasePrefixes
 
     @property
     def overlay(self) -> TrieOverlay:

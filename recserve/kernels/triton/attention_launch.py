@@ -53,7 +53,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWork:
     """What a batch asks of attention: nodes computed, trees, and the longest root there may be."""
 
     nodes: int
@@ -122,7 +122,9 @@ def splits_of(programs: int, places: int, longest_root: int, block_keys: int) ->
     return int(triton.cdiv(max(longest_root, 1), chunk))
 
 
-def launch(work: Work, heads: int, kv_heads: int, row_bytes: int, machine: Machine) -> Launch:
+def launch(
+    work: AttentionWork, heads: int, kv_heads: int, row_bytes: int, machine: Machine
+) -> Launch:
     """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
     group = heads // kv_heads
     block_group = triton.next_power_of_2(group)

@@ -27,7 +27,7 @@ from recserve.kernels.fp8 import Fp8, Stored, parts
 from recserve.kernels.paged_kv import RootTable, TreeBatch
 from recserve.kernels.reference import SOFTMAX, Activation
 from recserve.kernels.triton import attention_launch
-from recserve.kernels.triton.attention_launch import Launch, Work, machine_of
+from recserve.kernels.triton.attention_launch import AttentionWork, Launch, machine_of
 from recserve.kernels.triton.fp8_kernel import decoded, has_native, powers
 
 SCAN_NODES = 1024  # whose subtrees' ends are looked at at once
@@ -306,7 +306,9 @@ class TritonTreeAttention:
 
     def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
         """Grid for these head counts; row_bytes: of one key, padded to a power of two."""
-        work = Work(self.query_nodes.shape[0], self.batch.tree.num_trees, self.longest_root)
+        work = AttentionWork(
+            self.query_nodes.shape[0], self.batch.tree.num_trees, self.longest_root
+        )
         machine = machine_of(self.batch.slots.device)
         return attention_launch.launch(work, heads, kv_heads, row_bytes, machine)
 

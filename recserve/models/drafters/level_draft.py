@@ -40,9 +40,9 @@ class LevelDraftHead:
         if dispatch.in_native(self.tables.codebooks):
             self.search = NativeSearch(list(map(LevelCodes.of, self._codes)))
 
-    def contexts(self, tails: Tensor) -> Tensor:
-        """[B, L, E] what each level reads of the root. tails [B, E]."""
-        return self.tables.states(tails)
+    def contexts(self, last_hidden: Tensor) -> Tensor:
+        """[B, L, E] what each level reads of the root. last_hidden [B, E]."""
+        return self.tables.states(last_hidden)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
         """[n, E] the state, which nobody reads: there is no way for a code to be heard of."""

@@ -94,9 +94,9 @@ class SelfDraftHead(nn.Module):
         ]
         self.search = NativeSearch([LevelCodes.of(self._codes(level)) for level in levels], cells)
 
-    def contexts(self, tails: Tensor) -> Tensor:
-        """[B, L, E] the root, at each level: read without placeholders. tails [B, E]."""
-        return tails[:, None].expand(-1, len(self.config.codebook_sizes), -1)
+    def contexts(self, last_hidden: Tensor) -> Tensor:
+        """[B, L, E] the root, at each level: read without placeholders. last_hidden [B, E]."""
+        return last_hidden[:, None].expand(-1, len(self.config.codebook_sizes), -1)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
         """State after a code. level: of that code; state [n, E], codes [n] -> [n, E]."""

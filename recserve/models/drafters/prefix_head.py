@@ -35,8 +35,8 @@ class PrefixHead(Protocol):
         """Lay the weights out for this CPU."""
         ...
 
-    def contexts(self, tails: Tensor) -> Tensor:
-        """[B, L, E] what it reads at each level beside its state. tails [B, E]: of the roots."""
+    def contexts(self, last_hidden: Tensor) -> Tensor:
+        """[B, L, E] what each level reads in addition to its state. last_hidden [B, E]: roots."""
         ...
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:

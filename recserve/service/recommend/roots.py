@@ -12,7 +12,7 @@ import torch
 from recserve.core.request import Root, RootKeys
 from recserve.features.history.history import EVENT_TYPES
 from recserve.features.ranking.cross_features import UserSide
-from recserve.features.ranking.event_features import UserEvents
+from recserve.features.ranking.event_features import EventColumns
 from recserve.features.ranking.ranking import (
     RankingRoot,
     candidate_columns,
@@ -140,11 +140,11 @@ class RankerRoots:
                 if whole is None or all(map(bytes.startswith, whole, parts)):
                     del self._kept[parts, number]
 
-    def _events(self, history: History) -> UserEvents:
+    def _events(self, history: History) -> EventColumns:
         """The history in the ranker's own numbering of types; a type it does not know is none."""
         numbers = {name: index for index, name in enumerate(self.settings.type_names)}
         types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
-        return UserEvents(history.rows, history.times, types[history.types], history.values)
+        return EventColumns(history.rows, history.times, types[history.types], history.values)
 
     def _inputs(self, arrays: Mapping[str, np.ndarray]) -> NodeInputs:
         inputs = node_inputs(arrays)
@@ -154,7 +154,7 @@ class RankerRoots:
         return NodeInputs(**moved)
 
 
-def _parts(events: UserEvents) -> Parts:
+def _parts(events: EventColumns) -> Parts:
     return tuple(column.tobytes() for column in events.columns)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from recserve.kernels.paged_kv import KVPool, KVShape, TreeBatch
 from recserve.kernels.tree import TokenTree
+from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
-from recserve.models.paged_attention import PagedAttention
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recserve.features.ranking.cross_features import Contexts, UserSide, cross_features
-from recserve.features.ranking.event_features import UserEvents, moment_features
+from recserve.features.ranking.event_features import EventColumns, moment_features
 from recserve.features.ranking.ranking import (
     Columns,
     RankingRoot,
@@ -111,7 +111,7 @@ class RankingData:
         draw = np.random.default_rng(plan.key)
         roots, places, own = [], [], []
         for window in plan.windows:
-            events = UserEvents.of(self.train, window.user).slice(0, window.stop)
+            events = EventColumns.of(self.train, window.user).slice(0, window.stop)
             roots.append(window_columns(self.tables, events, window.start, window.split))
             size = window.stop - window.split
             chosen = draw.permutation(size)[: self.positives]
@@ -221,7 +221,7 @@ def held_batches(
         chosen = order[first : first + batch_roots]
         drawn = sampler.draw(chosen, held.negatives, noise, held.popular_share)
         for user, others in zip(chosen.tolist(), drawn, strict=True):
-            events = UserEvents.of(log, user)
+            events = EventColumns.of(log, user)
             at = len(events) - held_back
             root = root_columns(tables, events.slice(0, at))
             rows = np.concatenate([events.rows[at : at + 1], others])

@@ -182,7 +182,7 @@ def test_8192_nodes_are_planned_and_long_roots_split():
 
 def launched(nodes, trees, root, machine=attention_launch.HOPPER):
     """32 heads of 128 numbers in bfloat16, 8 of them of keys."""
-    work = attention_launch.Work(nodes, trees, root)
+    work = attention_launch.AttentionWork(nodes, trees, root)
     return attention_launch.launch(work, 32, 8, 256, machine)
 
 

@@ -16,7 +16,7 @@ from recserve.core.request import RankRequest, Root, Scores
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.features.ranking.event_features import HOUR, UserEvents
+from recserve.features.ranking.event_features import HOUR, EventColumns
 from recserve.features.ranking.ranking import candidate_columns, dense_names, root_columns
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.event_table import read_events
@@ -112,7 +112,7 @@ def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     assert quality.metrics["click_gauc"] > 0.75
     assert quality.metrics["conversion_auc"] > 0.8
     assert quality.baselines["popularity"] < 0.6 and quality.baselines["vectors"] < 0.6
-    events = UserEvents.of(log, 0)
+    events = EventColumns.of(log, 0)
     root = root_columns(tables, events)
     batch = next(held_batches(log, tables, users[:32], NegativeSampler(log, tables), HeldOut(1)))
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_training_batch_leaks_nothing() -> None:
         limits, labels = batch.limits.numpy(), batch.labels.numpy()
         for row, place, label in zip(rows, places, labels, strict=True):
             window = plan.windows[row]
-            part = UserEvents.of(data.train, window.user).slice(window.start, window.stop)
+            part = EventColumns.of(data.train, window.user).slice(window.start, window.stop)
             visible = part.slice(0, int(limits[row, place]) - 1)
             assert groups[row, place] == 3
             if label[0] == 0:
@@ -244,7 +244,7 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
     batch = next(held_batches(log, data.tables, users, sampler, HeldOut(held, negatives=200)))
     with torch.no_grad():
         expected = score(model, batch).numpy()
-    events, tables = UserEvents.of(log, user), data.tables
+    events, tables = EventColumns.of(log, user), data.tables
     rows = batch.inputs.tokens.flatten()[batch.candidates].numpy()
 
     def ask(engine: Engine, stop: int) -> Scores:
@@ -276,7 +276,7 @@ def test_held_batch_has_the_columns_of_serving() -> None:
     data = make_data(log)
     sampler = NegativeSampler(log, data.tables)
     batch = next(held_batches(log, data.tables, np.array([7]), sampler, HeldOut(1, negatives=9)))
-    events = UserEvents.of(log, 7)
+    events = EventColumns.of(log, 7)
     root = root_columns(data.tables, events.slice(0, len(events) - 1))
     n = len(root)
     assert np.array_equal(batch.inputs.dense[0, :n], root.columns.dense)
