@@ -27,12 +27,8 @@ from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
-from recserve.features.vectors.vectors import (
-    collaborative_vectors,
-    join_vectors,
-    text_vectors,
-    unit,
-)
+from recserve.features.vectors.text_encoder import unit
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, text_vectors
 from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.options import TrainOptions

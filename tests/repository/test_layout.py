@@ -55,6 +55,10 @@ OWNERS = {
     "faiss": {"features"},
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
+    # The extra `train`; a serving install has none of them.
+    "sklearn": {"features/vectors/vectors.py"},
+    "scipy": {"features/vectors/vectors.py"},
+    "matplotlib": {"training"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

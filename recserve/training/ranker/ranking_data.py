@@ -24,7 +24,8 @@ from recserve.features.ranking.ranking import (
 )
 from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
 from recserve.features.tables.events import EventLog
-from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, unit
+from recserve.features.vectors.text_encoder import unit
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors
 from recserve.training.ranker.ranking_batch import RankingBatch, pack
 
 NUM_FOLDS = 4  # of the users, each with item vectors that do not know its events
