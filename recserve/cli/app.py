@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, running
+from recserve.cli import answers, bundles, running, train
 
 FAILED = 1
 TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
@@ -27,7 +27,6 @@ app = typer.Typer(
 for command in (
     running.demo,
     bundles.build,
-    bundles.train,
     bundles.evaluate,
     running.serve,
     answers.recommend,
@@ -36,6 +35,8 @@ for command in (
     running.doctor,
 ):
     app.command()(command)
+
+app.add_typer(train.app, name="train")
 
 bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
 bundle_app.command()(bundles.verify)

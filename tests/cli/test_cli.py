@@ -18,6 +18,7 @@ from tests.support.tiny_bundle import NUM_ITEMS, shared_bundle
 COMMANDS = (
     *("demo", "build", "train", "evaluate", "serve", "recommend", "rank", "batch", "doctor"),
     *("bundle verify", "bundle calibrate", "history show", "history delete"),
+    *("train recommender", "train drafter", "train lm", "train medusa"),
 )
 
 
@@ -49,7 +50,7 @@ HEAVY = (
 )
 
 
-@pytest.mark.parametrize("page", [[], ["train"], ["recommend"], ["serve"]])
+@pytest.mark.parametrize("page", [[], ["train", "lm"], ["recommend"], ["serve"]])
 def test_help_imports_nothing_heavy(page):
     """A help page that loads torch costs seconds; all of it takes under half a second."""
     code = (
