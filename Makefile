@@ -71,7 +71,7 @@ newest-triton: $(DEV)
 CUDA := build/cuda-versions
 cuda-versions: redis | $(BIN)/python
 	@mkdir -p build && $(BIN)/python -m venv $(CUDA) && grep -v '^torch==' constraints.txt > $(CUDA)/constraints.txt
-	@$(CUDA)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CUDA)/constraints.txt torch==2.11.0 --editable '.[dev]'
+	@$(CUDA)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CUDA)/constraints.txt torch==2.11.0 --editable '.[train,dev]'
 	@$(CUDA)/bin/python -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 	OMP_NUM_THREADS=1 $(CUDA)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
@@ -87,10 +87,10 @@ $(BIN)/python:
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing recserve and its pinned dependencies (minutes the first time)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[train]'
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@echo "installing the development tools"
-	@$(PIP) --editable '.[dev]' $$($(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || echo $(TRITON))
+	@$(PIP) --editable '.[train,dev]' $$($(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || echo $(TRITON))
 	@touch $@

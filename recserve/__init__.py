@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from recserve.engine.engine_config import EngineConfig
     from recserve.schemas.items import RankBody, RecommendBody
     from recserve.service import Service, ServiceOptions
+
+    __version__: str
 
 __all__ = [
     "BuildOptions",
@@ -55,14 +56,21 @@ _HOMES = {
 # Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-try:
-    __version__ = version("recserve")
-except PackageNotFoundError:  # run from a checkout that was not installed
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
     module, _, attribute = _HOMES[name].partition(":")
     return getattr(import_module(module), attribute or name)
+
+
+def _version() -> str:
+    # Imported here: `recserve --help` would spend a fifth of its time on importlib.metadata.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("recserve")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "0+unknown"

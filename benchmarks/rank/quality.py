@@ -27,16 +27,12 @@ from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
-from recserve.features.vectors.vectors import (
-    collaborative_vectors,
-    join_vectors,
-    text_vectors,
-    unit,
-)
+from recserve.features.vectors.text_encoder import unit
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, text_vectors
 from recserve.kernels.cpu.processor import processor
 from recserve.models.ranker import load_ranker
 from recserve.training.options import TrainOptions
-from recserve.training.ranker.ranker import RankerRecipe, fit_ranker
+from recserve.training.ranker.ranker import RankerRecipe, RankerSource, fit_ranker
 from recserve.training.ranker.ranking_data import HeldOut, cross_fitted_vectors
 from recserve.training.ranker.ranking_quality import conversion_words, ranking_quality
 
@@ -79,9 +75,8 @@ def measure(
             fold_vectors = cross_fitted_vectors(vectors, train, 128, 1.0, options.seed)
     recipe = replace(RankerRecipe(), **VARIANTS[name])
     with tempfile.TemporaryDirectory() as folder:
-        report = fit_ranker(
-            log, items, vectors, Path(folder), options, recipe, fold_vectors, Console()
-        )
+        source = RankerSource(log, items, vectors, fold_vectors)
+        report = fit_ranker(source, Path(folder), options, recipe, Console())
         tables = RankingTables.load(folder, items, vectors)
         model = load_ranker(folder, vectors)
     users = np.flatnonzero(log.leave_one_out().test_rows >= 0)

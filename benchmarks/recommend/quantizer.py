@@ -23,7 +23,7 @@ import torch
 
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
 from recserve.features.vectors.semantic_ids import build_index
-from recserve.features.vectors.vectors import unit
+from recserve.features.vectors.text_encoder import unit
 from recserve.kernels.trie.trie import build_trie
 
 KINDS = (("residual", 4), ("product", 16), ("product", 32), ("product", 64))

@@ -21,12 +21,12 @@ from recserve.features.tables.items import ItemTable, read_items
 from recserve.features.tables.parquet import BadRows, OnBadRows
 from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
 from recserve.features.vectors.semantic_ids import CodeReport, build_index
+from recserve.features.vectors.text_encoder import TextEncoder, unit
 from recserve.features.vectors.vectors import (
-    TextEncoder,
     collaborative_vectors,
+    fit_text_encoder,
     join_vectors,
     read_vectors,
-    unit,
 )
 
 
@@ -166,7 +166,7 @@ def _vectors(
     else:
         content = np.zeros((len(items), 0), dtype=np.float32)
         if options.text_dim:
-            encoder = TextEncoder.fit(items, options.text_dim, options.seed)
+            encoder = fit_text_encoder(items, options.text_dim, options.seed)
             content = encoder.encode(items)
     if not options.collaborative_dim:
         return encoder, content

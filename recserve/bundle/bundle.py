@@ -23,7 +23,7 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.vectors.quantizer import Quantizer, load_quantizer
-from recserve.features.vectors.vectors import TextEncoder
+from recserve.features.vectors.text_encoder import TextEncoder
 
 FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"

@@ -1,17 +1,14 @@
-"""`recserve build`, `train`, `evaluate`, `bundle verify|calibrate|export`: what makes bundles."""
+"""`recserve build`, `evaluate`, `bundle verify|calibrate|export`: what makes bundles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
-
-Model = Literal["recommender", "ranker", "drafter", "retriever", "sasrec", "lm", "medusa"]
 
 
 def build(
@@ -46,84 +43,6 @@ def build(
         on_bad_rows=on_bad_rows,
     )
     build_bundle(options, typer.echo)
-
-
-def train(
-    model: Annotated[Model, typer.Argument(help="What to train.")],
-    bundle: Annotated[
-        Path | None, typer.Option("--bundle", help="Folder of the bundle; not for lm and medusa.")
-    ] = None,
-    input: Annotated[
-        Literal["items", "codes"],
-        typer.Option(help="A recommender reads one position per item, or its codes."),
-    ] = "items",
-    name: Annotated[
-        Literal["speculative", "nezha"],
-        typer.Option(help="The strategy that a drafter is trained for."),
-    ] = "speculative",
-    head: Annotated[
-        Literal["recurrent", "levels"],
-        typer.Option(
-            help="Of a drafter: a network of its own, or the recommender's level heads, which are "
-            "not trained but measured."
-        ),
-    ] = "recurrent",
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the users; default: the recipe's.")
-    ] = None,
-    max_minutes: Annotated[
-        float | None,
-        typer.Option(help="End within so long; with --resume, earlier runs do not count."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and sampling.")] = 0,
-    device: DeviceFlag = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="lm, medusa: a text to learn from, .zst or plain.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="lm, medusa: folder of the new model.")] = None,
-    llm: Annotated[
-        Path | None, typer.Option(help="lm, medusa: folder of the model to draft for.")
-    ] = None,
-) -> None:
-    """Train a model of the bundle, or one of text; the best checkpoint on validation is kept."""
-    from recserve.bundle.bundle import Bundle
-    from recserve.cli.language import train_from_text
-    from recserve.training.item_drafters.draft_head import train_drafter
-    from recserve.training.options import TrainOptions, TrainReport
-    from recserve.training.ranker.ranker import train_ranker
-    from recserve.training.recommender.recommender import train_recommender
-    from recserve.training.recommender.retriever import train_retriever
-    from recserve.training.recommender.sasrec import train_sasrec
-
-    options = TrainOptions(
-        epochs=epochs,
-        max_minutes=max_minutes,
-        seed=seed,
-        device=device,
-        resume=resume,
-        input=input,
-        name=name,
-        head=head,
-    )
-    trainers: dict[str, Callable[[Bundle, TrainOptions], TrainReport]] = {
-        "recommender": train_recommender,
-        "ranker": train_ranker,
-        "drafter": train_drafter,
-        "retriever": train_retriever,
-        "sasrec": train_sasrec,
-    }
-    if model == "lm" or model == "medusa":
-        report = train_from_text(model, text, out, llm, options)
-    elif bundle is None:
-        raise typer.BadParameter(f"train {model} needs --bundle")
-    else:
-        report = trainers[model](Bundle.open(bundle), options)
-    kept = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
-    typer.echo(
-        f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
-        f"(ended by {report.stopped}, {report.seconds:.0f} s): {kept}"
-    )
 
 
 def evaluate(

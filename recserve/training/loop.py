@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -23,6 +23,9 @@ from recserve.training.schedule import Schedule
 VALIDATION_SHARE = 0.1  # of max_minutes, kept free for the first validation
 
 
+Batch = TypeVar("Batch")
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """Loss of one batch. total: minimised. parts: means per target, for the log. targets: their
@@ -33,10 +36,13 @@ class StepLoss:
     targets: int
 
 
-class Trainee(Protocol):
+class Trainee(Protocol[Batch]):
     """A model, its data and its validation, as the loop sees them.
 
-    selection: the metric of `validate` that decides, higher is better.
+    `Batch` is whatever describes a batch cheaply, for example the rows of its users.
+
+    Attributes:
+        selection: The metric of `validate` that selects a checkpoint; higher is better.
     """
 
     selection: str
@@ -46,13 +52,12 @@ class Trainee(Protocol):
         """What is trained."""
         ...
 
-    def plan(self, epoch: int) -> Sequence[Any]:
-        """One cheap description per batch of this epoch; depends on (seed, epoch) and nothing
-        else."""
+    def plan(self, epoch: int) -> Sequence[Batch]:
+        """Returns a description per batch of this epoch; depends only on (seed, epoch)."""
         ...
 
-    def loss(self, batch: Any) -> StepLoss:
-        """Loss of the batch that a description stands for."""
+    def loss(self, batch: Batch) -> StepLoss:
+        """Returns the loss of the described batch."""
         ...
 
     def validate(self) -> dict[str, float]:
@@ -61,7 +66,7 @@ class Trainee(Protocol):
 
 
 def fit(
-    trainee: Trainee,
+    trainee: Trainee[Batch],
     schedule: Schedule,
     options: TrainOptions,
     directory: Path,
@@ -79,10 +84,10 @@ def fit(
     return run.run()
 
 
-class _Run:
+class _Run(Generic[Batch]):
     def __init__(
         self,
-        trainee: Trainee,
+        trainee: Trainee[Batch],
         schedule: Schedule,
         options: TrainOptions,
         directory: Path,
@@ -177,7 +182,7 @@ class _Run:
         save_checkpoint(state, self.checkpoint, self.recipe)
         return done == len(plan)
 
-    def _step(self, batch: Any, steps_per_epoch: int) -> StepLoss:
+    def _step(self, batch: Batch, steps_per_epoch: int) -> StepLoss:
         state, schedule = self.state, self.schedule
         in_steps = (state.step + 1) / (schedule.epochs * steps_per_epoch)
         progress = max(in_steps, self._elapsed_s() / self._training_s())

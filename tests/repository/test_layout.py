@@ -57,6 +57,10 @@ OWNERS = {
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
     "aiohttp": {"experiments"},
+    # The extra `train`; a serving install has none of them.
+    "sklearn": {"features/vectors/vectors.py"},
+    "scipy": {"features/vectors/vectors.py"},
+    "matplotlib": {"training"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -16,7 +16,7 @@ import pyarrow as pa
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.item_records import ItemRecord, RecordTable
 from recserve.features.tables.items import ItemTable
-from recserve.features.vectors.vectors import TextEncoder, unit
+from recserve.features.vectors.text_encoder import TextEncoder, unit
 
 NEAREST = 10
 

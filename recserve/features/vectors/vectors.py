@@ -7,16 +7,12 @@ pointwise mutual information of items near each other in training histories, the
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.utils.extmath import randomized_svd
@@ -24,74 +20,37 @@ from sklearn.utils.extmath import randomized_svd
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table, text_column
+from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
 
 MAX_TERMS = 50_000
 WINDOW = 10
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """Text to vectors; kept with the bundle, so that a new item gets a comparable vector.
-
-    terms [V]: the vocabulary. idf [V] float32. components [V, F] float32.
-    """
-
-    terms: tuple[str, ...]
-    idf: np.ndarray
-    components: np.ndarray
-
-    @staticmethod
-    def fit(items: ItemTable, dim: int, seed: int) -> TextEncoder:
-        """Fit on all items; where the text has fewer than `dim` directions, the rest is zero."""
-        documents = [_document(items, row) for row in range(len(items))]
-        model = _vectorizer(min_df=2 if len(items) >= 1000 else 1, max_features=MAX_TERMS)
-        try:
-            matrix = model.fit_transform(documents)
-        except ValueError:  # scikit-learn's word for an empty vocabulary
-            return TextEncoder((), np.zeros(0, np.float32), np.zeros((0, dim), np.float32))
-        terms = tuple(str(term) for term in model.get_feature_names_out())
-        rank = min(dim, min(matrix.shape))
-        _, _, right = randomized_svd(matrix, rank, n_iter=4, random_state=seed)
-        components = np.zeros((len(terms), dim), dtype=np.float32)
-        components[:, :rank] = right.T
-        return TextEncoder(terms, model.idf_.astype(np.float32), components)
-
-    def encode(self, items: ItemTable) -> np.ndarray:
-        """[I, F] float32 of unit length; zero for an item without any known term."""
-        if not self.terms:
-            return np.zeros((len(items), self.components.shape[1]), dtype=np.float32)
-        model = _vectorizer(vocabulary=list(self.terms))
-        model.idf_ = self.idf.astype(np.float64)
-        documents = [_document(items, row) for row in range(len(items))]
-        return unit(np.asarray(model.transform(documents) @ self.components, dtype=np.float32))
-
-    def save(self, folder: Path) -> None:
-        """Write terms.json and text.safetensors."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "terms.json").write_text(json.dumps(self.terms, ensure_ascii=False))
-        save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
-
-    @staticmethod
-    def load(folder: Path) -> TextEncoder:
-        """Read what `save` wrote. Raises ValueError if it is damaged."""
-        try:
-            terms = json.loads((folder / "terms.json").read_text())
-            arrays = load_file(folder / "text.safetensors")
-            idf, components = arrays["idf"], arrays["components"]
-        except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
-            raise ValueError(f"{folder}: not a text encoder ({error})") from error
-        if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
-            raise ValueError(f"{folder}/terms.json: expected a list of strings")
-        if idf.shape != (len(terms),) or components.ndim != 2 or len(components) != len(terms):
-            raise ValueError(
-                f"{folder}: {len(terms)} terms do not fit {idf.shape}, {components.shape}"
-            )
-        return TextEncoder(tuple(terms), idf, components)
+def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
+    """Fits an encoder on all items; columns beyond the rank of the text are zero."""
+    documents = [document(items, row) for row in range(len(items))]
+    model = TfidfVectorizer(
+        sublinear_tf=True,
+        stop_words="english",
+        token_pattern=TOKEN_PATTERN,
+        min_df=2 if len(items) >= 1000 else 1,
+        max_features=MAX_TERMS,
+    )
+    try:
+        matrix = model.fit_transform(documents)
+    except ValueError:  # scikit-learn's word for an empty vocabulary
+        return TextEncoder((), np.zeros(0, np.float32), np.zeros((0, dim), np.float32))
+    terms = tuple(str(term) for term in model.get_feature_names_out())
+    rank = min(dim, min(matrix.shape))
+    _, _, right = randomized_svd(matrix, rank, n_iter=4, random_state=seed)
+    components = np.zeros((len(terms), dim), dtype=np.float32)
+    components[:, :rank] = right.T
+    return TextEncoder(terms, model.idf_.astype(np.float32), components)
 
 
 def text_vectors(items: ItemTable, dim: int, seed: int) -> np.ndarray:
     """[I, dim] float32 text vectors of unit length (zero where an item has no text)."""
-    return TextEncoder.fit(items, dim, seed).encode(items)
+    return fit_text_encoder(items, dim, seed).encode(items)
 
 
 def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) -> np.ndarray:
@@ -124,12 +83,6 @@ def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) 
 def join_vectors(text: np.ndarray, collaborative: np.ndarray, weight: float) -> np.ndarray:
     """[I, F + G] float32 of unit length: text beside `weight` times collaborative."""
     return unit(np.concatenate([text, weight * collaborative], axis=1))
-
-
-def unit(vectors: np.ndarray) -> np.ndarray:
-    """Rows divided by their length; zero rows stay zero."""
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return (vectors / np.where(length > 0, length, 1)).astype(np.float32)
 
 
 def read_vectors(
@@ -196,25 +149,6 @@ def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
     flat = pc.cast(pc.list_flatten(lists), pa.float32()).combine_chunks()
     matrix = flat.to_numpy(zero_copy_only=False).reshape(table.num_rows, lengths[0])
     return np.ascontiguousarray(matrix[rows.to_numpy(zero_copy_only=False)], dtype=np.float32)
-
-
-def _vectorizer(**options: Any) -> Any:
-    return TfidfVectorizer(
-        sublinear_tf=True, stop_words="english", token_pattern=r"[^\W_]{2,}|c:\S+", **options
-    )
-
-
-def _document(items: ItemTable, row: int) -> str:
-    """Title, keywords, and each prefix of each category path as a term of its own."""
-    words = [items.titles[row]]
-    if "keywords" in items.attributes.column_names:
-        keywords = items.attributes.column("keywords")[row].as_py()
-        if keywords:
-            words += keywords if isinstance(keywords, list) else [str(keywords)]
-    for path in items.categories[row]:
-        parts = ["-".join(part.split()) for part in path.split(">")]
-        words += ["c:" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
-    return " ".join(words)
 
 
 def _cooccurrence(train: EventLog, num_items: int) -> Any:

@@ -13,7 +13,7 @@ from recserve.features.catalog.id_assignment import IdAssigner
 from recserve.features.catalog.item_records import ItemRecord, checked_attributes
 from recserve.features.catalog.live_catalog import ItemChange
 from recserve.features.vectors.new_vectors import NewVectors
-from recserve.features.vectors.vectors import unit
+from recserve.features.vectors.text_encoder import unit
 from recserve.schemas.items import ItemBody, Rejection
 from recserve.schemas.validation import converted
 from recserve.service.catalog.snapshot import Snapshot

@@ -11,7 +11,7 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.training.recommender.history_trees import TreeBatch
+from recserve.training.recommender.history_trees import HistoryBatch
 from recserve.training.recommender.objectives import MASKED
 
 
@@ -45,7 +45,7 @@ class _Behind:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TargetStates:
     """What the target says about a batch of trees.
 
     hidden [B * N, E]: at its nodes. contexts [q, L, E]: what the head reads at each level beside
@@ -56,7 +56,7 @@ class Reading:
     contexts: Tensor | None
 
 
-def read(head: SelfDraftHead, target: Recommender, batch: TreeBatch) -> Reading:
+def read(head: SelfDraftHead, target: Recommender, batch: HistoryBatch) -> TargetStates:
     """The frozen target over a batch; where the head has placeholders, over a chain of them behind
     every position that predicts an item. Gradients flow to the placeholders and nowhere else.
     """
@@ -64,7 +64,7 @@ def read(head: SelfDraftHead, target: Recommender, batch: TreeBatch) -> Reading:
     with torch.no_grad():
         hidden = target(batch.tokens, batch.positions, recorded)
     if not head.config.placeholders:
-        return Reading(hidden.flatten(0, 1), None)
+        return TargetStates(hidden.flatten(0, 1), None)
     levels, size = head.placeholders.shape
     trees, nodes = batch.tokens.shape
     steps = batch.histories.shape[1]
@@ -82,7 +82,7 @@ def read(head: SelfDraftHead, target: Recommender, batch: TreeBatch) -> Reading:
     vectors = head.placeholders.repeat(steps, 1).expand(trees, -1, -1)
     ahead = target.decoder(vectors, positions.flatten(1), _Behind(recorded, mask[:, None]))
     ahead = ahead.view(trees, steps, levels, size)[owners, batch.trunk_steps]
-    return Reading(hidden.flatten(0, 1), ahead)
+    return TargetStates(hidden.flatten(0, 1), ahead)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def head_loss(
     target: Recommender,
     trie: Trie,
     paths: Tensor,
-    batch: TreeBatch,
-    reading: Reading,
+    batch: HistoryBatch,
+    reading: TargetStates,
 ) -> HeadLoss:
     """Both losses under teacher forcing; level 0 counts where the head draws it, with placeholders.
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +91,7 @@ class RankerTrainee:
         """One entry per batch of the epoch."""
         return self.data.plan(epoch)
 
-    def loss(self, batch: Any) -> StepLoss:
+    def loss(self, batch: BatchPlan) -> StepLoss:
         """Mean binary cross-entropy per candidate, summed over the tasks."""
         ranker, device = self.ranker, self.ranker.group_embedding.weight.device
         made = self.data.batch(batch).to(device)
@@ -137,9 +136,8 @@ def train_ranker(
         built.get("collaborative_weight", 1.0),
         built.get("seed", 0),
     )
-    report = fit_ranker(
-        log, catalog.items, catalog.vectors, directory, options, recipe, fold_vectors, console
-    )
+    source = RankerSource(log, catalog.items, catalog.vectors, fold_vectors)
+    report = fit_ranker(source, directory, options, recipe, console)
     tables = RankingTables.load(directory, catalog.items, catalog.vectors)
     bundle.commit(
         SECTION,
@@ -157,21 +155,47 @@ def train_ranker(
     return report
 
 
+@dataclass(frozen=True)
+class RankerSource:
+    """What a ranker is trained on.
+
+    Attributes:
+        log: All events; the last two of each user are held out.
+        items: The catalogue of I items.
+        vectors: [I, F] item vectors.
+        fold_vectors: Vectors per fold of users (see `cross_fitted_vectors`). They are needed where
+            `vectors` are fitted on the training events; empty otherwise.
+    """
+
+    log: EventLog
+    items: ItemTable
+    vectors: np.ndarray
+    fold_vectors: Sequence[np.ndarray] = ()
+
+
 def fit_ranker(
-    log: EventLog,
-    items: ItemTable,
-    vectors: np.ndarray,
+    source: RankerSource,
     directory: Path,
     options: TrainOptions,
     recipe: RankerRecipe,
-    fold_vectors: Sequence[np.ndarray] = (),
     console: Console | None = None,
 ) -> TrainReport:
-    """Train on all but the last two events of each user; writes ranker and tables to `directory`.
+    """Trains on all but the last two events of each user.
 
-    vectors: [I, F]. fold_vectors: see cross_fitting.py; needed where `vectors` were fitted on the
-    training events. Raises ValueError if no user has three events.
+    Args:
+        source: Events, items and vectors.
+        directory: Folder that receives the ranker and its tables.
+        options: Options of the run.
+        recipe: Sizes of the model and of its training.
+        console: Where progress is printed; default: standard error.
+
+    Returns:
+        The report of the run.
+
+    Raises:
+        ValueError: If no user has three events.
     """
+    log, items, vectors = source.log, source.items, source.vectors
     split = log.leave_one_out()
     users = np.flatnonzero(split.valid_rows >= 0)
     if not users.size:
@@ -186,7 +210,7 @@ def fit_ranker(
         recipe.negatives,
         recipe.positives,
         recipe.batch_roots,
-        fold_vectors,
+        source.fold_vectors,
     )
     noise = np.random.default_rng(options.seed)
     chosen = np.sort(noise.permutation(users)[: recipe.validation_users])

@@ -24,7 +24,8 @@ from recserve.features.ranking.ranking import (
 )
 from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
 from recserve.features.tables.events import EventLog
-from recserve.features.vectors.vectors import collaborative_vectors, join_vectors, unit
+from recserve.features.vectors.text_encoder import unit
+from recserve.features.vectors.vectors import collaborative_vectors, join_vectors
 from recserve.training.ranker.ranking_batch import RankingBatch, pack
 
 NUM_FOLDS = 4  # of the users, each with item vectors that do not know its events
@@ -33,7 +34,7 @@ POPULAR_POWER = 0.75
 
 
 @dataclass(frozen=True)
-class Window:
+class RootWindow:
     """A training root: long events start .. split - 1, recent ones split .. stop - 1 of a user."""
 
     user: int
@@ -46,7 +47,7 @@ class Window:
 class BatchPlan:
     """What a batch is made of: its roots, all of one fold of users, and the key of its draws."""
 
-    windows: list[Window]
+    windows: list[RootWindow]
     fold: int
     key: tuple[int, int, int]
 
@@ -97,14 +98,14 @@ class RankingData:
             for index in noise.permutation(len(batches))
         ]
 
-    def _windows(self, noise: np.random.Generator) -> Iterator[Window]:
+    def _windows(self, noise: np.random.Generator) -> Iterator[RootWindow]:
         s = self.tables.settings
         for user, length in enumerate(self.train.lengths().tolist()):
             shift = int(noise.integers(0, s.recent_items // s.block)) * s.block
             splits = [0, *range(shift or s.recent_items, length, s.recent_items)]
             for split, stop in zip(splits, [*splits[1:], length], strict=True):
                 if stop > split:
-                    yield Window(user, max(0, split - s.long_items), split, stop)
+                    yield RootWindow(user, max(0, split - s.long_items), split, stop)
 
     def batch(self, plan: BatchPlan) -> RankingBatch:
         """Roots, positives at their own exposure times, negatives and all their features."""

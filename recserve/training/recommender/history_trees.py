@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class TreeBatch:
+class HistoryBatch:
     """B trees padded to N nodes, and what is to be predicted at which node.
 
     tokens, positions, ends [B, N]: ends relative to the tree; a padding node sees only itself.
@@ -54,9 +54,9 @@ class TreeBatch:
     trunk_steps: Tensor
     histories: Tensor
 
-    def to(self, device: torch.device | str) -> TreeBatch:
+    def to(self, device: torch.device | str) -> HistoryBatch:
         """The same batch on another device."""
-        return TreeBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
+        return HistoryBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def mask(self) -> Tensor:
         """[B, 1, N, N] bool, row sees column: `j <= i < ends[j]`."""
@@ -128,7 +128,7 @@ class HistoryTrees:
         """Predicted items of one epoch."""
         return len(self.rows)
 
-    def batch(self, trees: Ints) -> TreeBatch:
+    def batch(self, trees: Ints) -> HistoryBatch:
         """The trees of these numbers, padded to the largest of them."""
         sizes = np.diff(self.tree_starts)[trees]
         width = int(sizes.max())
@@ -156,7 +156,7 @@ class HistoryTrees:
             self.step_of[steps],
             histories,
         )
-        return TreeBatch(*(torch.from_numpy(array) for array in arrays))
+        return HistoryBatch(*(torch.from_numpy(array) for array in arrays))
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Tree numbers of each batch: trees of like size together, at most max_nodes padded nodes

@@ -19,7 +19,7 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
 from recserve.models.recommender import BOS, Recommender
 from recserve.training.recommender.full_softmax import full_softmax_loss
-from recserve.training.recommender.history_trees import TreeBatch
+from recserve.training.recommender.history_trees import HistoryBatch
 
 MASKED = -1e9
 
@@ -50,7 +50,7 @@ class Losses:
 
 
 def tree_losses(
-    model: Recommender, trie: Trie, paths: Tensor, batch: TreeBatch, objective: Objective
+    model: Recommender, trie: Trie, paths: Tensor, batch: HistoryBatch, objective: Objective
 ) -> Losses:
     """One pass over the trees of a batch, and every loss that hangs on it. paths: of
     `node_paths`."""
@@ -82,7 +82,7 @@ def level_loss(
     model: Recommender,
     trie: Trie,
     paths: Tensor,
-    batch: TreeBatch,
+    batch: HistoryBatch,
     hidden: Tensor,
     objective: Objective,
 ) -> Tensor:
@@ -117,7 +117,9 @@ def level_loss(
     return total
 
 
-def dense_loss(model: Recommender, batch: TreeBatch, trunk: Tensor, objective: Objective) -> Tensor:
+def dense_loss(
+    model: Recommender, batch: HistoryBatch, trunk: Tensor, objective: Objective
+) -> Tensor:
     """Summed negative log-likelihood of the next items over all bound items. trunk: [q, E]."""
     seen = batch.histories[_tree_of(batch, batch.trunk_nodes)]
     index = torch.arange(seen.shape[1], device=seen.device)
@@ -170,7 +172,7 @@ def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tenso
     return found
 
 
-def heads_loss(model: Recommender, batch: TreeBatch, trunk: Tensor) -> Tensor:
+def heads_loss(model: Recommender, batch: HistoryBatch, trunk: Tensor) -> Tensor:
     """Summed over all levels, each predicted from the state of the history alone. trunk: [q, E]."""
     total = trunk.new_zeros((), dtype=torch.float32)
     offsets = model.config.level_offsets
@@ -192,7 +194,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: fl
 
 
 def _seen_children(
-    trie: Trie, paths: Tensor, batch: TreeBatch, targets: slice, level: int, width: int
+    trie: Trie, paths: Tensor, batch: HistoryBatch, targets: slice, level: int, width: int
 ) -> Tensor:
     """[m, width] children under which the history holds every item."""
     known = batch.histories >= 0
@@ -214,7 +216,7 @@ def _seen_children(
     return mask
 
 
-def _tree_of(batch: TreeBatch, nodes: Tensor) -> Tensor:
+def _tree_of(batch: HistoryBatch, nodes: Tensor) -> Tensor:
     return nodes // batch.tokens.shape[1]
 
 

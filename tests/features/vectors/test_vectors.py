@@ -6,17 +6,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sklearn.feature_extraction.text import TfidfVectorizer
 
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import BadRows, SchemaError
+from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
 from recserve.features.vectors.vectors import (
-    TextEncoder,
     collaborative_vectors,
+    fit_text_encoder,
     join_vectors,
     read_vectors,
     text_vectors,
-    unit,
 )
 
 TITLES = ["red pan", "blue pan", "garden hose", "green hose", ""]
@@ -60,7 +61,7 @@ def test_more_dimensions_than_terms_are_zero() -> None:
 
 
 def test_saved_encoder_gives_new_items_the_same_space(tmp_path: Path) -> None:
-    encoder = TextEncoder.fit(ITEMS, 4, seed=0)
+    encoder = fit_text_encoder(ITEMS, 4, seed=0)
     encoder.save(tmp_path)
     loaded = TextEncoder.load(tmp_path)
     assert np.array_equal(loaded.encode(ITEMS), encoder.encode(ITEMS))
@@ -72,6 +73,22 @@ def test_saved_encoder_gives_new_items_the_same_space(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a text encoder"):
         TextEncoder.load(tmp_path)
+
+
+def test_an_encoder_computes_what_scikit_learn_does() -> None:
+    """To the bit: vectors of new items are made without it, those of a build were made with it."""
+    titles = ["Red red pan, RED!", "the pan of the garden", "Garten-Öl 5x", "nothing known", ""]
+    paths = [["Home > Kitchen", "Home > Big pans"], [], ["Home > Garden"], [], []]
+    rows = [ITEMS, ItemTable(list("abcde"), titles, paths, pa.table({}))]
+    encoder = fit_text_encoder(ITEMS, 4, seed=0)
+    reference = TfidfVectorizer(
+        sublinear_tf=True, token_pattern=TOKEN_PATTERN, vocabulary=list(encoder.terms)
+    )
+    reference.idf_ = encoder.idf.astype(np.float64)
+    for items in rows:
+        weights = reference.transform([document(items, row) for row in range(len(items))])
+        expected = unit(np.asarray(weights @ encoder.components, dtype=np.float32))
+        assert np.array_equal(encoder.encode(items), expected)
 
 
 def test_collaborative_vectors_are_near_where_items_meet() -> None:

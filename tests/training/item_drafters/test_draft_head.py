@@ -16,7 +16,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead, load_self_draft
 from recserve.models.recommender import load_recommender
 from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
-from recserve.training.item_drafters.draft_head_loss import Reading, head_loss, read
+from recserve.training.item_drafters.draft_head_loss import TargetStates, head_loss, read
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import node_paths
@@ -120,7 +120,7 @@ def test_divergence_is_zero_only_for_the_target_itself(tmp_path):
 
         same = Same(head.config)
         for contexts in (None, reading.hidden[trees.trunk_nodes, None].expand(-1, 9, -1)):
-            given = Reading(reading.hidden, contexts)
+            given = TargetStates(reading.hidden, contexts)
             assert head_loss(same, target, trie, paths, trees, given).divergence.abs() < 1e-3
 
 

@@ -28,6 +28,7 @@ from recserve.training.evaluation.accuracy import auc
 from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import (
     RankerRecipe,
+    RankerSource,
     evaluate_ranker,
     fit_dense_columns,
     fit_ranker,
@@ -103,7 +104,7 @@ def make_data(log: EventLog, seed: int = 0) -> RankingData:
 
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     log = topic_log()
-    report = fit_ranker(log, topic_items(), noise_vectors(), tmp_path, CPU, SMALL)
+    report = fit_ranker(RankerSource(log, topic_items(), noise_vectors()), tmp_path, CPU, SMALL)
     assert report.best_epoch >= 1 and (tmp_path / "training.png").exists()
     tables = RankingTables.load(tmp_path, topic_items(), noise_vectors())
     model = load_ranker(tmp_path, noise_vectors())
@@ -372,7 +373,7 @@ def test_users_with_too_few_events_are_refused(tmp_path) -> None:
         values=log.values[:2],
     )
     with pytest.raises(ValueError, match="at least three per user"):
-        fit_ranker(short, topic_items(), noise_vectors(), tmp_path, CPU, SMALL)
+        fit_ranker(RankerSource(short, topic_items(), noise_vectors()), tmp_path, CPU, SMALL)
 
 
 @pytest.mark.slow
@@ -390,7 +391,7 @@ def test_movielens_beats_popularity_and_vectors(tmp_path) -> None:
         RankerRecipe(hidden_size=32, num_layers=1, long_items=32, recent_items=32, block=16),
         schedule=Schedule(epochs=1, learning_rate=4e-3, averaging=0.9),
     )
-    fit_ranker(log, items, vectors, tmp_path, CPU, recipe)
+    fit_ranker(RankerSource(log, items, vectors), tmp_path, CPU, recipe)
     tables = RankingTables.load(tmp_path, items, vectors)
     assert tables.settings.conversion_value == 4.0
     users = np.flatnonzero(log.leave_one_out().test_rows >= 0)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from recserve.cli.app import app
-from recserve.cli.language import train_from_text
+from recserve.cli.train import train_language_model_from, train_medusa_from
 from recserve.models.loading import load_language_model
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
@@ -43,11 +43,11 @@ def test_what_drafts_for_a_model_shares_its_tokens(text, tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "DRAFT", TINY)
     target, draft, heads = (tmp_path / name for name in ("target", "draft", "heads"))
     options = TrainOptions(epochs=1, device="cpu")
-    train_from_text("lm", [text], target, None, options)
-    train_from_text("lm", [text], draft, target, options)
+    train_language_model_from([text], target, None, options)
+    train_language_model_from([text], draft, target, options)
     assert (draft / "tokenizer.json").read_text() == (target / "tokenizer.json").read_text()
     assert load_language_model(draft).config.vocab_size == TINY.vocab_size
-    report = train_from_text("medusa", [text], heads, target, options)
+    report = train_medusa_from([text], heads, target, options)
     assert report.selection == "accept_length"
     assert (heads / "medusa_lm_head.safetensors").exists()
 
@@ -89,12 +89,17 @@ def test_a_text_that_cannot_be_learned_from_leaves_nothing(content, said, tmp_pa
 @pytest.mark.parametrize(
     "arguments,said",
     [
-        (["lm"], "needs --text and --out"),
-        (["medusa", "--text", "a", "--out", "b"], "needs --llm"),
+        (["lm", "--out", "b"], "Missing option '--text'"),
+        (["lm", "--text", "a"], "Missing option '--out'"),
+        (["medusa", "--text", "a", "--out", "b"], "Missing option '--llm'"),
         (["lm", "--text", "a", "--out", "b", "--llm", "none"], "there is no folder none"),
-        (["ranker"], "needs --bundle"),
+        (["ranker"], "Missing option '--bundle'"),
+        (["ranker", "--bundle", "b", "--input", "codes"], "No such option: --input"),
+        (["recommender", "--bundle", "b", "--head", "levels"], "No such option: --head"),
+        (["retriever", "--bundle", "b", "--out", "c"], "No such option: --out"),
+        (["lm", "--text", "a", "--out", "b", "--name", "nezha"], "No such option: --name"),
     ],
 )
-def test_the_command_says_which_flag_is_missing(arguments, said):
+def test_the_command_says_which_flag_is_missing_or_does_not_apply(arguments, said):
     result = CliRunner().invoke(app, ["train", *arguments])
     assert result.exit_code == 2 and said in result.output

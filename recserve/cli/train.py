@@ -1,0 +1,225 @@
+"""`recserve train MODEL`: one subcommand per model, with the flags that apply to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from recserve.cli.flags import BundleFlag, Device, DeviceFlag
+
+if TYPE_CHECKING:
+    from recserve.training.options import TrainOptions, TrainReport
+
+EpochsFlag = Annotated[
+    int | None, typer.Option("--epochs", min=1, help="Passes over the data; default: the recipe's.")
+]
+MinutesFlag = Annotated[
+    float | None,
+    typer.Option("--max-minutes", help="End in time; with --resume, earlier runs do not count."),
+]
+SeedFlag = Annotated[int, typer.Option("--seed", min=0, help="Of weights, order and sampling.")]
+ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
+TextFlag = Annotated[
+    list[Path], typer.Option("--text", help="A text to learn from, plain or .zst; repeat.")
+]
+OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
+
+app = typer.Typer(
+    help="Train a model of a bundle, or one of text; the best checkpoint on validation is kept.",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+def recommender(
+    bundle: BundleFlag,
+    input: Annotated[
+        Literal["items", "codes"], typer.Option(help="One position per item, or its codes.")
+    ] = "items",
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train the recommender, which generates semantic ids."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.recommender.recommender import train_recommender
+
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_recommender(Bundle.open(bundle), replace(options, input=input)))
+
+
+@app.command()
+def ranker(
+    bundle: BundleFlag,
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train the ranker, which scores given items."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.ranker.ranker import train_ranker
+
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_ranker(Bundle.open(bundle), options))
+
+
+@app.command()
+def drafter(
+    bundle: BundleFlag,
+    name: Annotated[
+        Literal["speculative", "nezha"], typer.Option(help="The strategy that it is trained for.")
+    ] = "speculative",
+    head: Annotated[
+        Literal["recurrent", "levels"],
+        typer.Option(
+            help="A network of its own, or the recommender's level heads, which are only measured."
+        ),
+    ] = "recurrent",
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train a draft head for item search under the frozen recommender."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.item_drafters.draft_head import train_drafter
+
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_drafter(Bundle.open(bundle), replace(options, name=name, head=head)))
+
+
+@app.command()
+def retriever(
+    bundle: BundleFlag,
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train the dense retriever on the states of the frozen recommender."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.recommender.retriever import train_retriever
+
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_retriever(Bundle.open(bundle), options))
+
+
+@app.command()
+def sasrec(
+    bundle: BundleFlag,
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train SASRec, the baseline of `recserve evaluate`."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.recommender.sasrec import train_sasrec
+
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_sasrec(Bundle.open(bundle), options))
+
+
+@app.command()
+def lm(
+    text: TextFlag,
+    out: OutFlag,
+    llm: Annotated[
+        Path | None, typer.Option(help="Folder of a model to draft for, whose tokens it takes.")
+    ] = None,
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train a language model from text, alone or as a draft model."""
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_language_model_from(text, out, llm, options))
+
+
+@app.command()
+def medusa(
+    text: TextFlag,
+    out: OutFlag,
+    llm: Annotated[Path, typer.Option(help="Folder of the model whose states the heads read.")],
+    epochs: EpochsFlag = None,
+    max_minutes: MinutesFlag = None,
+    seed: SeedFlag = 0,
+    device: DeviceFlag = "auto",
+    resume: ResumeFlag = False,
+) -> None:
+    """Train Medusa heads, which draft for a language model."""
+    options = _options(epochs, max_minutes, seed, device, resume)
+    _print(train_medusa_from(text, out, llm, options))
+
+
+def train_language_model_from(
+    texts: list[Path], out: Path, llm: Path | None, options: TrainOptions
+) -> TrainReport:
+    """Trains a language model, with the tokenizer of `llm` if it drafts for one.
+
+    Raises:
+        BadParameter: If there is no folder `llm`.
+    """
+    from recserve.tokenizer.tokenizer import TextTokenizer
+    from recserve.training.text.language_model import BOOKS, DRAFT, read_texts, train_language_model
+
+    if llm is None:
+        return train_language_model(list(read_texts(texts)), out, options, BOOKS)
+    tokenizer = TextTokenizer.open(_folder(llm)).tokenizer
+    return train_language_model(list(read_texts(texts)), out, options, DRAFT, tokenizer=tokenizer)
+
+
+def train_medusa_from(
+    texts: list[Path], out: Path, llm: Path, options: TrainOptions
+) -> TrainReport:
+    """Trains Medusa heads for `llm`; the last twentieth of the tokens validates them.
+
+    Raises:
+        BadParameter: If there is no folder `llm`.
+    """
+    from recserve.models.loading import load_language_model
+    from recserve.tokenizer.tokenizer import TextTokenizer
+    from recserve.training.text.language_model import encode, read_texts
+    from recserve.training.text.medusa import train_medusa
+
+    tokens = encode(TextTokenizer.open(_folder(llm)).tokenizer, list(read_texts(texts)))
+    num_validation = len(tokens) // 20
+    target = load_language_model(llm, device=options.torch_device())
+    training, validation = tokens[:-num_validation], tokens[-num_validation:]
+    return train_medusa(target, training, validation, out, options)
+
+
+def _folder(llm: Path) -> Path:
+    if not llm.is_dir():
+        raise typer.BadParameter(f"--llm: there is no folder {llm}")
+    return llm
+
+
+def _options(
+    epochs: int | None, max_minutes: float | None, seed: int, device: Device, resume: bool
+) -> TrainOptions:
+    from recserve.training.options import TrainOptions
+
+    return TrainOptions(
+        epochs=epochs, max_minutes=max_minutes, seed=seed, device=device, resume=resume
+    )
+
+
+def _print(report: TrainReport) -> None:
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+    typer.echo(
+        f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
+        f"(ended by {report.stopped}, {report.seconds:.0f} s): {metrics}"
+    )

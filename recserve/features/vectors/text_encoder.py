@@ -1,0 +1,102 @@
+"""The text encoder of a bundle: TF-IDF weights times a projection, for items of any time.
+
+`vectors.py` fits it. Encoding needs only numpy, so that a server can encode the text of new items.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from recserve.features.tables.items import ItemTable
+
+TOKEN_PATTERN = r"[^\W_]{2,}|c:\S+"
+TOKENS = re.compile(TOKEN_PATTERN)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Maps the text of items to vectors.
+
+    Attributes:
+        terms: The vocabulary of V terms.
+        idf: [V] float32, inverse document frequency of each term.
+        components: [V, F] float32, the projection.
+    """
+
+    terms: tuple[str, ...]
+    idf: np.ndarray
+    components: np.ndarray
+
+    @cached_property
+    def _columns(self) -> dict[str, int]:
+        return {term: column for column, term in enumerate(self.terms)}
+
+    def encode(self, items: ItemTable) -> np.ndarray:
+        """Returns [I, F] float32 vectors of unit length; zero for an item without a known term.
+
+        A term that occurs n times weighs (1 + log n) * idf. Weights have unit length before the
+        projection. Sums run in the order of the columns, as in scikit-learn, to the same bits.
+        """
+        vectors = np.zeros((len(items), self.components.shape[1]))
+        for row in range(len(items)):
+            tokens = TOKENS.findall(document(items, row).lower())
+            counts = Counter(self._columns[token] for token in tokens if token in self._columns)
+            if not counts:
+                continue
+            columns = sorted(counts)
+            weights = 1 + np.log(np.array([counts[c] for c in columns], np.float64))
+            weights *= self.idf[columns]
+            weights /= np.sqrt(np.cumsum(weights * weights)[-1])
+            vectors[row] = (weights[:, None] * self.components[columns]).sum(axis=0)
+        return unit(vectors.astype(np.float32))
+
+    def save(self, folder: Path) -> None:
+        """Write terms.json and text.safetensors."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "terms.json").write_text(json.dumps(self.terms, ensure_ascii=False))
+        save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
+
+    @staticmethod
+    def load(folder: Path) -> TextEncoder:
+        """Read what `save` wrote. Raises ValueError if it is damaged."""
+        try:
+            terms = json.loads((folder / "terms.json").read_text())
+            arrays = load_file(folder / "text.safetensors")
+            idf, components = arrays["idf"], arrays["components"]
+        except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+            raise ValueError(f"{folder}: not a text encoder ({error})") from error
+        if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
+            raise ValueError(f"{folder}/terms.json: expected a list of strings")
+        if idf.shape != (len(terms),) or components.ndim != 2 or len(components) != len(terms):
+            raise ValueError(
+                f"{folder}: {len(terms)} terms do not fit {idf.shape}, {components.shape}"
+            )
+        return TextEncoder(tuple(terms), idf, components)
+
+
+def document(items: ItemTable, row: int) -> str:
+    """Returns title, keywords, and each prefix of the category paths as one term."""
+    words = [items.titles[row]]
+    if "keywords" in items.attributes.column_names:
+        keywords = items.attributes.column("keywords")[row].as_py()
+        if keywords:
+            words += keywords if isinstance(keywords, list) else [str(keywords)]
+    for path in items.categories[row]:
+        parts = ["-".join(part.split()) for part in path.split(">")]
+        words += ["c:" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
+    return " ".join(words)
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Returns rows divided by their length; zero rows stay zero."""
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(length > 0, length, 1)).astype(np.float32)
