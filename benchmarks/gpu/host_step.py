@@ -34,9 +34,9 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.items.graph_search import SearchLeaves, SearchShape
+from recserve.engine.text.scheduler import TextScheduler
+from recserve.engine.text.step import StepOutputs
 from recserve.engine.text.step_graphs import SHAPES, GraphLimits, Step, StepGraphs
-from recserve.engine.text.text_lane import TextLane
-from recserve.engine.text.text_step import StepOutputs
 from recserve.speculation.completion import TextRequest
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -96,7 +96,7 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
     limits = GraphLimits(shapes, seconds=float("inf"))
     graphs = StepGraphs(lane.runner, model, 64, limits, none, drafters=drafters)
-    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):

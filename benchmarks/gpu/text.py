@@ -22,8 +22,8 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
@@ -167,7 +167,7 @@ def text_engine(
     if recorded and not cuda:
         lane: Any = engine.schedulers["text"]
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step, drafters=drafters)
-        engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+        engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     return engine
 
 

@@ -17,7 +17,7 @@ class Sequence:
     """State of one request between admission and answer.
 
     pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
-    root. num_computed: root tokens already in the cache. tail [E]: hidden state of the last root
+    root. num_computed: root tokens already in the cache. last_hidden [E]: state of the last root
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
     nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
     sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
@@ -31,7 +31,7 @@ class Sequence:
     pages: list[int]
     root_slots: Tensor
     num_computed: int
-    tail: Tensor | None
+    last_hidden: Tensor | None
     tree_slots: Tensor
     tree_used: int = 0
     rounds: int = 0
@@ -46,7 +46,7 @@ class Sequence:
     def computed(self) -> bool:
         """True when the root, and what stands behind it, need no forward any more."""
         root = self.num_computed == self.root_length and (
-            self.tail is not None or not self.root_length
+            self.last_hidden is not None or not self.root_length
         )
         return root and (self.placeholders is None or self.ahead is not None)
 

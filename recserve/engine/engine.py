@@ -29,7 +29,7 @@ from recserve.core.request import (
 )
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.lane import Lane
+from recserve.engine.items.scheduler import ItemScheduler
 from recserve.engine.items.search_graphs import SearchGraphs
 from recserve.engine.runtime.request_queue import (
     Cancellations,
@@ -40,7 +40,7 @@ from recserve.engine.runtime.request_queue import (
 )
 from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.stats import EngineStats, Load, stats_of
-from recserve.engine.text.text_lane import TextLane
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.speculation.completion import Completion, TextRequest
 from recserve.speculation.drafter import Drafter
@@ -62,8 +62,8 @@ class EngineParts:
         searches: Searches that are replayed as CUDA graphs; None: none are.
     """
 
-    schedulers: dict[str, Lane | TextLane] = field(default_factory=dict)
-    background: dict[str, Lane] = field(default_factory=dict)
+    schedulers: dict[str, ItemScheduler | TextScheduler] = field(default_factory=dict)
+    background: dict[str, ItemScheduler] = field(default_factory=dict)
     strategies: dict[str, Strategy] = field(default_factory=dict)
     strategy_names: tuple[str, ...] = ()
     drafters: dict[str, Drafter] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Safe to call from any thread; the figures may be one step apart."""
         text = self.schedulers.get("text")
-        graphs = text.graphs if isinstance(text, TextLane) else None
+        graphs = text.graphs if isinstance(text, TextScheduler) else None
         schedulers = list(self.schedulers.values())
         running = sum(scheduler.num_running for scheduler in schedulers)
         background = len(self.background_queue) + self._num_background()
@@ -244,7 +244,7 @@ class Engine:
             for scheduler in self.schedulers.values():
                 if scheduler.num_running:
                     if cancelled:
-                        scheduler.drop_ended()
+                        scheduler.drop_cancelled()
                     completed += scheduler.run_step()
             if completed:
                 spent = (time.monotonic() - began) / completed
@@ -262,14 +262,14 @@ class Engine:
         """
         if not (self.background_queue or self._num_background()):
             return
-        items = [one for one in self.schedulers.values() if isinstance(one, Lane)]
+        items = [one for one in self.schedulers.values() if isinstance(one, ItemScheduler)]
         if any(scheduler.num_running for scheduler in items):
             return
         if self.background_queue and not self._closing:
             self.background_queue.admit(1)
         for scheduler in self.background.values():
             if scheduler.num_running:
-                scheduler.drop_ended()
+                scheduler.drop_cancelled()
                 scheduler.run_step()
                 return
 
@@ -296,14 +296,14 @@ class Engine:
         if isinstance(request, TextRequest):
             if name not in self.drafters:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
-            assert isinstance(scheduler, TextLane)
+            assert isinstance(scheduler, TextScheduler)
             text = self._cancelled.watch(Future[Completion]())
             return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
         if isinstance(request, WarmRequest):
             scheduler = self.background[model]
-        assert isinstance(scheduler, Lane)
+        assert isinstance(scheduler, ItemScheduler)
         future = self._cancelled.watch(Future[Result]())
         return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
 

@@ -44,7 +44,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     """
     requests = [s.request for s in sequences if isinstance(s.request, RecommendRequest)]
     trie = requests[0].trie
-    tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+    tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
     flaws = None
     if tails.is_cuda:  # on a CPU the lane has looked already

@@ -11,8 +11,8 @@ from recserve.config import ServerConfig
 from recserve.core.request import RecommendRequest
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
@@ -111,7 +111,7 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
         for stored in (lane.runner.pool.keys, lane.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)
-    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     answers = [engine.run(requests[0]), *engine.run_many(requests)]
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert counted.replays > 4

@@ -62,7 +62,7 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_set_aside(
         EngineModels(text=model), replace(SIZES, kv_bytes=14 * 4 * 2 * 2 * 2 * 8 * dtype.itemsize)
     )
     assert few.schedulers["text"].allocator.num_pages == 14
-    assert report(few, asked()) == alone, "with so few pages that some are set aside"
+    assert report(few, asked()) == alone, "with so few pages that some are preempted"
 
 
 def same_slates(left, right) -> None:

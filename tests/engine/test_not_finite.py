@@ -16,8 +16,8 @@ from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.engine.items.search_scorers import TargetScorer
 from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
@@ -104,7 +104,7 @@ def num_cached(lane, request):
     """Rows of a request's root that the prefix cache holds."""
     found = lane.cache.match(request.root.keys, request.root.shared)
     lane.allocator.release(found.pages + ([] if found.partial is None else [found.partial]))
-    return found.length if found.tail is not None else 0
+    return found.length if found.last_hidden is not None else 0
 
 
 def assert_one_fails(engine, lane, requests, which, forward, **fault):
@@ -474,7 +474,7 @@ def test_a_recorded_step_tells(parameters):
     with torch.inference_mode():
         limits = GraphLimits(shapes, seconds=float("inf"))
         graphs = StepGraphs(lane.runner, model, 64, limits, lambda step: step)
-    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     assert_one_text_fails(engine, texts(parameters), 1, 1, 2, written=False)
     assert graphs.counts["replayed"] > 4
 

@@ -47,7 +47,7 @@ def test_a_whole_root_is_found_with_its_tail(length):
     cache = PrefixCache(allocator, SIZE)
     pages = store(cache, allocator, np.arange(length))
     match = found(cache, allocator, np.arange(length))
-    assert match.length == length and match.tail is TAIL
+    assert match.length == length and match.last_hidden is TAIL
     assert match.pages + ([match.partial] if length % SIZE else []) == pages
     assert (match.partial is None) == (length % SIZE == 0)
 
@@ -59,7 +59,7 @@ def test_a_longer_root_finds_pages_and_the_partly_filled_one():
     pages = store(cache, allocator, np.arange(6))
     match = found(cache, allocator, np.arange(9))
     assert (match.length, match.pages, match.partial) == (6, pages[:1], pages[1])
-    assert match.tail is None
+    assert match.last_hidden is None
     assert found(cache, allocator, keys(0, 1, 2, 3, 9)).length == 4
     assert found(cache, allocator, keys(0, 1, 2, 9)).length == 0
 
@@ -132,7 +132,7 @@ def test_there_are_no_more_roots_than_pages():
             cache.insert(root, 0, match.pages + own, TAIL)
             allocator.release(own)
         allocator.release(match.pages + ([match.partial] if match.partial is not None else []))
-        tails = sum(entry.tail is not None for entry in cache._entries.values())
+        tails = sum(entry.last_hidden is not None for entry in cache._entries.values())
         assert tails <= len({entry.page for entry in cache._entries.values()} - {None})
         most = max(most, tails)
     assert most > 6
@@ -147,7 +147,7 @@ def test_forget_keeps_the_first_rows(kept):
         store(cache, allocator, np.arange(length))
     cache.drop(cache.digests_of(RootKeys(np.arange(8), 0, kept)))
     for length in range(1, 9):
-        tail = found(cache, allocator, np.arange(length)).tail
+        tail = found(cache, allocator, np.arange(length)).last_hidden
         assert (tail is TAIL) == (length <= kept)
     assert found(cache, allocator, np.append(np.arange(kept), [77] * 9)).length == kept
     assert allocator.num_free == 20 - cache.num_pages == 20 - kept
@@ -162,5 +162,5 @@ def test_a_root_of_whole_pages_that_lost_its_tail_computes_its_last_page_again()
     assert len(tails) == 1
     del cache._entries[tails[0]]
     match = found(cache, allocator, np.arange(8))
-    assert (match.length, len(match.pages), match.tail) == (4, 1, None)
+    assert (match.length, len(match.pages), match.last_hidden) == (4, 1, None)
     assert found(cache, allocator, np.append(np.arange(8), 9)).length == 8

@@ -86,7 +86,7 @@ def test_mixed_requests(count, load_aware):
         wanted.append(alone.run(request))
 
     sent = []
-    most_aside = 0
+    most_preempted = 0
     for number in range(count):
         place = number % len(requests)  # requests of one kind come far apart
         sent.append((place, engine.submit(requests[place])))
@@ -94,7 +94,7 @@ def test_mixed_requests(count, load_aware):
             engine.cancel(sent[int(random.integers(max(len(sent) - 30, 0), len(sent)))][1])
         while engine.stats().queue_depth > 20:
             engine.step()
-            most_aside = max(most_aside, len(engine.schedulers["text"].aside))
+            most_preempted = max(most_preempted, len(engine.schedulers["text"].preempted))
     while engine.step():
         pass
 
@@ -110,7 +110,7 @@ def test_mixed_requests(count, load_aware):
         if isinstance(answer, Completion) and answer.counts.num_drafts:
             speculation = requests[place].speculation
             drafted.add((speculation.drafter, speculation.verifier))
-    assert 0.7 * count < finished < count and most_aside > 0
+    assert 0.7 * count < finished < count and most_preempted > 0
     stats = engine.stats()
     assert (stats.queue_depth, stats.running) == (0, 0)
     for lane in engine.schedulers.values():

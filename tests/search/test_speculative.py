@@ -276,11 +276,13 @@ def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     ]
     engine.run_many(asked)
     entries = [
-        e for e in engine.schedulers["recommender"].cache._entries.values() if e.tail is not None
+        e
+        for e in engine.schedulers["recommender"].cache._entries.values()
+        if e.last_hidden is not None
     ]
     assert len(entries) == 8
     for entry in entries:
         nodes = entry.notes.draft.nodes
-        assert entry.tail.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
+        assert entry.last_hidden.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
         assert entry.ahead is None
         assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0

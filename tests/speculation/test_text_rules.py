@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.engine.text.text_trees import TreePacker
+from recserve.engine.text.trees import TreePacker
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents

@@ -3,8 +3,8 @@
 import torch
 
 from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from tests.support import recorder
 from tests.support.text_engines import engine_for
 
@@ -39,5 +39,5 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limit
         graphs = StepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
-    engine.schedulers["text"] = TextLane(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
     return engine

@@ -34,15 +34,15 @@ class Match:
     """What of a root is cached. The caller holds a reference to each page.
 
     pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
-    there are none. length: cached rows. tail [E]: hidden state of the last row when the whole root
-    is cached, and ahead [P, E] those of the placeholders behind it, where they were computed;
+    there are none. length: cached rows. last_hidden [E]: state of the last row when the whole
+    root is cached, and ahead [P, E] those of the placeholders behind it, where they were computed;
     notes: what else is kept beside the whole root, empty where it is not cached.
     """
 
     pages: list[int]
     partial: int | None
     length: int
-    tail: Tensor | None
+    last_hidden: Tensor | None
     ahead: Tensor | None = None
     notes: RootNotes = field(default_factory=RootNotes)
 
@@ -50,7 +50,7 @@ class Match:
 @dataclass(frozen=True)
 class _Entry:
     page: int | None
-    tail: Tensor | None = None
+    last_hidden: Tensor | None = None
     ahead: Tensor | None = None
     notes: RootNotes = field(default_factory=RootNotes)
 
@@ -84,38 +84,48 @@ class PrefixCache:
             touched.append(digest)
             pages.append(entry.page)
         full = len(pages) * size
-        length, partial, tail, ahead, notes = full, None, None, None, RootNotes()
+        length, partial, last_hidden, ahead, notes = (
+            full,
+            None,
+            None,
+            None,
+            RootNotes(),
+        )
         for end in range(min(n, full + size - 1), full - 1, -1):
             digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
             entry = self._entries.get(digest)
             if entry is not None:
                 length, partial = end, entry.page
                 if end == n:
-                    tail, ahead, notes = entry.tail, entry.ahead, entry.notes
+                    last_hidden, ahead, notes = (
+                        entry.last_hidden,
+                        entry.ahead,
+                        entry.notes,
+                    )
                 touched.append(digest)
                 break
-        if pages and length == n and tail is None:
+        if pages and length == n and last_hidden is None:
             # Every page is here but the final hidden state is not: its page is computed again.
             pages, length = pages[:-1], length - size
             touched.pop()
         if length < shared:
             # The shared rows were computed together or not at all.
             length, pages, partial, touched = 0, [], None, []
-            tail, ahead, notes = None, None, RootNotes()
+            last_hidden, ahead, notes = None, None, RootNotes()
         for digest in reversed(touched):
             self._entries.move_to_end(digest)
         held = pages + ([partial] if partial is not None else [])
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, tail, ahead, notes)
+        return Match(pages, partial, length, last_hidden, ahead, notes)
 
     def insert(
         self,
         keys: np.ndarray,
         shared: int,
         pages: list[int],
-        tail: Tensor,
+        last_hidden: Tensor,
         ahead: Tensor | None = None,
         notes: RootNotes | None = None,
     ) -> None:
@@ -125,7 +135,7 @@ class PrefixCache:
         digests = self._page_digests(raw, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
-        whole = _Entry(last, tail, ahead, notes or RootNotes())
+        whole = _Entry(last, last_hidden, ahead, notes or RootNotes())
         self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):

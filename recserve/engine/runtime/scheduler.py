@@ -106,7 +106,7 @@ class Scheduler(ABC, Generic[RequestT, ResultT, MethodT]):
         """Removes and returns all running requests."""
 
     @abstractmethod
-    def drop_ended(self) -> None:
+    def drop_cancelled(self) -> None:
         """Removes cancelled requests."""
 
     def run_step(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from recserve.engine.runtime.costs import step_clock, text_step_cost
 from recserve.engine.text.draft_allocation import DraftAllocation
-from recserve.engine.text.text_sequence import NO_BUDGET, TextSequence
+from recserve.engine.text.sequence import NO_BUDGET, TextSequence
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter

@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.engine.runtime.runner import Runner
-from recserve.engine.text.text_rows import NOBODY, TextRow, TextRows
-from recserve.engine.text.text_sequence import TextSequence
-from recserve.engine.text.text_step import (
+from recserve.engine.text.device_rows import PAD_ROW, TextRow, TextRows
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step import (
     StepOutputs,
     TextGroup,
     move_accepted,
     outputs_of,
     put_probs,
 )
-from recserve.engine.text.text_trees import (
+from recserve.engine.text.trees import (
     DEPTHS,
     ENDS,
     KINDS,
@@ -157,7 +157,7 @@ class GraphStep:
         columns, count = self._host_columns, len(rows)
         contexts = group.contexts
         if self._loaded is not group.sequences:
-            columns.rows[count:], columns.lengths[count:] = NOBODY, 1
+            columns.rows[count:], columns.lengths[count:] = PAD_ROW, 1
             self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
             if self.rule == MIXED:
                 columns.rules[:count] = numbers_of(group.rules)
@@ -216,7 +216,7 @@ class GraphStep:
         outputs = outputs_of(tree, accepted, logits, hidden)
         texts = self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
-        self.rows.tails.index_copy_(0, columns.rows, ends)
+        self.rows.last_hidden.index_copy_(0, columns.rows, ends)
         if past is not None:
             tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
             written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0

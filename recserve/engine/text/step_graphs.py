@@ -25,10 +25,10 @@ from recserve.engine.runtime.cuda_graphs import (
     missing_names,
 )
 from recserve.engine.runtime.runner import Runner
+from recserve.engine.text.device_rows import TextRow, TextRows
 from recserve.engine.text.graph_step import GraphStep, StepConfig, StepShape
-from recserve.engine.text.text_rows import TextRow, TextRows
-from recserve.engine.text.text_sequence import TextSequence
-from recserve.engine.text.text_step import StepOutputs, TextGroup
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable

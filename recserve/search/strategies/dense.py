@@ -54,7 +54,7 @@ class DenseStrategy(RecommendStrategy):
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""
         began = time.perf_counter()
-        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
         found = nearest(self.retriever, tails, [request_of(s) for s in sequences])
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3

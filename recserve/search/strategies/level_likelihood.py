@@ -39,7 +39,7 @@ class LevelLikelihoodStrategy(Strategy):
 
     def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
         """The whole answer."""
-        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
         requests = [likelihood_request(s) for s in sequences]
         rows = np.concatenate([r.rows for r in requests])
         owners = np.repeat(np.arange(len(requests)), [len(r.rows) for r in requests])

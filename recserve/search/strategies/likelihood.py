@@ -56,7 +56,7 @@ class LikelihoodStrategy(TreeStrategy):
         nodes = trie.nodes_of_items(on_device(rows, trie.device, torch.int64))
         counts = [len(r.rows) for r in requests]
         owners = on_device(np.repeat(np.arange(len(requests)), counts), trie.device)
-        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
         scores = root_scores(trie, nodes, owners, tails, self.model)
         draft = propose_paths(
             trie, nodes, owners, len(sequences), self.level_offsets, self.skip_single

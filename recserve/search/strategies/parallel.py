@@ -58,7 +58,7 @@ class ParallelStrategy(RecommendStrategy):
         """The whole answer."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
-        tails = torch.stack([s.tail for s in sequences if s.tail is not None])
+        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
         log_probs = self.tables.log_probs(tails)
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
         asked = [replace(request, k=_wanted(request)) for request in requests]

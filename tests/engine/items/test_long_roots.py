@@ -25,7 +25,7 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=16 * 2**20))
     root = Root(NodeInputs(tokens), tokens.numpy())
     engine.run(WarmRequest(root, "recommender"))
-    tail = engine.schedulers["recommender"].cache.match(root.keys).tail
+    tail = engine.schedulers["recommender"].cache.match(root.keys).last_hidden
     torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)
     if length > 1:  # the same behind a root that is cached
         longer = torch.cat([tokens, tokens])
@@ -33,5 +33,5 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
             plain = model(longer[None], torch.arange(2 * length)[None], DenseAttention())[0, -1]
         root = Root(NodeInputs(longer), longer.numpy())
         engine.run(WarmRequest(root, "recommender"))
-        tail = engine.schedulers["recommender"].cache.match(root.keys).tail
+        tail = engine.schedulers["recommender"].cache.match(root.keys).last_hidden
         torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)

@@ -56,7 +56,7 @@ def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextR
     "name,parameters", covering(tuple(MAKERS), ("greedy", "hot", "stops", "everything"))
 )
 def test_the_text_is_the_plain_text(name, parameters, model, plain):
-    """Alone; eight together; eight together with so few pages that some are set aside."""
+    """Alone; eight together; eight together with so few pages that some are preempted."""
     drafter = MAKERS[name](model)
     drafted = requests(name, parameters)
     expected_texts = plain(parameters)

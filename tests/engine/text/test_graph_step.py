@@ -141,7 +141,7 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
 
 
 def test_preemption_keeps_rows_and_counts(model):
-    """Texts set aside lose their row and their place among the counts, and get others."""
+    """Preempted texts lose their row and their place among the counts, and get others."""
     engine = with_graphs(model, Counted(), pages=30)
     lane = engine.schedulers["text"]
     requests, wanted, texts = [], [], {}
@@ -156,7 +156,7 @@ def test_preemption_keeps_rows_and_counts(model):
     engine.drafters["table"] = TableDrafter("mixed", texts)
     futures, most = [engine.submit(request) for request in requests], 0
     while engine.step():
-        most = max(most, len(lane.aside))
+        most = max(most, len(lane.preempted))
     assert most > 0
     assert [future.result(0).tokens.tolist() for future in futures] == wanted
     assert_no_leak(engine)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextRequest
@@ -174,7 +174,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         graphs = StepGraphs(
             lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
         )
-        engine.schedulers["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
         params = SamplingParams(1.3, max_tokens=14)
         engine.submit(TextRequest(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
         waits = looks_of_replays(device, engine, graphs)

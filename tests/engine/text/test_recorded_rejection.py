@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from recserve.engine.text.graph_step import StepShape
+from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import SHAPES as ALL
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
-from recserve.engine.text.text_lane import TextLane
 from recserve.kernels import dispatch
 from recserve.speculation.completion import TextRequest
 from recserve.speculation.draft import TextDraft, empty_draft
@@ -235,7 +235,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         graphs = StepGraphs(
             lane.runner, lane.model, 8, limits, lambda step: step, drafters=engine.drafters
         )
-        engine.schedulers["text"] = TextLane(lane.runner, lane.model, lane.limits, graphs)
+        engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
         words = Speculation("drawn", "rejection", num_tokens=3)
         engine.submit(TextRequest(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
         waits = looks_of_replays(device, engine, graphs)

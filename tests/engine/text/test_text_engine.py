@@ -13,7 +13,7 @@ import torch
 
 from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.scheduler import RequestTooLarge
-from recserve.engine.text.text_lane import PromptTooLong
+from recserve.engine.text.scheduler import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextRequest
@@ -225,7 +225,7 @@ def test_preemption_loses_nothing(model):
     most = 0
     futures = [engine.submit(r) for r in requests]
     while engine.step():
-        most = max(most, len(lane.aside))
+        most = max(most, len(lane.preempted))
     assert most > 0
     assert [f.result(0).tokens.tolist() for f in futures] == wanted
     assert_no_leak(engine)
@@ -387,7 +387,7 @@ def test_soak_with_cancels(count, model):
         assert reference.setdefault((place, params), tokens) == tokens
     assert count / 2 < finished < count
     assert_no_leak(engine)
-    assert not engine.schedulers["text"].aside and set(drafter.forgotten)
+    assert not engine.schedulers["text"].preempted and set(drafter.forgotten)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])

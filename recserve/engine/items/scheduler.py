@@ -62,7 +62,7 @@ class Cohort:
         return self.strategy
 
 
-class Lane(Scheduler[Request, Result, Strategy]):
+class ItemScheduler(Scheduler[Request, Result, Strategy]):
     """Admission, forward, verification and release of the requests of one model."""
 
     def __init__(self, runner: Runner, sharing: PageOwner | None = None) -> None:
@@ -111,7 +111,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
             placed.pages,
             slots[:rows],
             found.length,
-            found.tail,
+            found.last_hidden,
             slots[placed.num_prefix_pages * self.page_size :],
             placeholders=strategy.placeholders,
             ahead=found.ahead,
@@ -176,7 +176,7 @@ class Lane(Scheduler[Request, Result, Strategy]):
         self.release(dropped)
         return dropped
 
-    def drop_ended(self) -> None:
+    def drop_cancelled(self) -> None:
         """Stop the work of requests whose futures were cancelled, where they can be left out."""
         for name in ("cold", "warm"):
             pairs = getattr(self, name)
@@ -307,15 +307,20 @@ class Lane(Scheduler[Request, Result, Strategy]):
         if not states.is_cuda and not all_finite(states):
             return False
         if sequence.num_computed < sequence.root_length:
-            sequence.tail, states = states[0].clone(), states[1:]
+            sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
             sequence.ahead = states.clone()
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
-        assert sequence.tail is not None
+        assert sequence.last_hidden is not None
         self.cache.insert(
-            root.keys, root.shared, pages, sequence.tail, sequence.ahead, sequence.notes
+            root.keys,
+            root.shared,
+            pages,
+            sequence.last_hidden,
+            sequence.ahead,
+            sequence.notes,
         )
         return True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recserve.core.finite import all_finite
 from recserve.engine.runtime.runner import Piece
-from recserve.engine.text.text_sequence import TextSequence
+from recserve.engine.text.sequence import TextSequence
 from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 
@@ -32,13 +32,13 @@ class Chunk:
             chain(tokens), NodeInputs(tokens), None, slots[start:stop], (slots[:start],), 1
         )
 
-    def done(self, tail: Tensor) -> None:
-        """Its keys and values are there. tail [E]: its last state.
+    def done(self, last_hidden: Tensor) -> None:
+        """Its keys and values are there. last_hidden [E]: its last state.
 
         On a device nobody waits to know whether that is finite: the text's first logits tell.
         """
-        self.sequence.flawed = not tail.is_cuda and not all_finite(tail)
-        self.sequence.computed(self.sequence.num_computed + self.size, tail)
+        self.sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
+        self.sequence.computed(self.sequence.num_computed + self.size, last_hidden)
 
 
 def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk]:

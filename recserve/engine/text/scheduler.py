@@ -1,9 +1,9 @@
-"""Texts of one language model: admission, pages, steps, and setting aside what finds no page.
+"""Schedules the texts of one language model: admission, pages, steps and preemption.
 
 A text steps many times. Keys and values exist for all its committed tokens but the last, which is
-node 0 of the step's tree; accepted nodes are moved to the slots right after it, and the slots of
-the others are written again. Pages are taken as a text grows. When none is left, the text that
-would be served last is preempted: its pages go to the prefix cache, and it resumes from there.
+node 0 of the step's tree. Accepted nodes move to the slots right after it. Pages are allocated as a
+text grows. When none is left, the text that would be served last is preempted: its computed tokens
+go to the prefix cache. It resumes from there and computes again only what was evicted meanwhile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from recserve.core.request import DeadlineExceeded
 from recserve.engine.runtime.runner import Runner
 from recserve.engine.runtime.scheduler import RequestTooLarge, Scheduler
 from recserve.engine.text.draft_proposer import DraftProposer
+from recserve.engine.text.groups import TextGroups
+from recserve.engine.text.pages import TextPages
+from recserve.engine.text.prefill import Chunk, chunks, is_coming
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step import TextGroup, VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
-from recserve.engine.text.text_groups import TextGroups
-from recserve.engine.text.text_pages import TextPages
-from recserve.engine.text.text_prefill import Chunk, chunks, is_coming
-from recserve.engine.text.text_sequence import TextSequence
-from recserve.engine.text.text_step import Kept, TextGroup, token_logprobs
-from recserve.engine.text.text_trees import TreePacker
+from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextRequest
 from recserve.speculation.draft import empty_draft
@@ -56,7 +56,7 @@ class TextLimits:
     load_aware: bool = False
 
 
-class TextLane(Scheduler[TextRequest, Completion, Drafter]):
+class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
     """The side of the engine that writes text."""
 
     def __init__(
@@ -71,9 +71,10 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         self.limits = limits or TextLimits()
         self.pages = TextPages(runner.pool)
         self.allocator, self.cache = self.pages.allocator, self.pages.cache
-        # Both by priority, then by age; `aside` waits for pages or for a prefix of another text.
+        # Both in the order in which they are served: by priority, then by age. Preempted texts wait
+        # for pages, or for another text that computes their beginning.
         self.running: list[TextSequence] = []
-        self.aside: list[TextSequence] = []
+        self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(model, self.limits.draft_nodes, self.limits.load_aware)
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids = count()
@@ -84,7 +85,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
     @property
     def num_running(self) -> int:
         """Requests admitted and not answered."""
-        return len(self.running) + len(self.aside)
+        return len(self.running) + len(self.preempted)
 
     def check(self, request: TextRequest, drafter: Drafter) -> None:
         """Raises ValueError for a request that could not run even alone."""
@@ -121,7 +122,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         """Take a request in if pages for its prompt can be had now, or another text is computing
         what it begins with, and nobody else waits for pages.
         """
-        if any(not s.waits for s in self.aside):
+        if any(not s.waits for s in self.preempted):
             return False
         prompt = request.prompt.tolist()
         device = self.runner.pool.keys.device
@@ -134,7 +135,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         if self._place(sequence):
             insort(self.running, sequence, key=_turn)
         elif sequence.waits:
-            insort(self.aside, sequence, key=_turn)
+            insort(self.preempted, sequence, key=_turn)
         else:
             return False
         if request.params.counts_tokens:
@@ -151,7 +152,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             return []
         deadlines = [
             (s, s.request.deadline_s)
-            for s in self.running + self.aside
+            for s in self.running + self.preempted
             if s.request.deadline_s is not None
         ]
         late = [s for s, deadline_s in deadlines if now > deadline_s]
@@ -167,8 +168,8 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         A text whose prompt ends in this step makes its first step in the same forward: the keys and
         values of the prompt are written, layer by layer, before its tree attends to them.
         """
-        self._bring_in()
-        self._make_room()
+        self._resume()
+        self._preempt_for_pages()
         began = time.perf_counter()
         failed: list[Answer] = []
         parts = chunks(self.running, self.limits.prefill_tokens)
@@ -182,8 +183,8 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             done = self._launch(groups, parts)
         else:
             outputs = replayed.outputs
-            tails = [row.tail for row in replayed.rows]
-            done = self._commit(groups[0], outputs.kept(), outputs.hidden, outputs.logits, tails)
+            states = [row.last_hidden for row in replayed.rows]
+            done = self._commit(groups[0], outputs.paths(), outputs.hidden, outputs.logits, states)
         self._proposer.stepped()
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
         first = {part.sequence for part in parts}
@@ -205,30 +206,28 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
         hidden = self.runner.forward([*pieces, *(part.piece() for part in parts)])
         for part, state in zip(parts, hidden[len(groups) :], strict=True):
             part.done(state[0])
-            self.pages.keep(part.sequence)
+            self.pages.cache_prefix(part.sequence)
         done: list[Answer] = []
         for group, piece, own in zip(groups, pieces, hidden, strict=False):
             logits = self.model.logits(own)
-            kept = group.keep(self.runner.pool, piece, own, logits)
-            done += self._commit(group, kept, own, logits)
+            verified = group.verify(self.runner.pool, piece, own, logits)
+            done += self._commit(group, verified, own, logits)
         flawed = [part.sequence for part in parts if part.sequence.flawed and part.sequence.pages]
         self._drop(flawed)
         return done + [(sequence, NotFinite()) for sequence in flawed]
 
     def drop_all(self) -> list[TextSequence]:
         """Forget everything that runs; the sequences are released and returned."""
-        dropped = self.running + self.aside
+        dropped = self.running + self.preempted
         self._drop(dropped)
         return dropped
 
-    def drop_ended(self) -> None:
+    def drop_cancelled(self) -> None:
         """Stop the texts whose futures were cancelled."""
-        self._drop([s for s in self.running + self.aside if s.future.cancelled()])
+        self._drop([s for s in self.running + self.preempted if s.future.cancelled()])
 
     def _groups(self, parts: Seq[Chunk], failed: list[Answer]) -> list[TextGroup]:
-        """Drafts of the texts that step, grouped by the rule that judges them: of those that are
-        ready, and of those whose chunk makes them so.
-        """
+        """The texts that step with their drafts, grouped by acceptance rule."""
         stepping: Seq[TextSequence] = self.running
         if parts:
             rows = {part.sequence: part.size for part in parts}
@@ -247,25 +246,24 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
     def _commit(
         self,
         group: TextGroup,
-        kept: Kept,
+        verified: VerifiedPaths,
         hidden: Tensor,
         logits: Tensor,
-        tails: Seq[Tensor] | None = None,
+        last_hidden: Seq[Tensor] | None = None,
     ) -> list[Answer]:
-        """The answers of the texts that ended; drafters hear of the others.
+        """Appends the accepted tokens, passes outcomes to the drafters, and returns what ended.
 
-        hidden [T, E], logits [T, V]: of the group's nodes, and of what fills up behind them. tails:
-        of a replay, [E] for each text: its state at the last node that was kept.
+        hidden [T, E], logits [T, V]: of the group's nodes, and of padding after them. last_hidden:
+        of a replay, [E] for each text: its state at the last accepted node.
         """
         done: list[Answer] = []
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, asked = tails is not None, self._proposer.called
-        first = 0
+        counted, first = last_hidden is not None, 0
         for number, sequence in enumerate(group.sequences):
-            draft, path, tokens = group.drafts[number], kept.paths[number], kept.tokens[number]
-            before = len(sequence.context.tokens)
+            path, tokens = verified.paths[number], verified.tokens[number]
+            draft, before = group.drafts[number], len(sequence.context.tokens)
             try:
-                sequence.flawed |= number in kept.flawed
+                sequence.flawed |= number in verified.flawed
                 if sequence.flawed:
                     raise NotFinite
                 top = sequence.request.params.logprobs
@@ -277,17 +275,17 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
                 first += 1 + draft.num_nodes
                 continue
             used, ended = min(len(path) - 1, len(added)), sequence.finish_reason is not None
-            tail = hidden[path[used]] if ended or tails is None else tails[number]
-            ranked = None if kept.ranked is None else kept.ranked[number]
-            sequence.computed(before + used, tail, ranked)
+            state = hidden[path[used]] if ended or last_hidden is None else last_hidden[number]
+            ranked = None if verified.ranked is None else verified.ranked[number]
+            sequence.computed(before + used, state, ranked)
             if draft.num_nodes:
                 sequence.counts.add(draft.num_candidates, used)
                 self._proposer.verified(sequence, draft, len(path) - 1)
             if ended:
                 done.append((sequence, sequence.completion()))
-                self.pages.keep(sequence)
+                self.pages.cache_prefix(sequence)
                 self._drop([sequence])
-            elif sequence in asked:
+            elif sequence in self._proposer.called:
                 accepted = tuple([node - first - 1 for node in path[1:]])
                 outcome = TextOutcome(
                     sequence.context, draft, accepted, tuple(added), hidden, logits, first
@@ -299,17 +297,17 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             drafter.commit(own_outcomes)
         return done
 
-    def _bring_in(self) -> None:
-        """Those aside, in order, until one finds no pages."""
-        if not self.aside:
+    def _resume(self) -> None:
+        """Resumes preempted texts, in order, until one finds no pages."""
+        if not self.preempted:
             return
-        waiting, self.aside = self.aside, []
+        waiting, self.preempted = self.preempted, []
         for sequence in waiting:
-            found = all(s.waits for s in self.aside) and self._place(sequence)
-            insort(self.running if found else self.aside, sequence, key=_turn)
+            found = all(s.waits for s in self.preempted) and self._place(sequence)
+            insort(self.running if found else self.preempted, sequence, key=_turn)
 
     def _place(self, sequence: TextSequence) -> bool:
-        """Pages for it, unless there are none or what it begins with is coming."""
+        """Gives it pages, unless none is free or another text computes its beginning."""
         before = self.running[: bisect_right(self.running, _turn(sequence), key=_turn)]
         sequence.waits = is_coming(sequence, before, self.pages.size)
         if sequence.waits or not self.pages.place(sequence):
@@ -319,20 +317,20 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
             sequence.timing.root_computed = sequence.missing
         return True
 
-    def _make_room(self) -> None:
-        """Every text that steps gets a slot for node 0; those served last give theirs up."""
+    def _preempt_for_pages(self) -> None:
+        """Gives every text that steps a slot for node 0; preempts those that are served last."""
         for sequence in [s for s in self.running if len(s.context.tokens) > s.room]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
-                self._set_aside(self.running[-1])
+                self._preempt(self.running[-1])
 
-    def _set_aside(self, sequence: TextSequence) -> None:
-        self.pages.keep(sequence)
+    def _preempt(self, sequence: TextSequence) -> None:
+        self.pages.cache_prefix(sequence)
         self._drop([sequence])
         sequence.num_computed = 0
-        insort(self.aside, sequence, key=_turn)
+        insort(self.preempted, sequence, key=_turn)
 
     def _drop(self, sequences: Seq[TextSequence]) -> None:
-        """Out of the lane: pages given back, drafters told."""
+        """Removes texts: releases their pages and their drafters' state."""
         if not sequences:
             return
         for sequence in sequences:
@@ -342,7 +340,7 @@ class TextLane(Scheduler[TextRequest, Completion, Drafter]):
                 self.graphs.forget(sequence)
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
-        self.aside = [s for s in self.aside if s not in gone]
+        self.preempted = [s for s in self.preempted if s not in gone]
 
 
 def _turn(sequence: TextSequence) -> tuple[int, float]:

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.text.text_sequence import NO_SLOTS, TextSequence
+from recserve.engine.text.sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
 
-NOBODY = 0
+PAD_ROW = 0
 
 
 @dataclass
 class TextRow:
-    """Of one text. tail [E]: the row of TextRows.tails. slots: those that were copied last."""
+    """Of one text. last_hidden [E]: its row of TextRows.last_hidden. slots: those copied last."""
 
     number: int
-    tail: Tensor
+    last_hidden: Tensor
     slots: Tensor = NO_SLOTS
 
 
 class TextRows:
     """slots [R, W] int64: pool slots of the tokens of a text, in order. seen, written [R, V] int32:
-    as TokenCounts, of the texts that count. tails [R, E]: the final hidden state that the last
-    replay found at the last token it kept. Row NOBODY belongs to no text: all of its slots are the
-    pool's spare one, and it counts nothing. Addresses never change, so that a recorded step finds
-    them again.
+    as TokenCounts, of the texts that count. last_hidden [R, E]: the final hidden state that the
+    last replay found at the last accepted token. Row PAD_ROW belongs to no text: all of its slots
+    are the pool's spare one, and it counts nothing. Addresses never change, so that a
+    recorded step finds them again.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class TextRows:
         self.slots = torch.full((rows, width), pool.spare_slot, device=device)
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self.written = torch.zeros_like(self.seen)
-        self.tails = states.new_zeros(rows, states.shape[1])
-        self._free = [row for row in range(rows) if row != NOBODY]
+        self.last_hidden = states.new_zeros(rows, states.shape[1])
+        self._free = [row for row in range(rows) if row != PAD_ROW]
         self._rows: dict[TextSequence, TextRow] = {}
 
     def of(self, texts: Seq[TextSequence]) -> list[TextRow] | None:
@@ -61,7 +61,7 @@ class TextRows:
             if not self._free:
                 return None
             number = self._free.pop()
-            row = self._rows[text] = TextRow(number, self.tails[number])
+            row = self._rows[text] = TextRow(number, self.last_hidden[number])
             if text.token_counts is not None:
                 text.token_counts.move(self.seen[number], self.written[number])
         self.slots[row.number, : text.slots.shape[0]] = text.slots
@@ -70,10 +70,10 @@ class TextRows:
 
     def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
         """Add written tokens. rows [n] of the tokens [n, m]; those of `which` [n, m] count, of row
-        NOBODY none do. Launches only.
+        PAD_ROW none do. Launches only.
         """
         place = rows[:, None] * self.seen.shape[1] + tokens
-        ones = (which & (rows[:, None] != NOBODY)).to(torch.int32)
+        ones = (which & (rows[:, None] != PAD_ROW)).to(torch.int32)
         for counts in (self.seen, self.written):
             counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
 

@@ -9,7 +9,7 @@ import torch
 
 from recserve.core.request import RootKeys
 from recserve.engine.runtime.page_placement import PagePlacement
-from recserve.engine.text.text_sequence import NO_SLOTS, TextSequence
+from recserve.engine.text.sequence import NO_SLOTS, TextSequence
 from recserve.kernels.paged_kv import KVPool
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ class TextPages:
             return False
         sequence.pages, sequence.slots = [], NO_SLOTS.to(self.pool.keys.device)
         self._take(sequence, placed.pages)
-        sequence.computed(placed.found.length, placed.found.tail)
+        sequence.computed(placed.found.length, placed.found.last_hidden)
         return True
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
-        """Pages for so many tokens, if they can be had without setting anybody aside."""
+        """Pages for so many tokens, if they are free without preempting a text."""
         if tokens <= sequence.room:
             return True
         missing = self.pages_of(tokens) - len(sequence.pages)
@@ -63,9 +63,9 @@ class TextPages:
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.room = [], 0
 
-    def keep(self, sequence: TextSequence) -> None:
+    def cache_prefix(self, sequence: TextSequence) -> None:
         """Let others, and itself, find what the text has computed."""
-        computed, tail = sequence.num_computed, sequence.tail
-        if tail is not None and not sequence.flawed:
+        computed, state = sequence.num_computed, sequence.last_hidden
+        if state is not None and not sequence.flawed:
             keys = np.array(sequence.context.tokens[:computed], dtype=np.int64)
-            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], tail.clone())
+            self.cache.insert(keys, 0, sequence.pages[: self.pages_of(computed)], state.clone())

@@ -34,11 +34,11 @@ class TextSequence:
     """State of one request between admission and answer.
 
     pages: held, in the order of the tokens; slots: of all of them, room: how many. num_computed:
-    tokens whose keys and values exist; a text may step when all but the last are computed. tail
-    [E]: the final hidden state of the last computed one, None where it is not known; the next step
-    may write where it lies. limit: most committed tokens that the model's positions allow, end:
-    and the request. waits: what it begins with is being computed by another text. flawed: a state
-    or logits of it are not finite. token_counts: None unless penalties need them.
+    tokens whose keys and values exist; a text may step when all but the last are computed.
+    last_hidden [E]: the final hidden state of the last computed one, None where it is not known;
+    the next step may write where it lies. limit: most committed tokens that the model's positions
+    allow, end: and the request. waits: what it begins with is being computed by another text.
+    flawed: a state or logits of it are not finite. token_counts: None unless penalties need them.
     """
 
     request: TextRequest
@@ -54,7 +54,7 @@ class TextSequence:
     num_computed: int = 0
     waits: bool = False
     flawed: bool = False
-    tail: Tensor | None = None
+    last_hidden: Tensor | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     timing: Timing = field(default_factory=Timing)
@@ -81,15 +81,15 @@ class TextSequence:
         return len(self.context.tokens) - 1 == self.num_computed
 
     def computed(
-        self, length: int, tail: Tensor | None, ranked: NDArray[np.int64] | None = None
+        self, length: int, last_hidden: Tensor | None, ranked: NDArray[np.int64] | None = None
     ) -> None:
         """Keys and values of the first `length` tokens exist, and drafters see the last state and
         what heads ranked from it.
         """
         context = self.context
-        self.num_computed, self.tail = length, tail
+        self.num_computed, self.last_hidden = length, last_hidden
         ready = len(context.tokens) - 1 == length
-        context.hidden, context.ranked = (tail, ranked) if ready else (None, None)
+        context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
 
     def budget(self, most: int) -> Budget:
         """What a draft may cost. most: draft nodes where the request does not say how many."""

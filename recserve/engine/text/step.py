@@ -12,8 +12,8 @@ from torch import Tensor
 
 from recserve.core.finite import all_finite
 from recserve.engine.runtime.runner import Piece
-from recserve.engine.text.text_sequence import TextSequence
-from recserve.engine.text.text_trees import drawn_rows
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.trees import drawn_rows
 from recserve.kernels import dispatch
 from recserve.kernels.accept_reference import DraftProbs
 from recserve.kernels.host import on_device
@@ -32,7 +32,7 @@ from recserve.speculation.verifiers.registry import MIXED, numbers_of, verify
 
 
 @dataclass(frozen=True)
-class Kept:
+class VerifiedPaths:
     """What is kept of the trees of B texts, on the host.
 
     paths: the packed nodes of each, node 0 first. tokens: what is written, the bonus token last.
@@ -110,7 +110,7 @@ class StepOutputs:
         """[B, D + 1] of the accepted nodes, meaningless after the last."""
         return self.found[:, self.columns.tokens]
 
-    def kept(self) -> Kept:
+    def paths(self) -> VerifiedPaths:
         """The one look at the device in a step: what was written decides what is done next."""
         at, found, ranked = self.columns, self.found.cpu(), None
         if self.num_heads:
@@ -128,7 +128,7 @@ class StepOutputs:
             written = row[first_token : first_token + length]
             written.append(row[bonus_at])
             tokens.append(written)
-        return Kept(paths, tokens, ranked, frozenset(flawed))
+        return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
 
 
 @dataclass(frozen=True)
@@ -171,21 +171,22 @@ class TextGroup:
         """Whether no draft forks, so that every path that is accepted lies right already."""
         return all(draft.depth == len(draft) for draft in self.drafts)
 
-    def keep(self, pool: KVPool, piece: Piece, hidden: Tensor, logits: Tensor) -> Kept:
-        """Judge the trees, and keep the paths in the pool. hidden [T, E], logits [T, V] raw."""
-        kept = self.keep_likeliest(logits)
-        if kept is not None:
-            move_paths(pool, kept.paths, piece.slots)
-            return kept
-        accepted = self.judge(piece.tree, logits)
+    def verify(self, pool: KVPool, piece: Piece, hidden: Tensor, logits: Tensor) -> VerifiedPaths:
+        """Verify the trees and move accepted paths into place. logits [T, V]: raw."""
+        greedy = self.accept_greedy(logits)
+        if greedy is not None:
+            move_paths(pool, greedy.paths, piece.slots)
+            return greedy
+        accepted = self.accept(piece.tree, logits)
         if not self.chains:
             move_accepted(pool, piece.tree, accepted, piece.slots)
-        return outputs_of(piece.tree, accepted, logits, hidden).kept()
+        return outputs_of(piece.tree, accepted, logits, hidden).paths()
 
-    def keep_likeliest(self, logits: Tensor) -> Kept | None:
-        """What is kept where the likeliest token is written, worked out on the host: there, after a
-        forward, a few numbers of Python cost less than the operators of a tensor. None where other
-        parameters count, and where the logits [T, V] are on a device.
+    def accept_greedy(self, logits: Tensor) -> VerifiedPaths | None:
+        """The accepted paths where the most likely token is written, computed on the host.
+
+        After a forward on the CPU, a few Python numbers cost less than tensor operators. None where
+        other parameters count, and where the logits [T, V] are on a device.
         """
         if logits.is_cuda or not (self.table.greedy and self.table.plain):
             return None
@@ -196,10 +197,10 @@ class TextGroup:
             paths.append(path)
             tokens.append([chosen[node] for node in path])
             start += 1 + len(draft)
-        return Kept(paths, tokens, flawed=_flawed(logits, chosen, paths))
+        return VerifiedPaths(paths, tokens, flawed=_flawed(logits, chosen, paths))
 
-    def judge(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        """What is kept. logits [T, V] raw."""
+    def accept(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        """Accepted nodes and bonus tokens. logits [T, V] raw."""
         depth = self.depth
         table, everywhere = self.table, logits.is_cuda
         past = past_of(table, self.contexts, [s.token_counts for s in self.sequences])

@@ -7,8 +7,8 @@ from operator import is_
 
 import torch
 
-from recserve.engine.text.text_sequence import TextSequence
-from recserve.engine.text.text_step import TextGroup
+from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text.step import TextGroup
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.sampling_table import sampling_table
 from recserve.speculation.verifiers.registry import FOR_ALL, GREEDY, MIXED, SAMPLE
