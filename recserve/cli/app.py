@@ -5,7 +5,6 @@ Commands import what is heavy inside themselves, so that `recserve --help` is qu
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import sys
@@ -13,9 +12,10 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, running
+from recserve.cli import answers, bundles, experiments, running, train
 
 FAILED = 1
+TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
 
 app = typer.Typer(
     help="Generative recommendation server: build, train, serve, recommend and rank.",
@@ -27,17 +27,18 @@ app = typer.Typer(
 for command in (
     running.demo,
     bundles.build,
-    bundles.train,
     bundles.evaluate,
     running.serve,
     answers.recommend,
     answers.rank,
     answers.batch,
+    running.doctor,
     experiments.bench,
     experiments.ab,
-    running.doctor,
 ):
     app.command()(command)
+
+app.add_typer(train.app, name="train")
 
 bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
 bundle_app.command()(bundles.verify)
@@ -53,7 +54,9 @@ app.add_typer(history_app, name="history")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"recserve {importlib.metadata.version('recserve')}")
+        from importlib.metadata import version
+
+        typer.echo(f"recserve {version('recserve')}")
         raise typer.Exit
 
 
@@ -76,6 +79,13 @@ def main() -> None:
     except BrokenPipeError:
         # Whoever read our output has gone; say nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(FAILED) from None
+    except ModuleNotFoundError as error:
+        library = TRAIN_EXTRA.get((error.name or "").split(".")[0])
+        if library is None or "--debug" in sys.argv:
+            raise
+        message = f"this command needs {library}: pip install 'recserve[train]'"
+        typer.echo(f"error: {message}", err=True)
         raise SystemExit(FAILED) from None
     except (ValueError, LookupError, OSError, RuntimeError) as error:
         if "--debug" in sys.argv:

@@ -44,9 +44,9 @@ from recserve.service.recommend.rank import Rankings
 from recserve.service.recommend.recommend import Recommendations
 from recserve.service.recommend.shadow import Shadow
 from recserve.service.runtime import Runtime, gauges_of
-from recserve.service.text.text import Texts
-from recserve.service.text.text_loading import LoadedText
-from recserve.service.text.text_model import TextModel
+from recserve.service.text.completions import Texts
+from recserve.service.text.loader import LoadedText
+from recserve.service.text.model import TextModel
 
 SCORERS = ("ranker", "likelihood")
 MANY_IN_FLIGHT = 64

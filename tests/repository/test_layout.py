@@ -59,7 +59,7 @@ OWNERS = {
     "aiohttp": {"experiments"},
     # The extra `train`; a serving install has none of them.
     "sklearn": {"features/vectors/vectors.py"},
-    "scipy": {"features/vectors/vectors.py"},
+    "scipy": {"features/vectors/vectors.py", "experiments"},
     "matplotlib": {"training"},
 }
 TENSOR_LIBRARIES = {"torch", "numpy", "safetensors", "triton"}

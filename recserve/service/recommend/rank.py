@@ -11,7 +11,7 @@ from recserve.core.request import Result, Scores
 from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.pending import Pending, Stopwatch
-from recserve.service.recommend.scorers import Question, Scorer
+from recserve.service.recommend.scorers import ItemScorer, ScoringQuery
 from recserve.service.runtime import Runtime
 
 

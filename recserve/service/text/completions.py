@@ -25,9 +25,9 @@ from recserve.schemas.text import (
     Usage,
 )
 from recserve.service.pending import Stopwatch
-from recserve.service.text.text_answers import ChatShape, CompletionShape, Shape
-from recserve.service.text.text_model import TextEngine, TextModel
-from recserve.service.text.text_prompts import (
+from recserve.service.text.answers import ChatShape, CompletionShape, Shape
+from recserve.service.text.model import TextEngine, TextModel
+from recserve.service.text.prompts import (
     COMPLETION_TOKENS,
     Prompt,
     chat_prompt,
@@ -39,7 +39,6 @@ from recserve.service.text.text_prompts import (
 )
 from recserve.service.text.stream import Listener, Piece, TextStream
 from recserve.service.text.text_scores import TextScores
-from recserve.service.text.text_stream import Listener, Piece, TextStream
 from recserve.speculation.completion import Completion, SpeculationCounts, TextRequest
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
