@@ -2,14 +2,15 @@
 
 Public names, loaded when first used:
 
-    from recserve import RecommendBody, Service
+    from recserve import RecommendRequest, Service
     with Service.open("shop.bundle") as service:
-        answer = service.recommend(RecommendBody(history=["item000007"], k=10))
+        answer = service.recommend(RecommendRequest(history=["item000007"], k=10))
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from recserve.engine.build import EngineModels, build_engine
     from recserve.engine.build import ModelEngine as Engine
     from recserve.engine.engine_config import EngineConfig
-    from recserve.schemas.items import RankBody, RecommendBody
+    from recserve.schemas.items import RankRequest, RecommendRequest
     from recserve.service import Service, ServiceOptions
 
     __version__: str
@@ -30,8 +31,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineModels",
-    "RankBody",
-    "RecommendBody",
+    "RankRequest",
+    "RecommendRequest",
     "Service",
     "ServiceOptions",
     "__version__",
@@ -45,13 +46,16 @@ _HOMES = {
     "Engine": "recserve.engine.build:ModelEngine",
     "EngineConfig": "recserve.engine.engine_config",
     "EngineModels": "recserve.engine.build",
-    "RankBody": "recserve.schemas.items",
-    "RecommendBody": "recserve.schemas.items",
+    "RankRequest": "recserve.schemas.items",
+    "RecommendRequest": "recserve.schemas.items",
     "Service": "recserve.service",
     "ServiceOptions": "recserve.service",
     "build_bundle": "recserve.bundle.building",
     "build_engine": "recserve.engine.build",
 }
+
+# Deprecated for one release: old name, new name.
+_RENAMED = {"RankBody": "RankRequest", "RecommendBody": "RecommendRequest"}
 
 # Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -60,6 +64,10 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"recserve.{name} is recserve.{new} now", DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
     module, _, attribute = _HOMES[name].partition(":")

@@ -22,7 +22,7 @@ from benchmarks.support.drawn import (
 )
 from benchmarks.support.failures import attempted, complaints, failure, once
 from benchmarks.support.timing import Deadline
-from recserve.core.request import RankRequest, RecommendRequest, Root
+from recserve.core.request import RankQuery, Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -111,7 +111,7 @@ def on_device(inputs: NodeInputs, device: str) -> NodeInputs:
     )
 
 
-STRATEGIES = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood", "warm")
+STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "likelihood", "warm")
 HOW = {
     "items": ("plain", "filters", "diversity", "weighed", "live"),
     "codes": ("plain", "filters", "live"),
@@ -213,9 +213,7 @@ def larger(device: str) -> float:
     for strategy in ("beam", "nezha"):
         asked: list[list[Any]] = [
             [
-                RecommendRequest(
-                    recommend_root(model, n, n), catalogue.trie.to(d), 10, 50, strategy
-                )
+                SlateQuery(recommend_root(model, n, n), catalogue.trie.to(d), 10, 50, strategy)
                 for n in (5, 50)
             ]
             for model, d in zip(models, ("cpu", device), strict=True)
@@ -226,11 +224,11 @@ def larger(device: str) -> float:
 
 def requests_of(
     model: Recommender, trie: TrieView, strategy: Any, cell: tuple[int, int], events: int, seed: int
-) -> list[RecommendRequest]:
+) -> list[SlateQuery]:
     """As many as the cell says, with so many beams, each user with so many drawn events."""
     batch, width = cell
     roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
-    return [RecommendRequest(root, trie, 10, width, strategy) for root in roots]
+    return [SlateQuery(root, trie, 10, width, strategy) for root in roots]
 
 
 def cold_and_warm(
@@ -297,7 +295,7 @@ def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
     taken = []
     for _ in range(12):
         began = time.perf_counter()
-        engine.run(RankRequest(root, asked))
+        engine.run(RankQuery(root, asked))
         taken.append((time.perf_counter() - began) * 1e3)
     return {"engine": name, "warm_ms": float(np.median(taken[2:]))}
 

@@ -29,7 +29,7 @@ from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from benchmarks.support.timing import machine
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -37,7 +37,7 @@ from recserve.engine.items.graph_search import SearchLeaves, SearchShape
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step import StepOutputs
 from recserve.engine.text.step_graphs import SHAPES, GraphLimits, Step, StepGraphs
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.drafters.suffix import SuffixDrafter
@@ -116,9 +116,7 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     seen = np.arange(0, 12_101, 240)
     for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
         asked = [
-            RecommendRequest(
-                root, catalogue.trie, 10, 50, strategy, excluded=seen if left_out else None
-            )
+            SlateQuery(root, catalogue.trie, 10, 50, strategy, excluded=seen if left_out else None)
             for root in roots[:batch]
         ]
         engine.run_many(asked)
@@ -152,7 +150,7 @@ def measured(
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=3 * steps + 60)
         prompt = rng.integers(0, VOCABULARY, 20)
-        futures.append(engine.submit(TextRequest(prompt, params, words)))
+        futures.append(engine.submit(TextQuery(prompt, params, words)))
     taken = []
     for _ in range(30 + steps):
         replayed, began = graphs.counts["replayed"], time.thread_time()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.searches import wide_catalogue
 from benchmarks.support.drawn import drawn_roots, drawn_there
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels import dispatch
@@ -132,7 +132,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
             searches = (SearchShape(1, width),)
             recorded(engine, model, catalogue.trie, searches, 1024, lambda step: once(step()))
         for strategy in ("beam", "nezha"):
-            request = RecommendRequest(root, catalogue.trie, 10, width, strategy)
+            request = SlateQuery(root, catalogue.trie, 10, width, strategy)
             engine.run(request)
             with counting(engine) as launches:
                 answer = engine.run(request)

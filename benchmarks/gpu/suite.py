@@ -91,7 +91,7 @@ def checked(
 def measured_attention(
     device: str, smoke: bool, deadline: Deadline, share: slice = EVERYTHING
 ) -> Rows:
-    """Tree attention and its rivals, the most telling shapes first."""
+    """Tree attention and its dense_candidates, the most telling shapes first."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = list(enumerate(cuda_shapes(smoke)))[share]
     first = [(number, shape) for number, shape in shapes if number < FIRST_SHAPES]

@@ -27,7 +27,7 @@ from recserve.engine.text.step_graphs import SHAPES, GraphLimits, StepGraphs
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -195,7 +195,7 @@ def text_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     def write(which: str, name: str, drafter: str, texts: int) -> list[list[int]]:
         rules = RULES.get(drafter, ("sample",))
         requests = [
-            TextRequest(
+            TextQuery(
                 np.random.default_rng(n).integers(0, VOCABULARY, 5 + 30 * n),
                 replace(PARAMETERS[name], seed=n, max_tokens=24),
                 Speculation(drafter, rules[n % len(rules)]),
@@ -271,7 +271,7 @@ def _decode(
     rng = np.random.default_rng(0)
     for n in range(texts):
         params = replace(PARAMETERS[name], seed=n, max_tokens=40, stop_token_ids=(), min_tokens=0)
-        engine.submit(TextRequest(rng.integers(0, vocabulary, 200), params, Speculation(drafter)))
+        engine.submit(TextQuery(rng.integers(0, vocabulary, 200), params, Speculation(drafter)))
     before = dict(lane.graphs.counts) if lane.graphs is not None else {}
     times, replays = [], []
     running = True

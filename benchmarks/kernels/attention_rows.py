@@ -1,4 +1,4 @@
-"""Tree attention against its rivals, one row per shape, and how a row reads."""
+"""Tree attention against its dense_candidates, one row per shape, and how a row reads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
     return shapes
 
 
-def rivals(device: str, number: int) -> dict[str, Callable[..., Any]]:
+def dense_candidates(device: str, number: int) -> dict[str, Callable[..., Any]]:
     """Who is measured at the shape of this number; FlexAttention is in `flex_rows`."""
     found: dict[str, Callable[..., Any]] = {"ours": attention.ours, "sdpa": attention.sdpa}
     if number < FP8_SHAPES:
@@ -97,10 +97,10 @@ def attention_rows(
 
 
 def on_cpu(shape: Shape, dtype: torch.dtype, number: int, seconds: float) -> dict[str, Any]:
-    """Ours and its rivals in turns, as the engine runs."""
+    """Ours and its dense_candidates in turns, as the engine runs."""
     problem = attention.draw(shape, dtype, "cpu")
     with torch.inference_mode():
-        calls = {name: build(problem) for name, build in rivals("cpu", number).items()}
+        calls = {name: build(problem) for name, build in dense_candidates("cpu", number).items()}
         times = {f"{name}_us": 1e3 * ms for name, ms in alternating(calls, seconds).items()}
     times["sdpa_to_ours"] = times["sdpa_us"] / times["ours_us"]
     return named(shape, dtype) | times | rates(problem, times)
@@ -111,7 +111,7 @@ def on_cuda(shape: Shape, dtype: torch.dtype, number: int, _: float) -> dict[str
     problem = attention.draw(shape, dtype, "cuda")
     call = attention.ours(problem)
     times: dict[str, Any] = {"ours_us": 1e3 * milliseconds(call, "cuda")}
-    for name, build in rivals("cuda", number).items():
+    for name, build in dense_candidates("cuda", number).items():
         times |= {} if name == "ours" else timed(name, build, problem)
     times |= {"graph_us": in_graph(call), "host_us": host_microseconds(call)}
     return named(shape, dtype) | times | rates(problem, times)
@@ -149,7 +149,7 @@ def rates(problem: attention.Problem, times: dict[str, Any]) -> dict[str, float]
 
 
 def timed(name: str, build: Callable[..., Any], problem: attention.Problem) -> dict[str, Any]:
-    """Microseconds of a rival. One that cannot run this is a finding, not a failure."""
+    """Microseconds of a dense candidate. One that cannot run this is a finding, not a failure."""
     try:
         return {f"{name}_us": 1e3 * milliseconds(build(problem), "cuda")}
     except Exception as error:

@@ -32,7 +32,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.service.loading import load_heads
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import BundleSlates
@@ -44,7 +44,7 @@ BATCH = 256
 def written(model: LanguageModel, count: int, length: int, start: int) -> list[torch.Tensor]:
     """Texts of the model's own, their first token included."""
     requests = [
-        TextRequest(np.array([start]), SamplingParams(seed=n, max_tokens=length))
+        TextQuery(np.array([start]), SamplingParams(seed=n, max_tokens=length))
         for n in range(count)
     ]
     engine = build_engine(EngineModels(text=model), EngineConfig(max_running=16))

@@ -44,8 +44,8 @@ from benchmarks.support.drawn import (
 from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import Runs, measure
 from recserve.core.request import (
-    LikelihoodRequest,
-    RankRequest,
+    LikelihoodQuery,
+    RankQuery,
     Request,
     Root,
     RootKeys,
@@ -111,7 +111,7 @@ class Likelihood:
         total = root + nodes
         return Task(
             self.engine,
-            lambda r: LikelihoodRequest(r, trie, rows),
+            lambda r: LikelihoodQuery(r, trie, rows),
             roots,
             {
                 "pointwise": lambda n: pointwise(self.theirs, prompt, items.select(slice(n))),
@@ -146,7 +146,7 @@ class Ranking:
         total = root + candidates
         return Task(
             self.engine,
-            lambda r: RankRequest(r, branches),
+            lambda r: RankQuery(r, branches),
             roots,
             {
                 "pointwise": lambda n: ranker_pointwise(

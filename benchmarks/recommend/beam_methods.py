@@ -13,7 +13,7 @@ from benchmarks.support.baselines.generate import Generate, tiger_t5
 from benchmarks.support.baselines.llama import to_llama
 from benchmarks.support.baselines.loops import bare_tree, kv_copy
 from benchmarks.support.drawn import Catalogue, drawn_recommender, drawn_roots
-from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate
+from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 
@@ -95,7 +95,7 @@ def answers(
     length = prompts.shape[1]
 
     def engine(roots: list[Root]) -> list[Slate]:
-        requests: list[Request] = [RecommendRequest(root, trie, width, width) for root in roots]
+        requests: list[Request] = [SlateQuery(root, trie, width, width) for root in roots]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 
     def forgetting(roots: list[Root]) -> list[Slate]:

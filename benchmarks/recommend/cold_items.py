@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.schemas.items import Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.schemas.items import Exclude, ItemsRequest, RecommendRequest, RollbackRequest
 from recserve.service import Service, ServiceOptions
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import train_recommender
@@ -72,7 +72,7 @@ def put(service: Service, rows: list[dict[str, Any]]) -> float:
     """Insert items; seconds."""
     began = time.perf_counter()
     for first in range(0, len(rows), 500):
-        answer = service.put_items(ItemsBody(items=rows[first : first + 500]))
+        answer = service.put_items(ItemsRequest(items=rows[first : first + 500]))
         assert not answer.rejected, answer.rejected[:3]
     return time.perf_counter() - began
 
@@ -80,7 +80,7 @@ def put(service: Service, rows: list[dict[str, Any]]) -> float:
 def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) -> dict[str, float]:
     """Recall and NDCG of the last item of each case; the share of cold items in the slates."""
     bodies = [
-        RecommendBody(
+        RecommendRequest(
             history=case[:-1],
             k=max(CUTOFFS),
             beam_width=BEAM,
@@ -160,7 +160,7 @@ def main() -> None:
                 vector = vectors[service.runtime.snapshot.rows.get(row["item_id"])].copy()
                 vector[content:] = 0
                 row["embedding"] = vector.tolist()
-            service.rollback_items(RollbackBody(catalog_version=first))
+            service.rollback_items(RollbackRequest(catalog_version=first))
             put(service, rows)
             said["zero"] = figures(service, asked, cold, ways[:2])
         said["asked"] = {kind: len(cases) for kind, cases in asked.items()}

@@ -38,7 +38,7 @@ from recserve.features.vectors.semantic_ids import build_index
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
-from recserve.schemas.items import ItemsBody, RecommendBody
+from recserve.schemas.items import ItemsRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 
 WIDTH, SET = 32, 100
@@ -137,7 +137,9 @@ def read_while(
     while go_on():
         history = [f"item{row:08d}" for row in draw.integers(0, num_items, 20)]
         wanted = FILTERS[len(times) % len(FILTERS)] if filtered else None
-        body = RecommendBody(history=history, k=10, beam_width=20, strategy=strategy, filter=wanted)
+        body = RecommendRequest(
+            history=history, k=10, beam_width=20, strategy=strategy, filter=wanted
+        )
         began = time.perf_counter()
         try:
             answer = service.recommend(body)
@@ -160,7 +162,7 @@ def change(
     bases: dict[int, None] = {}
     while (due := began + number * size / rate) < began + seconds:
         time.sleep(max(0.0, due - time.perf_counter()))
-        body = ItemsBody(items=[_item(draw, number, place, num_items) for place in range(size)])
+        body = ItemsRequest(items=[_item(draw, number, place, num_items) for place in range(size)])
         fresh += [raw["item_id"] for raw in body.items if raw["item_id"].startswith("new")]
         started, before = time.perf_counter(), time.thread_time()
         answer = service.put_items(body)
@@ -214,7 +216,9 @@ def main() -> None:
         with Service.open(
             bundle, store, "cpu", ServiceOptions(journal=Path(folder) / "items")
         ) as service:
-            service.put_items(ItemsBody(items=[{"item_id": "first", "embedding": [0.1] * WIDTH}]))
+            service.put_items(
+                ItemsRequest(items=[{"item_id": "first", "embedding": [0.1] * WIDTH}])
+            )
             gc.collect()
             gc.freeze()
             ends = time.perf_counter() + options.seconds

@@ -1,4 +1,4 @@
-"""Strategy `parallel` on a trained bundle: what a walk of the item graph finds, and what it costs.
+"""Strategy `rpg` on a trained bundle: what a walk of the item graph finds, and what it costs.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recommend.rpg --bundle B [--beside B2] [--users 1000]
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.support.runs import CLOCKS, measure
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import RecommendRequest, Request, Root
+from recserve.core.request import Request, Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.features.tables.encoding import root_tokens, window_start
@@ -65,10 +65,10 @@ class Served:
         tokens = root_tokens(rows, self.codes, config.codebook_sizes, config.input)
         return Root(NodeInputs(torch.from_numpy(tokens)), tokens)
 
-    def requests(self, strategy: str, graph: ItemGraph | None = None) -> list[RecommendRequest]:
+    def requests(self, strategy: str, graph: ItemGraph | None = None) -> list[SlateQuery]:
         weight = self.weight if strategy == "beam" else 0.0
         return [
-            RecommendRequest(
+            SlateQuery(
                 self.root(h),
                 self.trie,
                 TOP,
@@ -90,9 +90,9 @@ class Served:
 
 
 @torch.inference_mode()
-def states(served: Served) -> Iterator[tuple[list[RecommendRequest], Tensor]]:
+def states(served: Served) -> Iterator[tuple[list[SlateQuery], Tensor]]:
     """Requests in batches, with log-probabilities [B, V] of each token at its level."""
-    tables, requests = served.model.level_tables(), served.requests("parallel")
+    tables, requests = served.model.level_tables(), served.requests("rpg")
     for start in range(0, len(requests), BATCH):
         part = requests[start : start + BATCH]
         tokens = [r.root.inputs.tokens for r in part]
@@ -147,8 +147,8 @@ def times(served: Served, beside: Served | None, clock: str) -> Table:
     table = Table("strategy", "1 request", "8 requests", title=f"ms, {clock} clock, warm users")
     graph = served.graph(EDGES)
     cells = {
-        "parallel, all items": (served, served.requests("parallel")),
-        "parallel, item graph": (served, served.requests("parallel", graph)),
+        "parallel, all items": (served, served.requests("rpg")),
+        "parallel, item graph": (served, served.requests("rpg", graph)),
     }
     if beside is not None:
         cells["beam 50, the bundle beside"] = (beside, beside.requests("beam"))

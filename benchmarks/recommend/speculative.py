@@ -31,11 +31,11 @@ from benchmarks.recommend.workloads import Subject, Work, trained_subject
 from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import CLOCKS, Runs
 from recserve.core.request import (
-    RecommendRequest,
+    PrewarmQuery,
     Root,
     RootKeys,
     Slate,
-    WarmRequest,
+    SlateQuery,
 )
 from recserve.models.drafters.calibration import DraftPlan
 from recserve.search.draft_plan import cheapest_draft
@@ -76,7 +76,7 @@ class Measured:
 class AlwaysDrafting(SpeculativeStrategy):
     """Drafts whether or not it pays."""
 
-    def plan(self, request: RecommendRequest) -> DraftPlan:
+    def plan(self, request: SlateQuery) -> DraftPlan:
         """The draft with the least work."""
         assert self.head.calibration is not None
         return cheapest_draft(self.head.calibration.scaled(request.width, request.k))
@@ -103,7 +103,7 @@ def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measu
             for root in roots:
                 subject.engine.forget(RootKeys(root.keys))
         if cell.visit == "first":
-            subject.engine.run_many([WarmRequest(root, "recommender") for root in roots])
+            subject.engine.run_many([PrewarmQuery(root, "recommender") for root in roots])
 
     def users(number: int) -> list[Root]:
         first = number % groups * cell.batch

@@ -5,7 +5,7 @@
     python -m benchmarks.recommend.strategies --bundle B              # a bundle's own heads
     python -m benchmarks.tables docs/performance.md strategies=A.json
 
-Drawn heads say what `nezha`, `parallel` and `dense` cost; what their answers are worth, and how
+Drawn heads say what `nezha`, `rpg` and `dense` cost; what their answers are worth, and how
 many rounds `speculative` and `specgr` save, only trained ones can say (`recserve evaluate
 --strategy all`). "warm": the same user again. "event": the user with one new event. "cold": a user
 never seen; `generate` is transformers' beam search over the trie, which has no cache between calls.

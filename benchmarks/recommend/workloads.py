@@ -12,7 +12,7 @@ import torch
 from benchmarks.support.baselines.llama import to_llama
 from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import RecommendRequest, Root, Slate
+from recserve.core.request import Root, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
@@ -80,7 +80,7 @@ class Subject:
         service's."""
         name = self.chooser.choose(width, None).strategy if strategy == AUTO else strategy
         slates: list[Any] = self.engine.run_many(
-            [RecommendRequest(root, self.trie, k, width, name, index=self.index) for root in roots]  # type: ignore[arg-type]
+            [SlateQuery(root, self.trie, k, width, name, index=self.index) for root in roots]  # type: ignore[arg-type]
         )
         if work is not None:
             for slate in slates:

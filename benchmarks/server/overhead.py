@@ -33,7 +33,7 @@ from recserve.kernels.cpu.processor import processor
 from recserve.models.config import DecoderConfig
 from recserve.models.ranker import save_ranker
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
-from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.events import EventInput, EventsRequest
 from recserve.server.app import create_app
 from recserve.server.transport.connection import connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits
@@ -169,8 +169,8 @@ def main() -> None:
         users = [f"user-{n}" for n in range(options.users)]
         for user in users:
             rows = rng.integers(0, len(ids), options.history)
-            events = [EventBody(user_id=user, item_id=ids[row]) for row in rows]
-            service.add_events(EventsBody(events=events))
+            events = [EventInput(user_id=user, item_id=ids[row]) for row in rows]
+            service.add_events(EventsRequest(events=events))
 
         def body(number: int, scorer: str) -> bytes:
             rows = rng.choice(len(ids), options.candidates, replace=False)

@@ -31,7 +31,7 @@ def slates(threads: int, seconds: float) -> list[float]:
     import torch
 
     from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
-    from recserve.core.request import RecommendRequest
+    from recserve.core.request import SlateQuery
     from recserve.engine.build import EngineModels, build_engine
     from recserve.engine.engine_config import EngineConfig
 
@@ -41,7 +41,7 @@ def slates(threads: int, seconds: float) -> list[float]:
     model.pack()
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=2**27))
     roots = drawn_roots(model, 50, 8, 0)
-    asked = [RecommendRequest(root, catalogue.trie, 50, 50) for root in roots]
+    asked = [SlateQuery(root, catalogue.trie, 50, 50) for root in roots]
     engine.run_many(asked)
     taken: list[float] = []
     limit = time.monotonic() + seconds

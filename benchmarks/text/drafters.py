@@ -34,7 +34,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -102,7 +102,7 @@ def measure(
         for name, method in methods.items():
             method.engine.forget_all()
             requests = [
-                TextRequest(np.array(prompts[i]), params[i], Speculation(method.drafter))
+                TextQuery(np.array(prompts[i]), params[i], Speculation(method.drafter))
                 for i in range(start, min(start + options.together, len(prompts)))
             ]
             began = now()

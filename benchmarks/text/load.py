@@ -26,7 +26,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -84,7 +84,7 @@ class Bench:
         engine.forget_all()
         options = self.options
         requests: list[Any] = [
-            TextRequest(
+            TextQuery(
                 np.array(prompt),
                 SamplingParams(options.temperature, max_tokens=options.tokens, seed=seed),
                 Speculation(PLAIN if method == PLAIN else drafter),

@@ -38,7 +38,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -94,7 +94,7 @@ def write(
         engine.forget_all()
         own = range(start, min(start + together, len(prompts)))
         asked: list[Any] = [
-            TextRequest(np.array(prompts[i]), params[i], Speculation(name)) for i in own
+            TextQuery(np.array(prompts[i]), params[i], Speculation(name)) for i in own
         ]
         answers: list[Any] = engine.run_many(asked)
         texts += [answer.tokens.tolist() for answer in answers]

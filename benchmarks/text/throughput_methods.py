@@ -19,7 +19,7 @@ from benchmarks.text.text_runs import Written
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.completion import TextCommit, TextRequest
+from recserve.speculation.completion import TextCommit, TextQuery
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
@@ -77,8 +77,7 @@ class Ours:
 
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
         requests = [
-            TextRequest(np.array(p), params, Speculation(drafter), on_commit=listen)
-            for p in prompts
+            TextQuery(np.array(p), params, Speculation(drafter), on_commit=listen) for p in prompts
         ]
         began, steps = self.now(), 0
         futures = [self.engine.submit(request) for request in requests]

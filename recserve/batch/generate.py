@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import column, is_text
-from recserve.schemas.items import MAX_K, RecommendAnswer, RecommendBody
+from recserve.schemas.items import MAX_K, RecommendRequest, RecommendResponse
 from recserve.schemas.validation import converted
 
 ANSWERS = pa.schema(
@@ -50,7 +50,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exclude_seen": (pa.types.is_boolean, "bool"),
 }
 
-Recommend = Callable[[Sequence[RecommendBody]], Sequence[RecommendAnswer | Exception]]
+Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class Generator:
 
         done: told the number of rows after each group of requests.
         """
-        answers: list[tuple[str, RecommendAnswer]] = []
+        answers: list[tuple[str, RecommendResponse]] = []
         errors: list[dict[str, Any]] = []
         for start, rows in self._groups(users):
-            bodies: list[RecommendBody] = []
+            bodies: list[RecommendRequest] = []
             numbers: list[int] = []
             for i, row in enumerate(rows):
                 try:
@@ -139,7 +139,7 @@ class Generator:
         for start in range(0, users.num_rows, self.in_flight):
             yield start, known.slice(start, self.in_flight).to_pylist()
 
-    def _body(self, row: dict[str, Any]) -> RecommendBody:
+    def _body(self, row: dict[str, Any]) -> RecommendRequest:
         """The request of one row. Raises ValueError for a null id or a value out of range."""
         if row["user_id"] is None:
             raise ValueError("user_id: is null")
@@ -157,13 +157,13 @@ class Generator:
                 "beam_width": self.defaults.beam_width,
                 "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
             },
-            RecommendBody,
+            RecommendRequest,
         )
 
 
-def _judged(result: RecommendAnswer | Exception) -> RecommendAnswer | Exception:
+def _judged(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
     """A slate made without the history it should have used is no slate of this user."""
-    if isinstance(result, RecommendAnswer):
+    if isinstance(result, RecommendResponse):
         if "history_unavailable" in result.degraded:
             return StoreUnavailable("the history store does not answer")
         if "history_damaged" in result.degraded:
@@ -175,7 +175,7 @@ def _refused(number: int, row: dict[str, Any], error: Exception) -> dict[str, An
     return {"row": number, "user_id": row["user_id"], "reason": str(error)}
 
 
-def _answer_table(answers: list[tuple[str, RecommendAnswer]]) -> pa.Table:
+def _answer_table(answers: list[tuple[str, RecommendResponse]]) -> pa.Table:
     rows = [
         (user, item.rank, item.item_id, item.score, a.strategy, a.model_version, a.catalog_version)
         for user, a in answers

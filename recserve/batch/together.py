@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from recserve.batch.generate import Recommend
-from recserve.schemas.items import RecommendAnswer, RecommendBody
+from recserve.schemas.items import RecommendRequest, RecommendResponse
 from recserve.service import Service
 from recserve.service.pending import Pending
 from recserve.service.recommend.auto_strategy import AUTO, BEAM
@@ -22,7 +22,7 @@ from recserve.service.recommend.auto_strategy import AUTO, BEAM
 def together(service: Service) -> Recommend:
     """A Generator's `recommend` over this service; nobody else may use the service meanwhile."""
 
-    def recommend(bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
+    def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
         with service.runtime.engine.held():
             begun = [_begin(service, body) for body in bodies]
         return [one if isinstance(one, Exception) else _outcome(one) for one in begun]
@@ -30,7 +30,7 @@ def together(service: Service) -> Recommend:
     return recommend
 
 
-def _begin(service: Service, body: RecommendBody) -> Pending[RecommendAnswer] | Exception:
+def _begin(service: Service, body: RecommendRequest) -> Pending[RecommendResponse] | Exception:
     if body.strategy == AUTO and BEAM in service.runtime.engine.strategies:
         body = structs.replace(body, strategy=BEAM)
     try:
@@ -39,7 +39,7 @@ def _begin(service: Service, body: RecommendBody) -> Pending[RecommendAnswer] | 
         return error
 
 
-def _outcome(work: Pending[RecommendAnswer]) -> RecommendAnswer | Exception:
+def _outcome(work: Pending[RecommendResponse]) -> RecommendResponse | Exception:
     try:
         return work.wait()
     except Exception as error:

@@ -52,10 +52,10 @@ def recommend(
 ) -> None:
     """A slate for a user or a history, without a server."""
     from recserve.cli.terminal import slate_table, titles
-    from recserve.schemas.items import RecommendBody
+    from recserve.schemas.items import RecommendRequest
 
     body = _body(
-        RecommendBody,
+        RecommendRequest,
         user=user and {"id": user},
         history=ids(history),
         k=k,
@@ -84,10 +84,10 @@ def rank(
 ) -> None:
     """The order of given items for a user or a history, without a server."""
     from recserve.cli.terminal import ranking_table, titles
-    from recserve.schemas.items import RankBody
+    from recserve.schemas.items import RankRequest
 
     body = _body(
-        RankBody,
+        RankRequest,
         user=user and {"id": user},
         history=ids(history),
         scorer=scorer,

@@ -30,13 +30,13 @@ from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
 from recserve.schemas.items import (
     Candidate,
-    RankAnswer,
-    RankBody,
-    RecommendAnswer,
-    RecommendBody,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
     UserRef,
 )
-from recserve.schemas.text import CompletionAnswer, CompletionBody, SpeculationBody
+from recserve.schemas.text import CompletionRequest, CompletionResponse, SpeculationOptions
 from recserve.server.run import serve
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
@@ -208,30 +208,30 @@ def show_completion(folder: Path, console: Console) -> None:
     say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
 
 
-def completion(service: Service, drafter: str) -> tuple[CompletionAnswer, float]:
+def completion(service: Service, drafter: str) -> tuple[CompletionResponse, float]:
     """The prompt continued, and the seconds it took."""
     began = time.monotonic()
-    body = CompletionBody(
+    body = CompletionRequest(
         prompt=PROMPT,
         max_tokens=WRITTEN,
         temperature=0.0,
         ignore_eos=True,
-        speculation=SpeculationBody(drafter=drafter),
+        speculation=SpeculationOptions(drafter=drafter),
     )
     answer = service.texts.begin_completion(body).answer()
-    assert isinstance(answer, CompletionAnswer)
+    assert isinstance(answer, CompletionResponse)
     return answer, time.monotonic() - began
 
 
-def slate(service: Service, user_id: str) -> RecommendAnswer:
+def slate(service: Service, user_id: str) -> RecommendResponse:
     """Items the user has not seen."""
-    return service.recommend(RecommendBody(user=UserRef(id=user_id), k=SLATE))
+    return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE))
 
 
-def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankAnswer:
+def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankResponse:
     """The order of these items for the user."""
     candidates = [Candidate(item_id=item_id) for item_id in item_ids]
-    return service.rank(RankBody(user=UserRef(id=user_id), candidates=candidates))
+    return service.rank(RankRequest(user=UserRef(id=user_id), candidates=candidates))
 
 
 def say(console: Console, line: str) -> None:

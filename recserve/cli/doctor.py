@@ -263,7 +263,7 @@ def check_searches(path: Path) -> Finding:
         return Finding("searches", "ok", "none: the bundle holds no recommender")
     engine = build_engine(EngineModels(models.recommender, heads=models.heads))
     if "beam" not in engine.strategies:
-        return Finding("searches", "ok", "none: `parallel` scores all levels at once")
+        return Finding("searches", "ok", "none: `rpg` scores all levels at once")
     if device.type != "cuda":
         return plan_searches(models.recommender.config.dense_head, engine.strategies, device.type)
     engine.record(snapshot.trie)

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from recserve.batch.job import Progress
 from recserve.cli.doctor import Finding
-from recserve.schemas.events import HistoryAnswer
-from recserve.schemas.items import ItemAnswer, RankAnswer, RecommendAnswer, TimingMs
+from recserve.schemas.events import HistoryResponse
+from recserve.schemas.items import ItemResponse, RankResponse, RecommendResponse, TimingMs
 
 Title = Callable[[str], str | None]
 
@@ -29,7 +29,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def titles(item: Callable[[str], ItemAnswer]) -> Title:
+def titles(item: Callable[[str], ItemResponse]) -> Title:
     """Titles from a service's `item`; an item that is not there any more has none."""
 
     def title(item_id: str) -> str | None:
@@ -41,7 +41,7 @@ def titles(item: Callable[[str], ItemAnswer]) -> Title:
     return title
 
 
-def slate_table(answer: RecommendAnswer, title: Title) -> Table:
+def slate_table(answer: RecommendResponse, title: Title) -> Table:
     """One row per recommended item. title: of an item id, None where it has none."""
     exact = "exact " if answer.exact else ""
     table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left", expand=True)
@@ -56,7 +56,7 @@ def slate_table(answer: RecommendAnswer, title: Title) -> Table:
     return table
 
 
-def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) -> Table:
+def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) -> Table:
     """One row per candidate, one column per task. limit: rows at most, None: all of them."""
     table = Table(title=f"rank: {answer.scorer}", title_justify="left", expand=True)
     table.add_column("rank", justify="right")
@@ -71,7 +71,7 @@ def ranking_table(answer: RankAnswer, title: Title, limit: int | None = None) ->
     return table
 
 
-def history_table(answer: HistoryAnswer, title: Title) -> Table:
+def history_table(answer: HistoryResponse, title: Title) -> Table:
     """One row per event, oldest first."""
     table = Table(title=f"history of {answer.user_id}", title_justify="left")
     table.add_column("item", no_wrap=True)

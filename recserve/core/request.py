@@ -30,14 +30,14 @@ class Root:
 
 
 @dataclass(frozen=True)
-class RecommendRequest:
+class SlateQuery:
     """Generate the k best items.
 
     trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
     allowed: of that version, None: all. dense_weight: weight of the dense head's
     log-probability beside that of the semantic id, 0: not used; with it the head's own best
     beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
-    the answer is useless. graph: of similar items, for `parallel`; None: it scores all items.
+    the answer is useless. graph: of similar items, for `rpg`; None: it scores all items.
     index, outcome: for `dense` and `specgr`: the vectors of the trie's items, and the share [O] of
     each outcome of its retriever in the draft (None: the retriever's own mix). caps: most items of
     each group in the slate, taken greedily from the best down; where a search finds too few that
@@ -77,7 +77,7 @@ class RootKeys:
 
 
 @dataclass(frozen=True)
-class LikelihoodRequest:
+class LikelihoodQuery:
     """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
 
     root: Root
@@ -87,7 +87,7 @@ class LikelihoodRequest:
 
 
 @dataclass(frozen=True)
-class RankRequest:
+class RankQuery:
     """Score candidates with the ranker.
 
     candidates: M rows, one token each. root_limits: [M] how many root rows each candidate may see
@@ -101,7 +101,7 @@ class RankRequest:
 
 
 @dataclass(frozen=True)
-class WarmRequest:
+class PrewarmQuery:
     """Compute a root, so that the next request on it pays for its tree alone."""
 
     root: Root
@@ -110,7 +110,7 @@ class WarmRequest:
 
 
 @dataclass(frozen=True)
-class TextScoreRequest:
+class TextScoreQuery:
     """Score label tokens after each of M given texts that share a beginning, the root.
 
     tokens [n] int64: the texts, packed. offsets [M + 1]: their starts; none is empty. labels [K]:
@@ -124,7 +124,7 @@ class TextScoreRequest:
     deadline_s: float | None = None
 
 
-Request = RecommendRequest | LikelihoodRequest | RankRequest | WarmRequest | TextScoreRequest
+Request = SlateQuery | LikelihoodQuery | RankQuery | PrewarmQuery | TextScoreQuery
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Slate:
-    """Answer to a RecommendRequest: at most k rows, best first; fewer where fewer valid items
+    """Answer to a SlateQuery: at most k rows, best first; fewer where fewer valid items
     exist.
 
     rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width, with
@@ -172,14 +172,14 @@ class Continuation:
     scores [n] float32: what this search and those before it chose.
     """
 
-    request: RecommendRequest
+    request: SlateQuery
     rows: np.ndarray
     scores: np.ndarray
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Answer to a LikelihoodRequest, RankRequest or TextScoreRequest, in the order of its
+    """Answer to a LikelihoodQuery, RankQuery or TextScoreQuery, in the order of its
     candidates.
 
     values: [M, tasks] float32; task names are the model's (`likelihood` has one), or the label
@@ -192,13 +192,13 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Warmed:
-    """Answer to a WarmRequest."""
+class Prewarmed:
+    """Answer to a PrewarmQuery."""
 
     timing: Timing = field(default_factory=Timing)
 
 
-Result = Slate | Scores | Warmed
+Result = Slate | Scores | Prewarmed
 
 
 class DeadlineExceeded(TimeoutError):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from recserve.core.prefix_metadata import PrefixMetadata
 from recserve.core.request import Continuation, Request, Result, Timing
-from recserve.core.root_notes import RootNotes
 from recserve.models.inputs import NodeInputs
 
 
@@ -19,10 +19,11 @@ class Sequence:
     pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
     root. num_computed: root tokens already in the cache. last_hidden [E]: state of the last root
     token, None until it is computed. placeholders: what its strategy reads behind the root, None:
-    nothing; ahead [P, E]: their hidden states, None until they are computed. notes: shared by all
-    sequences on this root. tree_slots: reserved for tree nodes, of which tree_used are taken.
-    rounds: forwards that scored a node of its trees. flawed: a state of its trees was not finite,
-    so there will be no answer. chosen: by earlier searches for it, None: this is the first.
+    nothing; placeholder_states [P, E]: their hidden states, None until they are computed. metadata:
+    shared by all sequences on this root. tree_slots: reserved for tree nodes, of which tree_used
+    are taken. rounds: forwards that scored a node of its trees. flawed: a state of its trees was
+    not finite, so there will be no answer. chosen: by earlier searches for it, None: this is the
+    first.
     """
 
     request: Request
@@ -36,8 +37,8 @@ class Sequence:
     tree_used: int = 0
     rounds: int = 0
     placeholders: NodeInputs | None = None
-    ahead: Tensor | None = None
-    notes: RootNotes = field(default_factory=RootNotes)
+    placeholder_states: Tensor | None = None
+    metadata: PrefixMetadata = field(default_factory=PrefixMetadata)
     timing: Timing = field(default_factory=Timing)
     flawed: bool = False
     chosen: Continuation | None = None
@@ -48,7 +49,7 @@ class Sequence:
         root = self.num_computed == self.root_length and (
             self.last_hidden is not None or not self.root_length
         )
-        return root and (self.placeholders is None or self.ahead is not None)
+        return root and (self.placeholders is None or self.placeholder_states is not None)
 
     @property
     def root_length(self) -> int:

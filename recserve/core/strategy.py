@@ -44,7 +44,7 @@ class Strategy(ABC):
 
     placeholders: NodeInputs | None = None
 
-    def tree_room(self, request: Any) -> int:
+    def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""
         return 0
 
@@ -61,7 +61,7 @@ class TreeStrategy(Strategy):
     """A strategy that scores token trees in rounds: propose, forward, verify."""
 
     @abstractmethod
-    def tree_room(self, request: Any) -> int:
+    def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""
 
     @abstractmethod

@@ -22,10 +22,10 @@ from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.heads import Heads
 from recserve.search.strategies.level_likelihood import likelihood_strategy
+from recserve.search.strategies.prewarm import PrewarmStrategy
 from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.registry import recommend_strategies
 from recserve.search.strategies.text_scores import TextScoreStrategy
-from recserve.search.strategies.warm import WarmStrategy
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.none import NoDrafter
 
@@ -87,7 +87,7 @@ class ModelEngine(Engine):
 
 
 def _assemble(models: EngineModels, config: EngineConfig) -> EngineParts:
-    parts = EngineParts(strategies={"warm": WarmStrategy()})
+    parts = EngineParts(strategies={"warm": PrewarmStrategy()})
     if models.recommender is not None:
         _add_recommender(parts, models.recommender, models.heads or Heads(), config)
     if models.ranker is not None:

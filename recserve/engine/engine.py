@@ -18,14 +18,14 @@ from typing import TypeVar, overload
 import torch
 
 from recserve.core.request import (
-    LikelihoodRequest,
-    RankRequest,
-    RecommendRequest,
+    LikelihoodQuery,
+    PrewarmQuery,
+    RankQuery,
     Request,
     Result,
     RootKeys,
-    TextScoreRequest,
-    WarmRequest,
+    SlateQuery,
+    TextScoreQuery,
 )
 from recserve.core.strategy import Strategy
 from recserve.engine.engine_config import EngineConfig
@@ -42,7 +42,7 @@ from recserve.engine.runtime.scheduler import StepLock
 from recserve.engine.stats import EngineStats, Load, stats_of
 from recserve.engine.text.scheduler import TextScheduler
 from recserve.kernels.trie.trie_view import TrieView
-from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class EngineParts:
         background: Schedulers of background requests, by model name. They share the pages of the
             scheduler of the same name.
         strategies: Strategies of item requests, by name.
-        strategy_names: Those that a RecommendRequest may name.
+        strategy_names: Those that a SlateQuery may name.
         drafters: Drafters of text requests, by name.
         searches: Searches that are replayed as CUDA graphs; None: none are.
     """
@@ -75,7 +75,7 @@ class Engine:
 
     Attributes:
         schedulers, background, drafters: As in EngineParts.
-        strategies: Names that a RecommendRequest may use.
+        strategies: Names that a SlateQuery may use.
         searches: Searches that are replayed as CUDA graphs; None: none are.
         queue: Requests that wait for admission.
         background_queue: Background requests that wait for admission.
@@ -102,9 +102,9 @@ class Engine:
     def submit(self, request: Request) -> Future[Result]: ...
 
     @overload
-    def submit(self, request: TextRequest) -> Future[Completion]: ...
+    def submit(self, request: TextQuery) -> Future[Completion]: ...
 
-    def submit(self, request: Request | TextRequest) -> Future[Result] | Future[Completion]:
+    def submit(self, request: Request | TextQuery) -> Future[Result] | Future[Completion]:
         """Queues a request. Its future gets the result or the error.
 
         Background requests have a queue of their own. They run while no item request does.
@@ -116,7 +116,7 @@ class Engine:
         """
         entry = self._route(request)
         entry.check()
-        background = isinstance(request, WarmRequest)
+        background = isinstance(request, PrewarmQuery)
         queue = self.background_queue if background else self.queue
         with self._changed:
             if self._closing:
@@ -287,13 +287,13 @@ class Engine:
                 while self._step():
                     pass
 
-    def _route(self, request: Request | TextRequest) -> QueuedItems | QueuedText:
+    def _route(self, request: Request | TextQuery) -> QueuedItems | QueuedText:
         """Returns the request with its scheduler and its strategy or drafter."""
         model, name = _destination(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
         submitted_s, scheduler = time.monotonic(), self.schedulers[model]
-        if isinstance(request, TextRequest):
+        if isinstance(request, TextQuery):
             if name not in self.drafters:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
             assert isinstance(scheduler, TextScheduler)
@@ -301,25 +301,25 @@ class Engine:
             return QueuedRequest(request, text, submitted_s, scheduler, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
-        if isinstance(request, WarmRequest):
+        if isinstance(request, PrewarmQuery):
             scheduler = self.background[model]
         assert isinstance(scheduler, ItemScheduler)
         future = self._cancelled.watch(Future[Result]())
         return QueuedRequest(request, future, submitted_s, scheduler, self._strategies[name])
 
 
-def _destination(request: Request | TextRequest) -> tuple[str, str]:
+def _destination(request: Request | TextQuery) -> tuple[str, str]:
     """Returns the names of the request's model and of its strategy or drafter."""
     match request:
-        case RecommendRequest():
+        case SlateQuery():
             return "recommender", request.strategy
-        case LikelihoodRequest():
+        case LikelihoodQuery():
             return "recommender", "likelihood"
-        case RankRequest():
+        case RankQuery():
             return "ranker", "ranker"
-        case WarmRequest():
+        case PrewarmQuery():
             return request.model, "warm"
-        case TextScoreRequest():
+        case TextScoreQuery():
             return "text_scores", "text_scores"
-        case TextRequest():
+        case TextQuery():
             return "text", request.speculation.drafter

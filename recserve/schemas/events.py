@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import Rejection, RequestId
+from recserve.schemas.items import Rejection, RequestId, StrictStruct
 
 MAX_EVENTS = 1000
 REPLACE, REMOVE = "replace", "remove"
@@ -14,11 +14,7 @@ REPLACE, REMOVE = "replace", "remove"
 Correcting = Annotated[str, Meta(extra_json_schema={"enum": [REPLACE, REMOVE]})]
 
 
-class _Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class EventBody(_Body, frozen=True, kw_only=True, gc=False):
+class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
     """One event. Its values are judged row by row: a bad row does not refuse its neighbours.
 
     correction: `replace`: the user's stored event with this event_id becomes this one, at its
@@ -40,17 +36,17 @@ class EventBody(_Body, frozen=True, kw_only=True, gc=False):
             raise ValueError("Object missing required field `item_id`")
 
 
-class EventsBody(_Body, frozen=True, kw_only=True):
+class EventsRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/events. warm: compute the users' roots now, and drafts for what they will probably
     ask, so that their next answer is quick.
     """
 
-    events: Annotated[list[EventBody], Meta(min_length=1, max_length=MAX_EVENTS)]
+    events: Annotated[list[EventInput], Meta(min_length=1, max_length=MAX_EVENTS)]
     warm: bool = False
     request_id: RequestId | None = None
 
 
-class EventsAnswer(Struct, frozen=True, kw_only=True):
+class EventsResponse(Struct, frozen=True, kw_only=True):
     """What became of each event. warmed: roots under way; those the queue has no room for are not.
 
     Fewer than users times models: the rest is computed when it is asked for.
@@ -71,7 +67,7 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
     timestamp: str | None
 
 
-class HistoryAnswer(Struct, frozen=True, kw_only=True):
+class HistoryResponse(Struct, frozen=True, kw_only=True):
     """A user's events, oldest first. unknown_items: further events, of items that are gone."""
 
     user_id: str

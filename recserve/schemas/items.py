@@ -47,17 +47,17 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
-class _Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+class StrictStruct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Part of a request body. A field that it does not define is an error."""
 
 
-class UserRef(_Body, frozen=True, kw_only=True):
+class UserRef(StrictStruct, frozen=True, kw_only=True):
     """Whose history to read."""
 
     id: Id
 
 
-class Exclude(_Body, frozen=True, kw_only=True):
+class Exclude(StrictStruct, frozen=True, kw_only=True):
     """Items that must not be answered. seen: leave out what is in the user's history; with
     seen_within_s only what the user did something with in so many seconds before now.
     """
@@ -67,7 +67,7 @@ class Exclude(_Body, frozen=True, kw_only=True):
     seen_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
 
 
-class Diversity(_Body, frozen=True, kw_only=True):
+class Diversity(StrictStruct, frozen=True, kw_only=True):
     """Most items of one kind in a slate. category: that share a category path. prefix: `[level,
     n]`, at most n items whose codes are the same up to that level, the first of which is 0.
     """
@@ -76,7 +76,7 @@ class Diversity(_Body, frozen=True, kw_only=True):
     prefix: tuple[Level, Cap] | None = None
 
 
-class RecommendBody(_Body, frozen=True, kw_only=True):
+class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
 
     beam_width: None: 50, or k where that is more. dense_weight: weight of the dense head's
@@ -100,7 +100,7 @@ class RecommendBody(_Body, frozen=True, kw_only=True):
     explain: bool = False
 
 
-class Candidate(_Body, frozen=True, kw_only=True, gc=False):
+class Candidate(StrictStruct, frozen=True, kw_only=True, gc=False):
     """One item to rank. shown_at: when the user saw it; later events do not count for it."""
 
     item_id: Id
@@ -108,7 +108,7 @@ class Candidate(_Body, frozen=True, kw_only=True, gc=False):
     shown_at: Moment | None = None
 
 
-class RankBody(_Body, frozen=True, kw_only=True):
+class RankRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/rank. sort_by: the task whose score sorts the answer, None: the model's first."""
 
     candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=MAX_CANDIDATES)]
@@ -120,15 +120,15 @@ class RankBody(_Body, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
 
-class RankBatchBody(_Body, frozen=True, kw_only=True):
+class RankBatchRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/rank:batch, one ranking per user."""
 
-    requests: Annotated[list[RankBody], Meta(min_length=1, max_length=MAX_BATCH)]
+    requests: Annotated[list[RankRequest], Meta(min_length=1, max_length=MAX_BATCH)]
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
 
 
-class ItemBody(_Body, frozen=True, kw_only=True):
+class ItemInput(StrictStruct, frozen=True, kw_only=True):
     """One item. What is not said stays as it was; an embedding gives the item a new place."""
 
     item_id: Id
@@ -138,14 +138,14 @@ class ItemBody(_Body, frozen=True, kw_only=True):
     attributes: dict[str, Any] = {}
 
 
-class ItemsBody(_Body, frozen=True, kw_only=True):
-    """PUT /v1/items. Each is an ItemBody, judged by itself; further fields are attributes."""
+class ItemsRequest(StrictStruct, frozen=True, kw_only=True):
+    """PUT /v1/items. Each is an ItemInput, judged by itself; further fields are attributes."""
 
     items: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ITEMS)]
     request_id: RequestId | None = None
 
 
-class RollbackBody(_Body, frozen=True, kw_only=True):
+class RollbackRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/items:rollback. catalog_version: one of those that are kept."""
 
     catalog_version: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -178,7 +178,7 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
-    """score: sum of log-probabilities over the levels (`parallel`: their mean), with `dense` a
+    """score: sum of log-probabilities over the levels (`rpg`: their mean), with `dense` a
     scaled cosine; None where `source` is not `model`.
     """
 
@@ -200,7 +200,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
     nodes: int
 
 
-class RecommendAnswer(Envelope, frozen=True, kw_only=True):
+class RecommendResponse(Envelope, frozen=True, kw_only=True):
     """A slate, best first."""
 
     items: list[RecommendedItem]
@@ -216,7 +216,7 @@ class RankedItem(Struct, frozen=True, gc=False):
     scores: dict[str, float]
 
 
-class RankAnswer(Envelope, frozen=True, kw_only=True):
+class RankResponse(Envelope, frozen=True, kw_only=True):
     """Candidates by score, best first; `missing_item_ids` are the unknown ones."""
 
     scorer: str
@@ -233,7 +233,7 @@ class ErrorDetail(Struct, frozen=True, kw_only=True):
     code: str
 
 
-class ErrorAnswer(Struct, frozen=True, kw_only=True):
+class ErrorResponse(Struct, frozen=True, kw_only=True):
     """The one shape of every error."""
 
     error: ErrorDetail
@@ -242,11 +242,11 @@ class ErrorAnswer(Struct, frozen=True, kw_only=True):
 class RankOutcome(Struct, frozen=True, kw_only=True):
     """What became of one request of a batch: either of the two."""
 
-    answer: RankAnswer | UnsetType = UNSET
+    answer: RankResponse | UnsetType = UNSET
     error: ErrorDetail | UnsetType = UNSET
 
 
-class RankBatchAnswer(Struct, frozen=True, kw_only=True):
+class RankBatchResponse(Struct, frozen=True, kw_only=True):
     """One outcome per request, in their order."""
 
     request_id: str
@@ -260,7 +260,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class ItemAnswer(Struct, frozen=True, kw_only=True):
+class ItemResponse(Struct, frozen=True, kw_only=True):
     """One item of the catalogue."""
 
     item_id: str
@@ -272,7 +272,7 @@ class ItemAnswer(Struct, frozen=True, kw_only=True):
     catalog_version: str
 
 
-class ItemsAnswer(Struct, frozen=True, kw_only=True):
+class ItemsResponse(Struct, frozen=True, kw_only=True):
     """What became of each item, and the version that has them all.
 
     degraded: items that are in, but not as well placed as they could be.
@@ -285,14 +285,14 @@ class ItemsAnswer(Struct, frozen=True, kw_only=True):
     degraded: list[Rejection]
 
 
-class HiddenAnswer(Struct, frozen=True, kw_only=True):
+class HideItemResponse(Struct, frozen=True, kw_only=True):
     """The version that no longer answers the item."""
 
     item_id: str
     catalog_version: str
 
 
-class RollbackAnswer(Struct, frozen=True, kw_only=True):
+class RollbackResponse(Struct, frozen=True, kw_only=True):
     """catalog_version: the new version; restored: whose content it has."""
 
     catalog_version: str

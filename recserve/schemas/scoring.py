@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import MAX_CANDIDATES, InvalidRequest, RequestId
+from recserve.schemas.items import MAX_CANDIDATES, InvalidRequest, RequestId, StrictStruct
 from recserve.schemas.text import TextTimeoutMs, TokenId, Usage
 
 MAX_LABELS = 64
@@ -19,17 +19,13 @@ Count = Annotated[int, Meta(ge=1, le=2**31)]
 TokenTexts = Annotated[list[TokenId], Meta(min_length=1)]
 
 
-class _Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Document(_Body, frozen=True, kw_only=True):
+class Document(StrictStruct, frozen=True, kw_only=True):
     """A document as an object."""
 
     text: str
 
 
-class RerankBody(_Body, frozen=True, kw_only=True):
+class RerankRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/rerank and /v2/rerank. instruction: what makes a document relevant.
 
     max_tokens_per_doc: longer documents are cut there; None: they are refused where they do not
@@ -55,7 +51,7 @@ class RerankBody(_Body, frozen=True, kw_only=True):
                 raise InvalidRequest(name, "not done here; a document is one text")
 
 
-class GenerativeScoringBody(_Body, frozen=True, kw_only=True):
+class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /generative_scoring: how likely each label token is after query and item.
 
     query, items: texts, or lists of token numbers. apply_softmax: normalise over the labels; False:
@@ -99,7 +95,7 @@ class RerankMeta(Struct, frozen=True):
     api_version: ApiVersion
 
 
-class RerankAnswer(Struct, frozen=True, kw_only=True):
+class RerankResponse(Struct, frozen=True, kw_only=True):
     """The best documents first."""
 
     id: str
@@ -118,7 +114,7 @@ class ItemScore(Struct, frozen=True, kw_only=True):
     scores: list[float]
 
 
-class GenerativeScoringAnswer(Struct, frozen=True, kw_only=True):
+class GenerativeScoringResponse(Struct, frozen=True, kw_only=True):
     """One score per item, in their order."""
 
     id: str

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import Id, InvalidRequest, Name, RequestId
+from recserve.schemas.items import Id, InvalidRequest, Name, RequestId, StrictStruct
 
 MAX_N = 16
 MAX_CHOICES = 128
@@ -43,11 +43,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class _Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class SpeculationBody(_Body, frozen=True, kw_only=True):
+class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
     """How the text is drafted; it changes the time only, unless the verifier is `typical`.
 
     num_tokens: most draft nodes a step. tree: a static tree as rank paths, `[[0], [1], [0, 0]]`.
@@ -65,7 +61,7 @@ class SpeculationBody(_Body, frozen=True, kw_only=True):
     ) = None
 
 
-class StreamOptions(_Body, frozen=True, kw_only=True):
+class StreamOptions(StrictStruct, frozen=True, kw_only=True):
     """What a stream says besides its text.
 
     include_usage: one more chunk at the end, with the token counts of the whole answer.
@@ -77,7 +73,7 @@ class StreamOptions(_Body, frozen=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class TextBody(_Body, frozen=True, kw_only=True):
+class TextRequest(StrictStruct, frozen=True, kw_only=True):
     """What both routes take; None: the default of docs/api.md."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
@@ -99,7 +95,7 @@ class TextBody(_Body, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: SpeculationBody | None = None
+    speculation: SpeculationOptions | None = None
     priority: Annotated[int, Meta(ge=0, le=100)] = 0
     timeout_ms: TextTimeoutMs | None = None
     request_id: RequestId | None = None
@@ -120,7 +116,7 @@ class TextBody(_Body, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options", "is for streams; set stream too")
 
 
-class CompletionBody(TextBody, frozen=True, kw_only=True):
+class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     """POST /v1/completions. prompt: a text, token numbers, or a list of either."""
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
@@ -131,14 +127,14 @@ class CompletionBody(TextBody, frozen=True, kw_only=True):
     suffix: Any = None
 
 
-class TextPart(_Body, frozen=True, kw_only=True):
+class TextPart(StrictStruct, frozen=True, kw_only=True):
     """A part of a message; there is text only."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body, frozen=True, kw_only=True):
+class ChatMessage(StrictStruct, frozen=True, kw_only=True):
     """One turn. `developer` is given to the template as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -149,7 +145,7 @@ class ChatMessage(_Body, frozen=True, kw_only=True):
 TemplateSetting = bool | int | float | str | None
 
 
-class ChatBody(TextBody, frozen=True, kw_only=True):
+class ChatRequest(TextRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions. chat_template_kwargs: further names for the template."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -253,7 +249,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
 
 
-class AnswerMessage(Struct, frozen=True, kw_only=True):
+class AssistantMessage(Struct, frozen=True, kw_only=True):
     """The assistant's turn."""
 
     role: Literal["assistant"] = "assistant"
@@ -265,7 +261,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     """One answer."""
 
     index: int
-    message: AnswerMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
@@ -286,7 +282,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
 
 
-class TextAnswer(Struct, frozen=True, kw_only=True):
+class TextResponse(Struct, frozen=True, kw_only=True):
     """What every answer and chunk has. usage, metrics: in a stream with its last chunk.
 
     With `continuous_usage_stats` every chunk has `usage`.
@@ -301,19 +297,19 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
     metrics: TextMetrics | UnsetType = UNSET
 
 
-class CompletionAnswer(TextAnswer, frozen=True, kw_only=True):
+class CompletionResponse(TextResponse, frozen=True, kw_only=True):
     """Answer of /v1/completions, and each of its chunks."""
 
     choices: list[CompletionChoice]
 
 
-class ChatAnswer(TextAnswer, frozen=True, kw_only=True):
+class ChatResponse(TextResponse, frozen=True, kw_only=True):
     """Answer of /v1/chat/completions."""
 
     choices: list[ChatChoice]
 
 
-class ChatChunk(TextAnswer, frozen=True, kw_only=True):
+class ChatChunk(TextResponse, frozen=True, kw_only=True):
     """A chunk of /v1/chat/completions."""
 
     choices: list[ChatChunkChoice]

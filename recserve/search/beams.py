@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.search.filters import RequestFilters
@@ -33,24 +33,26 @@ class DenseCandidates:
     log_probs: Tensor | None = None
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """Request number [n] and item row [n] of every valid rival, in row-major order."""
+        """Returns request number [n] and item row [n] of the valid ones, in row-major order."""
         return self.valid.nonzero()[:, 0], self.rows[self.valid]
 
     def among(self, rows: Tensor) -> Tensor:
-        """[B, n] bool: which of the item rows [B, n] are rivals of their request."""
+        """[B, n] bool: which of the item rows [B, n] are dense_candidates of their request."""
         same = rows[:, :, None] == self.rows[:, None, :]
         return (same & self.valid[:, None, :]).any(-1)
 
     @cached_property
     def scores(self) -> Tensor:
         """[B, R] final scores, -inf where not valid. Only once log_probs are known."""
-        assert self.log_probs is not None, "the rivals are not scored"
+        assert self.log_probs is not None, "the dense_candidates are not scored"
         weighed = self.weights * self.dense.gather(1, self.rows)
         return (self.log_probs + weighed).masked_fill(~self.valid, float("-inf"))
 
     @cached_property
     def share(self) -> Tensor:
-        """[B, 1] what the dense head adds at most to the score of an item that is no rival."""
+        """[B, 1] what the dense head adds at most to the score of an item that is no dense
+        candidate.
+        """
         last = self.dense.gather(1, self.rows).masked_fill(~self.valid, float("inf"))
         return (self.weights * last.amin(1, True)).masked_fill(self.weights == 0, 0.0)
 
@@ -78,7 +80,7 @@ class Beams:
     tails: Tensor
     scored: Scored
     parents: Tensor | None = None
-    rivals: DenseCandidates | None = None
+    dense_candidates: DenseCandidates | None = None
     places: Tensor | None = None
     missing: Tensor | None = None
     repairs: int = 0
@@ -104,7 +106,7 @@ class Beams:
             self.tails,
             self.scored,
             parents,
-            self.rivals,
+            self.dense_candidates,
             self.places,
             self.missing,
             self.repairs,
@@ -135,9 +137,9 @@ class Beams:
         return self.alive() & (below.last - below.first > 1)
 
     @property
-    def requests(self) -> list[RecommendRequest]:
+    def requests(self) -> list[SlateQuery]:
         """What each sequence was asked."""
-        return [r for r in (s.request for s in self.sequences) if isinstance(r, RecommendRequest)]
+        return [r for r in (s.request for s in self.sequences) if isinstance(r, SlateQuery)]
 
     @property
     def widths(self) -> list[int]:

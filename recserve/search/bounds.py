@@ -24,16 +24,16 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.search.beams import Beams
 
 NEVER = 2**31  # past every place
-ROUNDING = 1e-4  # a rival's score and a beam's are sums in different orders
+ROUNDING = 1e-4  # a dense candidate's score and a beam's are sums in different orders
 
 
-def bound_places(requests: Seq[RecommendRequest], device: torch.device) -> Tensor | None:
+def bound_places(requests: Seq[SlateQuery], device: torch.device) -> Tensor | None:
     """[B, 1] place, from 0, of the score that bounds each request; NEVER where none may: as many
     items are wanted as beams are kept, or caps let items of lower scores in. None: for all.
     """
@@ -48,19 +48,19 @@ def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
 
     nodes, log_probs [B, n]: prefixes kept at one level.
     """
-    places, rivals = beams.places, beams.rivals
-    if places is None or (rivals is not None and rivals.log_probs is None):
+    places, dense_candidates = beams.places, beams.dense_candidates
+    if places is None or (dense_candidates is not None and dense_candidates.log_probs is None):
         return log_probs
     below = beams.trie.leaves(nodes)
     single = below.last - below.first == 1
-    if rivals is None:
+    if dense_candidates is None:
         known = torch.where(single, log_probs, DEAD)
         return log_probs.masked_fill(log_probs < value_at(known, places), DEAD)
     rows = beams.trie.leaf_rows[below.first].long()
-    scores = log_probs + rivals.weights * rivals.dense.gather(1, rows)
-    known = torch.where(single & ~rivals.among(rows), scores, DEAD)
-    bound = value_at(torch.cat([known, rivals.scores], dim=1), places)
-    return log_probs.masked_fill(log_probs + rivals.share < bound - ROUNDING, DEAD)
+    scores = log_probs + dense_candidates.weights * dense_candidates.dense.gather(1, rows)
+    known = torch.where(single & ~dense_candidates.among(rows), scores, DEAD)
+    bound = value_at(torch.cat([known, dense_candidates.scores], dim=1), places)
+    return log_probs.masked_fill(log_probs + dense_candidates.share < bound - ROUNDING, DEAD)
 
 
 def value_at(values: Tensor, places: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from recserve.core.request import RankRequest, TextScoreRequest
+from recserve.core.request import RankQuery, TextScoreQuery
 from recserve.core.strategy import Draft
 from recserve.kernels.tree import TokenTree, merge, root_branch
 from recserve.kernels.trie.trie_view import TrieView
@@ -17,7 +17,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
 
 
-def propose_branches(requests: Seq[RankRequest]) -> Draft:
+def propose_branches(requests: Seq[RankQuery]) -> Draft:
     """One isolated node per candidate: a candidate sees the root, up to its own exposure, and
     itself.
     """
@@ -38,13 +38,13 @@ def propose_branches(requests: Seq[RankRequest]) -> Draft:
     return Draft(tree, inputs)
 
 
-def _root_limits(request: RankRequest) -> Tensor:
+def _root_limits(request: RankQuery) -> Tensor:
     if request.root_limits is None:
         return torch.full((len(request.candidates),), len(request.root.inputs))
     return torch.from_numpy(request.root_limits).to(torch.int64)
 
 
-def propose_texts(requests: Seq[TextScoreRequest], device: torch.device) -> Draft:
+def propose_texts(requests: Seq[TextScoreQuery], device: torch.device) -> Draft:
     """One isolated branch per text: it sees the root and itself."""
     trees = [root_branch(torch.from_numpy(r.tokens), torch.from_numpy(r.offsets)) for r in requests]
     tree = merge(trees).to(device)

@@ -14,7 +14,7 @@ import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
-from recserve.core.request import Continuation, RecommendRequest, Slate
+from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import Sequence
 
 
@@ -32,7 +32,7 @@ def answer(
     allowed to find. ranked: by score, then by item row; else in the order in which they came.
     """
     request, before = sequence.request, sequence.chosen
-    assert isinstance(request, RecommendRequest)
+    assert isinstance(request, SlateQuery)
     rows = with_chosen(sequence, rows)
     if before is not None:
         scores = np.concatenate([before.scores, scores])

@@ -19,7 +19,7 @@ from torch import Tensor
 from recserve.core.allowed import is_gone
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.retrieval import VectorIndex
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_view import gone_rows
@@ -52,9 +52,7 @@ class Retrieved:
     cosines: np.ndarray
 
 
-def nearest(
-    retriever: DenseRetriever, tails: Tensor, requests: Seq[RecommendRequest]
-) -> list[Retrieved]:
+def nearest(retriever: DenseRetriever, tails: Tensor, requests: Seq[SlateQuery]) -> list[Retrieved]:
     """What the retriever finds for requests of one catalogue version: k items each, as `retrieve`.
 
     tails [B, E]: hidden state of the last root token of each. Raises ValueError for a request
@@ -76,7 +74,7 @@ def nearest(
     return retrieve(queries_of(vectors, budgets[:, used]), index, requests)
 
 
-def _shares(request: RecommendRequest, default: tuple[float, ...]) -> np.ndarray:
+def _shares(request: SlateQuery, default: tuple[float, ...]) -> np.ndarray:
     """[O] share of each outcome. Raises ValueError for a mix of another length."""
     shares = np.array(default) if request.outcome is None else request.outcome
     if shares.shape != (len(default),):
@@ -129,9 +127,7 @@ def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
     return Queries(host[owners, which], owners, budgets[owners, which])
 
 
-def retrieve(
-    queries: Queries, index: VectorIndex, requests: Seq[RecommendRequest]
-) -> list[Retrieved]:
+def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) -> list[Retrieved]:
     """The items of each request: k of them wherever k are allowed (and its caps leave k).
 
     One search for all requests; where too few of the found items were allowed, a deeper one for
@@ -153,7 +149,7 @@ def retrieve(
     return [found[b] for b in range(len(requests))]
 
 
-def first_depth(request: RecommendRequest, num_items: int) -> int:
+def first_depth(request: SlateQuery, num_items: int) -> int:
     """Items to find per vector in an index of so many, so that likely enough of them are allowed.
 
     As large a share is taken to be gone or filtered away near a vector as in the whole index.
@@ -168,7 +164,7 @@ def first_depth(request: RecommendRequest, num_items: int) -> int:
     return max(1, min(num_items, math.ceil(wanted) + excluded))
 
 
-def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
+def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
     """[n, F] bool: not excluded, gone or filtered away. rows [n, F], owners [n]."""
     trie = requests[0].trie
     excluded = [
@@ -194,7 +190,7 @@ def _slates(
     rows: np.ndarray,
     cosines: np.ndarray,
     usable: np.ndarray,
-    requests: Seq[RecommendRequest],
+    requests: Seq[SlateQuery],
 ) -> dict[int, Retrieved]:
     """The slate of each request that owns a query. rows, cosines, usable [n, F]."""
     query, column = usable.nonzero()
@@ -216,7 +212,7 @@ def _slates(
     }
 
 
-def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[RecommendRequest]) -> np.ndarray:
+def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
     """[n] bool: the first k items of each owner, those that its caps leave out not counted."""
     wanted = np.array([request.k for request in requests])
     chosen: np.ndarray = _ranks(owner) < wanted[owner]

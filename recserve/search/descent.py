@@ -9,10 +9,10 @@ from torch import Tensor
 
 from recserve.kernels import dispatch
 from recserve.kernels.trie.native_search import (
+    DenseCandidateScores,
     Levels,
     Limits,
     NativeSearch,
-    RivalScores,
     States,
     passed_prefixes,
 )
@@ -83,29 +83,29 @@ def descend(
         Limits(widths, _places(beams), beams.filters.each),
         states,
         until,
-        _rivals(beams),
+        _dense_candidates(beams),
         stops,
     )
     return NativeDescent(beams, found)
 
 
 def _places(beams: Beams) -> list[int]:
-    unscored = beams.rivals is not None and beams.rivals.log_probs is None
+    unscored = beams.dense_candidates is not None and beams.dense_candidates.log_probs is None
     if beams.places is None or unscored:
         return [-1] * beams.nodes.shape[0]
     return [-1 if place >= NEVER else place for place in beams.places.flatten().tolist()]
 
 
-def _rivals(beams: Beams) -> RivalScores | None:
-    rivals = beams.rivals
-    if rivals is None or rivals.log_probs is None:
+def _dense_candidates(beams: Beams) -> DenseCandidateScores | None:
+    dense_candidates = beams.dense_candidates
+    if dense_candidates is None or dense_candidates.log_probs is None:
         return None
-    return RivalScores(
-        rivals.rows,
-        rivals.valid,
-        rivals.scores,
-        rivals.share,
-        rivals.weights,
-        rivals.dense,
+    return DenseCandidateScores(
+        dense_candidates.rows,
+        dense_candidates.valid,
+        dense_candidates.scores,
+        dense_candidates.share,
+        dense_candidates.weights,
+        dense_candidates.dense,
         beams.trie.leaf_rows,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.item_graph import GraphWalk, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all
@@ -26,7 +26,7 @@ MOST_UNKNOWN = 1 / 16  # of the rows, newer than the graph, of which each walk s
 
 
 def best_items(
-    requests: Seq[RecommendRequest], log_probs: Tensor, item_tokens: Tensor, first_item: int | None
+    requests: Seq[SlateQuery], log_probs: Tensor, item_tokens: Tensor, first_item: int | None
 ) -> Tensor:
     """Rank keys of the best usable items of requests over one trie.
 
@@ -60,9 +60,7 @@ def best_items(
     return best
 
 
-def usable_items(
-    requests: Seq[RecommendRequest], items: int, device: torch.device
-) -> Tensor | None:
+def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) -> Tensor | None:
     """[B, I] bool: what each request and the catalogue allow; None: everything."""
     gone = gone_rows(requests[0].trie)
     open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
@@ -79,7 +77,7 @@ def usable_items(
     return usable
 
 
-def latest_items(requests: Seq[RecommendRequest], items: int, first_item: int | None) -> Tensor:
+def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) -> Tensor:
     """[B, s] rows of the last items of each history, -1 where there are fewer or none are known."""
     if first_item is None:
         return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
@@ -88,7 +86,7 @@ def latest_items(requests: Seq[RecommendRequest], items: int, first_item: int | 
     return torch.where((rows >= 0) & (rows < items), rows, -1)
 
 
-def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[int]]:
+def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
     """Numbers of the requests that walk the same graph with the same width."""
     parts: dict[tuple[int, int], list[int]] = {}
     for b, request in enumerate(requests):
@@ -99,6 +97,6 @@ def _walking_together(requests: Seq[RecommendRequest], items: int) -> list[list[
     return list(parts.values())
 
 
-def _width(request: RecommendRequest) -> int:
+def _width(request: SlateQuery) -> int:
     """Items followed in the last step: as many as a beam search would keep."""
     return max(request.beam_width, request.k)

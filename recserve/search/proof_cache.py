@@ -12,17 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest
-from recserve.core.root_notes import CachedDraft, is_plain
+from recserve.core.prefix_metadata import CachedDraft, is_plain
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.search.beams import Beams
 
 
 def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
     """Returns the cached draft of each recommend request, None where there is none."""
-    drafts = [(sequence.notes.draft, sequence.request) for sequence in sequences]
+    drafts = [(sequence.metadata.draft, sequence.request) for sequence in sequences]
     return [
-        draft if draft and isinstance(request, RecommendRequest) and draft.fits(request) else None
+        draft if draft and isinstance(request, SlateQuery) and draft.fits(request) else None
         for draft, request in drafts
     ]
 
@@ -46,7 +46,7 @@ def cache_scored(beams: Beams) -> None:
         beams.sequences, beams.requests, nodes, drafts, strict=True
     ):
         if draft is None and is_plain(request):
-            sequence.notes.draft = CachedDraft.of(request, own)
+            sequence.metadata.draft = CachedDraft.of(request, own)
 
 
 def cache_proof(beams: Beams, needed: Tensor) -> None:
@@ -64,4 +64,4 @@ def cache_proof(beams: Beams, needed: Tensor) -> None:
     nodes = torch.split(needed % size, sizes)
     for sequence, request, own in zip(beams.sequences, beams.requests, nodes, strict=True):
         if is_plain(request):
-            sequence.notes.draft = replace(CachedDraft.of(request, own), trimmed=True)
+            sequence.metadata.draft = replace(CachedDraft.of(request, own), trimmed=True)

@@ -26,6 +26,7 @@ class RecommendStrategy(Strategy, Pluggable):
 
     Attributes:
         name: Name in requests, settings and reports.
+        aliases: Older names that requests and settings may still use.
         exact: Whether a slate equals full beam search.
         dense_weight: What becomes of a request's dense weight.
         outcome: Whether it reads a request's outcome weights.
@@ -37,6 +38,7 @@ class RecommendStrategy(Strategy, Pluggable):
         recorded: Replays a recorded search. None: searches are not recorded.
     """
 
+    aliases: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[bool] = False
     dense_weight: ClassVar[DenseWeight] = "refused"
     outcome: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
 score = log-probability of the semantic id + dense_weight * log-probability under the dense head.
 The beams alone would cap what reranking can do at what the beams hold; the head's best W items, its
-rivals, have their semantic ids scored in the same trees and compete with them.
+dense_candidates, have their semantic ids scored in the same trees and compete with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recserve.search.filters import RequestFilters
 from recserve.search.scores import path_scores, root_scores
 
 
-def with_rivals(beams: Beams, model: Recommender) -> Beams:
+def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
     """Beams that carry the dense head's best allowed items, where a request weighs the head."""
     requests = beams.requests
     if not any(r.dense_weight for r in requests):
@@ -55,34 +55,42 @@ def with_rivals(beams: Beams, model: Recommender) -> Beams:
     widths = torch.tensor([r.width for r in requests], device=dense.device)
     valid = (best.values > DEAD) & (rank < widths[:, None])
     weights = torch.tensor([r.dense_weight for r in requests], device=dense.device)
-    return replace(beams, rivals=DenseCandidates(best.indices, valid, dense, weights[:, None]))
+    return replace(
+        beams, dense_candidates=DenseCandidates(best.indices, valid, dense, weights[:, None])
+    )
 
 
-def with_rival_keys(beams: Beams, skip_single: bool) -> Beams:
-    """Beams whose rivals know which prefixes the target must score for them."""
-    if beams.rivals is None:
+def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
+    """Beams whose dense_candidates know which prefixes the target must score for them."""
+    if beams.dense_candidates is None:
         return beams
-    owners, rows = beams.rivals.flat()
+    owners, rows = beams.dense_candidates.flat()
     nodes = beams.trie.nodes_of_items(rows)
     keys = needed_prefixes(beams.trie, nodes, owners, skip_single)
-    return replace(beams, rivals=replace(beams.rivals, keys=keys))
+    return replace(beams, dense_candidates=replace(beams.dense_candidates, keys=keys))
 
 
-def rival_keys(beams: Beams) -> Tensor | None:
-    """Keys of the rivals' prefixes; None where there are none, or all are scored."""
-    rivals = beams.rivals
-    return None if rivals is None or rivals.log_probs is not None else rivals.keys
+def dense_candidate_keys(beams: Beams) -> Tensor | None:
+    """Keys of the dense_candidates' prefixes; None where there are none, or all are scored."""
+    dense_candidates = beams.dense_candidates
+    return (
+        None
+        if dense_candidates is None or dense_candidates.log_probs is not None
+        else dense_candidates.keys
+    )
 
 
-def with_rival_scores(beams: Beams, model: Recommender) -> Beams:
-    """Beams whose rivals know their log-probabilities, as soon as their prefixes are scored."""
-    keys = rival_keys(beams)
+def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
+    """Beams whose dense_candidates know their log-probabilities, as soon as their prefixes are
+    scored.
+    """
+    keys = dense_candidate_keys(beams)
     if keys is None or bool((beams.scored.find(keys) < 0).any()):
         return beams
-    assert beams.rivals is not None
+    assert beams.dense_candidates is not None
     if (search := searches(beams, model.search)) is not None:
         return with_log_probs(beams, searched_scores(beams, search))
-    owners, rows = beams.rivals.flat()
+    owners, rows = beams.dense_candidates.flat()
     nodes = beams.trie.nodes_of_items(rows)
     scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
     scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
@@ -94,9 +102,12 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
 
     A search in C that only the candidates may pass finds all of them. contexts: as for `descend`.
     """
-    rivals, trie = beams.rivals, beams.trie
-    assert rivals is not None
-    own = [rows[valid] for rows, valid in zip(rivals.rows, rivals.valid, strict=True)]
+    dense_candidates, trie = beams.dense_candidates, beams.trie
+    assert dense_candidates is not None
+    own = [
+        rows[valid]
+        for rows, valid in zip(dense_candidates.rows, dense_candidates.valid, strict=True)
+    ]
     top = torch.zeros(len(own), 1, dtype=torch.int64)
     alone = replace(
         beams,
@@ -106,7 +117,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
         log_probs=torch.zeros(top.shape),
         paths=top[..., None][..., :0],
         parents=None,
-        rivals=None,
+        dense_candidates=None,
         places=None,
     )
     widths = [max(rows.shape[0], 1) for rows in own]
@@ -124,11 +135,11 @@ def _only(trie: TrieView, rows: Tensor) -> LeafFilter:
 
 
 def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
-    """Beams whose rivals have log-probabilities. scores [n]: of each valid one."""
-    assert beams.rivals is not None
-    log_probs = torch.full(beams.rivals.rows.shape, DEAD, device=scores.device)
-    log_probs[beams.rivals.valid] = scores.float()
-    return replace(beams, rivals=replace(beams.rivals, log_probs=log_probs))
+    """Beams whose dense_candidates have log-probabilities. scores [n]: of each valid one."""
+    assert beams.dense_candidates is not None
+    log_probs = torch.full(beams.dense_candidates.rows.shape, DEAD, device=scores.device)
+    log_probs[beams.dense_candidates.valid] = scores.float()
+    return replace(beams, dense_candidates=replace(beams.dense_candidates, log_probs=log_probs))
 
 
 def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
@@ -139,13 +150,15 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
     the target's own. A request whose states or scores are not finite has NotFinite instead.
     """
     rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
-    if (rivals := beams.rivals) is not None:
+    if (dense_candidates := beams.dense_candidates) is not None:
         rows, alive = rows.long(), beams.alive()
-        scores = scores + rivals.weights * rivals.dense.gather(1, rows)
-        again = ((rivals.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(-1)
-        alive = torch.cat([alive, rivals.valid & ~again], dim=1)
-        rows = torch.cat([rows, rivals.rows], dim=1)
-        scores = torch.cat([scores, rivals.scores], dim=1).masked_fill(~alive, DEAD)
+        scores = scores + dense_candidates.weights * dense_candidates.dense.gather(1, rows)
+        again = ((dense_candidates.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(
+            -1
+        )
+        alive = torch.cat([alive, dense_candidates.valid & ~again], dim=1)
+        rows = torch.cat([rows, dense_candidates.rows], dim=1)
+        scores = torch.cat([scores, dense_candidates.scores], dim=1).masked_fill(~alive, DEAD)
     if beams.flaws is not None:  # as one more beam, dead or NaN, so that nothing else is read
         scores = torch.cat([scores, (beams.flaws + DEAD)[:, None]], dim=1)
         rows = F.pad(rows, (0, 1))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, RecommendRequest, Slate
+from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
@@ -127,6 +127,6 @@ def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) 
     return Judged(*(column.cpu().numpy() for column in columns))
 
 
-def _request(sequence: Sequence) -> RecommendRequest:
-    assert isinstance(sequence.request, RecommendRequest)
+def _request(sequence: Sequence) -> SlateQuery:
+    assert isinstance(sequence.request, SlateQuery)
     return sequence.request

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.finite import flaws_of, without_flaws
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_search import KNOWN, MISSING, NativeSearch
@@ -42,7 +42,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     by_children: levels will be normalised over the valid children, so that prefixes can be left out
     that cannot enter an answer. filtered: with the requests' filters.
     """
-    requests = [s.request for s in sequences if isinstance(s.request, RecommendRequest)]
+    requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
     trie = requests[0].trie
     tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
     assert tails.shape[0] == len(sequences), "a root is not computed"
@@ -70,9 +70,13 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
 
 def _root_flaws(sequences: tuple[Sequence, ...], tails: Tensor) -> Tensor:
     """[B] of the last states [B, E] of the roots, and of the placeholders' behind them."""
-    ahead = [s.ahead for s in sequences if s.placeholders is not None and s.ahead is not None]
+    placeholder_states = [
+        s.placeholder_states
+        for s in sequences
+        if s.placeholders is not None and s.placeholder_states is not None
+    ]
     flaws = flaws_of(tails)
-    return flaws + flaws_of(torch.stack(ahead)) if ahead else flaws
+    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
 
 
 def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:

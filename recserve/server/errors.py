@@ -15,7 +15,7 @@ from recserve.core.request import DeadlineExceeded, QueueFull
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
-from recserve.schemas.items import ErrorAnswer, ErrorDetail, InvalidRequest
+from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
 from recserve.server.decoding import MalformedBody
 from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
@@ -158,14 +158,14 @@ def row_of(error: BaseException) -> Row:
     return INTERNAL
 
 
-def error_answer(error: BaseException) -> ErrorAnswer:
+def error_answer(error: BaseException) -> ErrorResponse:
     """The body of an error, without any internal name."""
     row = row_of(error)
     message = row.message or str(error) or row.code.replace("_", " ")
     if isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
         message += f"; this route takes {error.headers['Allow']}"
     param = error.param if isinstance(error, InvalidRequest) else None
-    return ErrorAnswer(
+    return ErrorResponse(
         error=ErrorDetail(message=message, type=row.type, param=param, code=row.code)
     )
 

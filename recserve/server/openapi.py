@@ -17,40 +17,40 @@ from recserve.schemas import scoring as s
 from recserve.schemas import text as t
 
 BODIES = {
-    "recommend": m.RecommendBody,
-    "rank": m.RankBody,
-    "rank_batch": m.RankBatchBody,
-    "add_events": e.EventsBody,
-    "put_items": m.ItemsBody,
-    "rollback_items": m.RollbackBody,
-    "complete": t.CompletionBody,
-    "chat": t.ChatBody,
-    "rerank": s.RerankBody,
-    "rerank_v2": s.RerankBody,
-    "generative_scoring": s.GenerativeScoringBody,
+    "recommend": m.RecommendRequest,
+    "rank": m.RankRequest,
+    "rank_batch": m.RankBatchRequest,
+    "add_events": e.EventsRequest,
+    "put_items": m.ItemsRequest,
+    "rollback_items": m.RollbackRequest,
+    "complete": t.CompletionRequest,
+    "chat": t.ChatRequest,
+    "rerank": s.RerankRequest,
+    "rerank_v2": s.RerankRequest,
+    "generative_scoring": s.GenerativeScoringRequest,
 }
 ANSWERS = {
-    "recommend": m.RecommendAnswer,
-    "rank": m.RankAnswer,
-    "rank_batch": m.RankBatchAnswer,
-    "add_events": e.EventsAnswer,
-    "complete": t.CompletionAnswer,
-    "chat": t.ChatAnswer,
-    "rerank": s.RerankAnswer,
-    "rerank_v2": s.RerankAnswer,
-    "generative_scoring": s.GenerativeScoringAnswer,
-    "history": e.HistoryAnswer,
-    "item": m.ItemAnswer,
-    "put_items": m.ItemsAnswer,
-    "hide_item": m.HiddenAnswer,
-    "rollback_items": m.RollbackAnswer,
+    "recommend": m.RecommendResponse,
+    "rank": m.RankResponse,
+    "rank_batch": m.RankBatchResponse,
+    "add_events": e.EventsResponse,
+    "complete": t.CompletionResponse,
+    "chat": t.ChatResponse,
+    "rerank": s.RerankResponse,
+    "rerank_v2": s.RerankResponse,
+    "generative_scoring": s.GenerativeScoringResponse,
+    "history": e.HistoryResponse,
+    "item": m.ItemResponse,
+    "put_items": m.ItemsResponse,
+    "hide_item": m.HideItemResponse,
+    "rollback_items": m.RollbackResponse,
 }
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI description of the app."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorAnswer, m.ItemBody]
+    kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorResponse, m.ItemInput]
     kinds = list(dict.fromkeys(kinds))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -63,7 +63,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             if name in BODIES:
                 content = {"application/json": {"schema": by_kind[BODIES[name]]}}
                 operation["requestBody"] = {"required": True, "content": content}
-            error = {"application/json": {"schema": by_kind[m.ErrorAnswer]}}
+            error = {"application/json": {"schema": by_kind[m.ErrorResponse]}}
             operation["responses"] = {"default": {"description": "Refused.", "content": error}}
             if name == "delete_user":
                 operation["responses"]["204"] = {"description": "Forgotten."}

@@ -19,19 +19,19 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.metrics import Gauges
-from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
+from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.schemas.items import (
-    HiddenAnswer,
-    ItemAnswer,
-    ItemsAnswer,
-    ItemsBody,
-    RankAnswer,
-    RankBatchBody,
-    RankBody,
-    RecommendAnswer,
-    RecommendBody,
-    RollbackAnswer,
-    RollbackBody,
+    HideItemResponse,
+    ItemResponse,
+    ItemsRequest,
+    ItemsResponse,
+    RankBatchRequest,
+    RankRequest,
+    RankResponse,
+    RecommendRequest,
+    RecommendResponse,
+    RollbackRequest,
+    RollbackResponse,
 )
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
@@ -185,8 +185,8 @@ class Service:
         return self._texts
 
     def begin_recommend(
-        self, body: RecommendBody, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RecommendAnswer]:
+        self, body: RecommendRequest, request_id: str | None = None, deadline_s: float | None = None
+    ) -> Pending[RecommendResponse]:
         """Starts a recommendation.
 
         Args:
@@ -203,23 +203,23 @@ class Service:
         return self.recommendations.begin(body, request_id or body.request_id, deadline_s)
 
     def begin_rank(
-        self, body: RankBody, request_id: str | None = None, deadline_s: float | None = None
-    ) -> Pending[RankAnswer]:
+        self, body: RankRequest, request_id: str | None = None, deadline_s: float | None = None
+    ) -> Pending[RankResponse]:
         """Starts a ranking, as `begin_recommend`."""
         return self.rankings.begin(body, request_id or body.request_id, deadline_s)
 
     def begin_rank_batch(
         self,
-        body: RankBatchBody,
+        body: RankBatchRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> list[Pending[RankAnswer]]:
+    ) -> list[Pending[RankResponse]]:
         """Starts the rankings of a batch, in order; an invalid one answers with its error.
 
         Raises:
             QueueFull: If not all find a place; the others are cancelled.
         """
-        works: list[Pending[RankAnswer]] = []
+        works: list[Pending[RankResponse]] = []
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
             try:
@@ -233,18 +233,20 @@ class Service:
                 raise
         return works
 
-    def recommend(self, body: RecommendBody) -> RecommendAnswer:
+    def recommend(self, body: RecommendRequest) -> RecommendResponse:
         """Returns a slate."""
         return self.begin_recommend(body).wait()
 
-    def rank(self, body: RankBody) -> RankAnswer:
+    def rank(self, body: RankRequest) -> RankResponse:
         """Returns a ranking."""
         return self.begin_rank(body).wait()
 
-    def recommend_many(self, bodies: Sequence[RecommendBody]) -> list[RecommendAnswer | Exception]:
+    def recommend_many(
+        self, bodies: Sequence[RecommendRequest]
+    ) -> list[RecommendResponse | Exception]:
         """Returns slates in order, computed together; a refused body has an exception instead."""
-        answers: list[RecommendAnswer | Exception] = []
-        works: deque[Pending[RecommendAnswer]] = deque()
+        answers: list[RecommendResponse | Exception] = []
+        works: deque[Pending[RecommendResponse]] = deque()
         for body in bodies:
             while len(works) >= MANY_IN_FLIGHT:
                 answers.append(works.popleft().outcome())
@@ -258,11 +260,11 @@ class Service:
         """Cancels a request."""
         self.engine.cancel(future)
 
-    def add_events(self, body: EventsBody) -> EventsAnswer:
+    def add_events(self, body: EventsRequest) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable."""
         return self.users.add(body)
 
-    def history(self, user_id: str) -> HistoryAnswer:
+    def history(self, user_id: str) -> HistoryResponse:
         """Returns a user's stored events. Raises StoreUnavailable or CorruptHistory."""
         return self.users.history(user_id)
 
@@ -270,19 +272,19 @@ class Service:
         """Removes a user from the history store and from the caches. Raises StoreUnavailable."""
         self.users.delete(user_id)
 
-    def item(self, item_id: str) -> ItemAnswer:
+    def item(self, item_id: str) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""
         return self.items.get(item_id)
 
-    def put_items(self, body: ItemsBody) -> ItemsAnswer:
+    def put_items(self, body: ItemsRequest) -> ItemsResponse:
         """Inserts and updates items. Raises JournalError."""
         return self.items.put(body)
 
-    def hide_item(self, item_id: str) -> HiddenAnswer:
+    def hide_item(self, item_id: str) -> HideItemResponse:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
-        return HiddenAnswer(item_id=item_id, catalog_version=self.items.hide(item_id))
+        return HideItemResponse(item_id=item_id, catalog_version=self.items.hide(item_id))
 
-    def rollback_items(self, body: RollbackBody) -> RollbackAnswer:
+    def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
         """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
         return self.items.rollback(body.catalog_version)
 
@@ -334,7 +336,7 @@ class Service:
             raise ServiceClosed("the service is closed")
         return self._parts
 
-    def _begin_patiently(self, body: RecommendBody) -> Pending[RecommendAnswer]:
+    def _begin_patiently(self, body: RecommendRequest) -> Pending[RecommendResponse]:
         """As `begin_recommend`; waits for a place where the queue is full."""
         while True:
             try:

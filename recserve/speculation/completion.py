@@ -40,7 +40,7 @@ class TextCommit:
 
 
 @dataclass(frozen=True)
-class TextRequest:
+class TextQuery:
     """Continue a prompt.
 
     prompt [n] int64: at least one token. priority: smaller is sooner. deadline_s:
@@ -82,7 +82,7 @@ class SpeculationCounts:
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer to a TextRequest.
+    """Answer to a TextQuery.
 
     tokens [m] int64: what was written, without the stop token. stop_token: the one that ended it,
     None if something else did. finish_reason: `length` for max_tokens and for the context limit.

@@ -14,9 +14,9 @@ from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import SchemaError
 from recserve.schemas.items import (
     InvalidRequest,
-    RecommendAnswer,
-    RecommendBody,
     RecommendedItem,
+    RecommendRequest,
+    RecommendResponse,
     TimingMs,
     UserRef,
 )
@@ -37,7 +37,7 @@ def recommend(bodies, degraded=()):
             )
             for rank in range(1, body.k + 1)
         ]
-        answer = RecommendAnswer(
+        answer = RecommendResponse(
             request_id="r",
             strategy=body.strategy,
             exact=True,
@@ -271,10 +271,10 @@ def test_k_has_bounds(k):
 def test_groups_of_the_real_service_repeat_to_the_last_bit(tmp_path):
     """150 requests in groups of 50, twice: equal scores, not close ones; a wrong one is refused."""
     bodies = [
-        RecommendBody(history=[f"item{(7 * i + j) % 500:06d}" for j in range(1 + i % 12)], k=5)
+        RecommendRequest(history=[f"item{(7 * i + j) % 500:06d}" for j in range(1 + i % 12)], k=5)
         for i in range(150)
     ]
-    bodies[70] = RecommendBody(user=UserRef(id="user000001"), strategy="no such thing")
+    bodies[70] = RecommendRequest(user=UserRef(id="user000001"), strategy="no such thing")
     runs = []
     for name in ("one", "two"):
         with Service.open(shared_bundle(), f"lmdb:{tmp_path / name}", "cpu") as service:

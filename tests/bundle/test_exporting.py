@@ -13,7 +13,7 @@ from recserve.bundle import exporting
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.bundle.exporting import export_llama
 from recserve.cli.app import app
-from recserve.core.request import RecommendRequest, Root
+from recserve.core.request import Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens
 from recserve.kernels.trie.trie import build_trie
@@ -95,7 +95,7 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
         tokens = root_tokens(rows, catalog.index.codes, catalog.index.codebook_sizes, "codes")
         root = Root(NodeInputs(torch.from_numpy(tokens)), tokens)
         assert tokens.tolist() == prompt
-        slate = build_engine(EngineModels(model)).run(RecommendRequest(root, trie, WIDTH, WIDTH))
+        slate = build_engine(EngineModels(model)).run(SlateQuery(root, trie, WIDTH, WIDTH))
         assert [catalog.items.ids[row] for row in slate.rows] == expected
         np.testing.assert_allclose(slate.scores, out.sequences_scores.numpy(), atol=1e-4)
 

@@ -15,12 +15,13 @@ for name in ("matplotlib", "scipy", "sklearn"):
 COMMAND = "from recserve.cli import main\nsys.argv = ['recserve', *sys.argv[1:]]\nmain()\n"
 SERVING = """
 import recserve.batch.generate, recserve.batch.job, recserve.batch.together, recserve.server.run
-from recserve import RecommendBody, Service
-from recserve.schemas.items import ItemsBody
+from recserve import RecommendRequest, Service
+from recserve.schemas.items import ItemsRequest
 with Service.open(sys.argv[1]) as service:
-    changed = service.put_items(ItemsBody(items=[{"item_id": "new", "title": "Quiet garden pan"}]))
+    new = {"item_id": "new", "title": "Quiet garden pan"}
+    changed = service.put_items(ItemsRequest(items=[new]))
     assert not changed.rejected, changed.rejected
-    print(len(service.recommend(RecommendBody(history=["new"], k=3)).items))
+    print(len(service.recommend(RecommendRequest(history=["new"], k=3)).items))
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems, packed_rows
-from recserve.core.request import LikelihoodRequest, RecommendRequest
+from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.kernels import dispatch
 from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie import build_trie
@@ -172,10 +172,10 @@ def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, m
     draw = np.random.default_rng(5)
     root = draw_root(model, 4, 0)
     live = np.setdiff1d(changed.rows.numpy(), changed.hidden)
-    scored = engine.run(LikelihoodRequest(root, changed.overlay, live)).values[:, 0]
+    scored = engine.run(LikelihoodQuery(root, changed.overlay, live)).values[:, 0]
     half, bitmap = draw_items(draw, changed.num_rows, len(changed.base_codes))
     three = np.isin(np.arange(changed.num_rows), live[:3])
-    plain = RecommendRequest(root, changed.overlay, 5, 2 * len(live), dense_weight=dense_weight)
+    plain = SlateQuery(root, changed.overlay, 5, 2 * len(live), dense_weight=dense_weight)
     asked, usable = [], []
     for allowed, mask in ((None, None), (half, bitmap), (AllowedItems.of(three), three)):
         for count in (0, 4):

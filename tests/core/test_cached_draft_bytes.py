@@ -5,8 +5,8 @@ import weakref
 import numpy as np
 import torch
 
-from recserve.core.request import RecommendRequest, Root
-from recserve.core.root_notes import CachedDraft
+from recserve.core.prefix_metadata import CachedDraft
+from recserve.core.request import Root, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 
@@ -15,7 +15,7 @@ ROOT = Root(NodeInputs(torch.arange(3)), np.arange(3))
 
 
 def asked(excluded):
-    return RecommendRequest(ROOT, TRIE, 5, 8, "speculative", excluded)
+    return SlateQuery(ROOT, TRIE, 5, 8, "speculative", excluded)
 
 
 def draft_of(excluded):

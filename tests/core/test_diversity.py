@@ -11,7 +11,7 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
 from recserve.core.prefix_groups import PrefixGroups
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search.heads import Heads
@@ -79,7 +79,7 @@ class World:
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
         root = draw_root(self.model, seed % 7, seed)
-        return RecommendRequest(root, self.trie, **asked | fields)
+        return SlateQuery(root, self.trie, **asked | fields)
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
@@ -210,7 +210,7 @@ def test_thirty_prefixes_of_their_own():
     engine = build_engine(EngineModels(model), CONFIG)
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
-        request = RecommendRequest(draw_root(model, 6, seed), trie, 10, 10, caps=(cap,))
+        request = SlateQuery(draw_root(model, 6, seed), trie, 10, 10, caps=(cap,))
         slate = engine.run(request)
         again += slate.rounds > trie.num_levels
         assert len(set(codes[slate.rows, 0].tolist())) == slate.rows.size == 10

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import recserve
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -16,7 +16,7 @@ SMALL = EngineConfig(kv_bytes=4 * 2**20)
 @torch.inference_mode()
 def test_the_deprecated_constructor_warns_and_answers_alike():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = RecommendRequest(draw_root(model, 5, 0), trie, 5, 8)
+    request = SlateQuery(draw_root(model, 5, 0), trie, 5, 8)
     with pytest.warns(DeprecationWarning, match="build_engine"):
         old = recserve.Engine(model, None, SMALL)
     assert isinstance(old, Engine)

@@ -11,12 +11,12 @@ import torch
 from recserve.core.allowed import AllowedItems
 from recserve.core.request import (
     DeadlineExceeded,
-    LikelihoodRequest,
+    LikelihoodQuery,
     QueueFull,
-    RankRequest,
-    RecommendRequest,
+    RankQuery,
     Root,
     RootKeys,
+    SlateQuery,
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
@@ -75,12 +75,12 @@ def test_wide_beam_equals_exhaustive_scoring(codes, form, normalization):
     for seed, events in enumerate([0, 1, 23]):
         root = draw_root(model, events, seed)
         expected = all_scores(model, trie, root)
-        slate = engine.run(RecommendRequest(root, trie, len(codes), 2 * len(codes)))
+        slate = engine.run(SlateQuery(root, trie, len(codes), 2 * len(codes)))
         order = torch.argsort(expected, descending=True, stable=True)
         assert slate.rows.tolist() == order.tolist()
         np.testing.assert_allclose(slate.scores, expected[order], rtol=1e-4, atol=1e-4)
         rows = np.random.default_rng(0).permutation(len(codes))
-        scores = engine.run(LikelihoodRequest(root, trie, rows)).values[:, 0]
+        scores = engine.run(LikelihoodQuery(root, trie, rows)).values[:, 0]
         np.testing.assert_allclose(scores, expected[rows], rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +119,7 @@ def test_narrow_beam_equals_a_plain_beam_search(form, normalization):
     for width, seed in product((1, 3, 10), range(4)):
         root = draw_root(model, 5 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, trie.num_items, 30)
-        slate = engine.run(RecommendRequest(root, trie, width, width, excluded=excluded))
+        slate = engine.run(SlateQuery(root, trie, width, width, excluded=excluded))
         expected = plain_beam(model, trie, root, width, excluded.tolist())
         assert slate.rows.tolist() == [row for row, _ in expected]
         np.testing.assert_allclose(slate.scores, [s for _, s in expected], rtol=1e-4, atol=1e-4)
@@ -139,15 +139,13 @@ def test_filters_leave_no_beam_dead(form, normalization):
         allowed = np.zeros(len(codes), dtype=bool)
         allowed[kept] = True
         items = AllowedItems.of(allowed)
-        bitmap = engine.run(RecommendRequest(root, trie, 10, 200, allowed=items))
-        listed = engine.run(
-            RecommendRequest(root, trie, 10, 200, excluded=np.flatnonzero(~allowed))
-        )
+        bitmap = engine.run(SlateQuery(root, trie, 10, 200, allowed=items))
+        listed = engine.run(SlateQuery(root, trie, 10, 200, excluded=np.flatnonzero(~allowed)))
         best = kept[np.argsort(-scores[kept].numpy(), kind="stable")][:10]
         assert bitmap.rows.tolist() == listed.rows.tolist() == best.tolist()
-        narrow = engine.run(RecommendRequest(root, trie, 3, 3, allowed=items))
+        narrow = engine.run(SlateQuery(root, trie, 3, 3, allowed=items))
         assert len(narrow.rows) == min(3, keep) and allowed[narrow.rows].all()
-        both = engine.run(RecommendRequest(root, trie, 10, 200, excluded=best[:1], allowed=items))
+        both = engine.run(SlateQuery(root, trie, 10, 200, excluded=best[:1], allowed=items))
         rest = kept[np.argsort(-scores[kept].numpy(), kind="stable")][1:11]
         assert both.rows.tolist() == rest.tolist()
 
@@ -157,8 +155,8 @@ def test_dense_reranking_adds_the_weighted_log_softmax():
     model, trie = make(codes, "items", "children")
     engine = engine_of(model)
     root = draw_root(model, 6, 3)
-    plain = engine.run(RecommendRequest(root, trie, len(codes), 200))
-    mixed = engine.run(RecommendRequest(root, trie, len(codes), 200, dense_weight=0.7))
+    plain = engine.run(SlateQuery(root, trie, len(codes), 200))
+    mixed = engine.run(SlateQuery(root, trie, len(codes), 200, dense_weight=0.7))
     with torch.inference_mode():
         tokens = root.inputs.tokens[None]
         hidden = model(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())[:, -1]
@@ -174,7 +172,7 @@ def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
     """Alone, packed with 20 others of other widths, again from the cache, and after new events."""
     model, trie = make(CATALOGUES["ordinary"], form, normalization)
     requests = [
-        RecommendRequest(draw_root(model, 1 + 3 * i, i), trie, 2 + i % 5, 3 + i) for i in range(20)
+        SlateQuery(draw_root(model, 1 + 3 * i, i), trie, 2 + i % 5, 3 + i) for i in range(20)
     ]
     alone = [engine_of(model).run(r) for r in requests]
     engine = engine_of(model)
@@ -194,14 +192,14 @@ def test_a_returning_user_costs_only_new_events(page_size):
     root = draw_root(model, 40, 0)
     for events in (10, 11, 27, 40):
         part = Root(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
-        request = RecommendRequest(part, trie, 5, 10)
+        request = SlateQuery(part, trie, 5, 10)
         before = {10: 0, 11: 11, 27: 12, 40: 28}[events]
         slate, fresh = engine.run(request), engine_of(model).run(request)
         assert slate.timing.root_cached == before
         assert slate.rows.tolist() == fresh.rows.tolist()
         np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
     engine.forget(RootKeys(root.keys))
-    assert engine.run(RecommendRequest(root, trie, 5, 10)).timing.root_cached == 0
+    assert engine.run(SlateQuery(root, trie, 5, 10)).timing.root_cached == 0
 
 
 def test_pages_in_equal_pages_out_under_pressure():
@@ -210,7 +208,7 @@ def test_pages_in_equal_pages_out_under_pressure():
     slot = 2 * 2 * 2 * 8 * 4
     engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 70))
     requests = [
-        RecommendRequest(draw_root(model, 3 + i // 3 % 11, i // 3), trie, 3, 6) for i in range(120)
+        SlateQuery(draw_root(model, 3 + i // 3 % 11, i // 3), trie, 3, 6) for i in range(120)
     ]
     answers = engine.run_many(requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -226,11 +224,11 @@ def test_too_large_full_late_and_cancelled():
     engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
     root = draw_root(model, 5, 0)
     with pytest.raises(RequestTooLarge, match="pages"):
-        engine.submit(RecommendRequest(root, trie, 120, 120))
-    late = engine.submit(RecommendRequest(root, trie, 3, 3, deadline_s=time.monotonic() - 1))
-    gone = engine.submit(RecommendRequest(root, trie, 3, 3))
+        engine.submit(SlateQuery(root, trie, 120, 120))
+    late = engine.submit(SlateQuery(root, trie, 3, 3, deadline_s=time.monotonic() - 1))
+    gone = engine.submit(SlateQuery(root, trie, 3, 3))
     with pytest.raises(QueueFull) as refused:
-        engine.submit(RecommendRequest(root, trie, 3, 3))
+        engine.submit(SlateQuery(root, trie, 3, 3))
     assert refused.value.retry_after_s > 0
     engine.cancel(gone)
     while engine.step():
@@ -239,15 +237,15 @@ def test_too_large_full_late_and_cancelled():
         late.result(0)
     assert gone.cancelled() and engine.stats().pages_free == engine.stats().pages_total
     with pytest.raises(ValueError, match="no ranker"):
-        engine.submit(RankRequest(root, root.inputs))
+        engine.submit(RankQuery(root, root.inputs))
 
 
 def test_a_bad_request_does_not_hurt_its_neighbours():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
     root = draw_root(model, 5, 0)
-    good = RecommendRequest(root, trie, 3, 3)
-    bad = RecommendRequest(draw_root(model, 6, 1), trie, 3, 3, excluded=np.array([10**6]))
+    good = SlateQuery(root, trie, 3, 3)
+    bad = SlateQuery(draw_root(model, 6, 1), trie, 3, 3, excluded=np.array([10**6]))
     futures = [engine.submit(r) for r in (good, bad, good)]
     while engine.step():
         pass
@@ -262,7 +260,7 @@ def test_thread_answers_and_closes():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
     engine.start()
-    requests = [RecommendRequest(draw_root(model, 5, i), trie, 3, 5) for i in range(30)]
+    requests = [SlateQuery(draw_root(model, 5, i), trie, 3, 5) for i in range(30)]
     futures = [engine.submit(r) for r in requests]
     answers = [f.result(30) for f in futures]
     assert engine.alive
@@ -302,20 +300,20 @@ def test_ranking_equals_a_dense_mask_and_needs_no_company(profile, long, recent)
     n = len(root.inputs)
     limits = np.random.default_rng(0).integers(root.shared, n + 1, 300)
     for chosen in (None, limits):
-        scores = engine.run(RankRequest(root, candidates, chosen)).values
+        scores = engine.run(RankQuery(root, candidates, chosen)).values
         np.testing.assert_allclose(
             scores, plain_ranking(ranker, root, candidates, chosen), rtol=1e-4, atol=1e-5
         )
         order = torch.randperm(300, generator=torch.manual_seed(0))
         shuffled = engine.run(
-            RankRequest(
+            RankQuery(
                 root, candidates.select(order), None if chosen is None else chosen[order.numpy()]
             )
         )
         np.testing.assert_allclose(shuffled.values, scores[order.numpy()], atol=1e-5)
         for i in (0, 150, 299):
             alone = engine.run(
-                RankRequest(
+                RankQuery(
                     root,
                     candidates.select(slice(i, i + 1)),
                     None if chosen is None else chosen[i : i + 1],
@@ -334,13 +332,13 @@ def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations(
     for recent in (4, 5, 12):
         rows = slice(0, 21 + recent)
         root = Root(whole.inputs.select(rows), whole.keys[rows], 21)
-        requests.append(RankRequest(root, candidates))
+        requests.append(RankQuery(root, candidates))
         expected.append(plain_ranking(ranker, root, candidates, None))
     for request, scores in zip(requests, expected, strict=True):
         answer = engine.run(request)
         np.testing.assert_allclose(answer.values, scores, rtol=1e-4, atol=1e-5)
     assert answer.timing.root_cached == 26
-    recommend = RecommendRequest(draw_root(model, 9, 0), trie, 3, 5)
+    recommend = SlateQuery(draw_root(model, 9, 0), trie, 3, 5)
     mixed = engine.run_many([requests[0], recommend, requests[2]])
     np.testing.assert_allclose(mixed[0].values, expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mixed[2].values, expected[2], rtol=1e-4, atol=1e-5)
@@ -352,16 +350,16 @@ def test_4096_candidates_score_as_they_do_alone():
     engine = engine_of(ranker=ranker)
     root = ranking_root(1, 10, 5, 0)
     candidates = draw_rows(4096, 3, 9)
-    scores = engine.run(RankRequest(root, candidates)).values
+    scores = engine.run(RankQuery(root, candidates)).values
     for i in range(0, 4096, 511):
-        alone = engine.run(RankRequest(root, candidates.select(slice(i, i + 1)))).values[0]
+        alone = engine.run(RankQuery(root, candidates.select(slice(i, i + 1)))).values[0]
         np.testing.assert_allclose(alone, scores[i], atol=1e-5)
 
 
 def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
-    cached = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
+    cached = SlateQuery(draw_root(model, 5, 0), trie, 3, 3)
     expected = engine.run(cached).rows.tolist()
 
     def fail(*_):
@@ -384,8 +382,8 @@ def test_an_answer_that_fails_takes_no_other_with_it(monkeypatch):
     """Two cohorts end in one step; that of the second strategy cannot make its answers."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
-    good = RecommendRequest(draw_root(model, 5, 0), trie, 3, 3)
-    bad = LikelihoodRequest(draw_root(model, 6, 1), trie, np.array([0, 1]))
+    good = SlateQuery(draw_root(model, 5, 0), trie, 3, 3)
+    bad = LikelihoodQuery(draw_root(model, 6, 1), trie, np.array([0, 1]))
     expected = engine.run(good).rows.tolist()
     engine.forget_all()
 
@@ -414,7 +412,7 @@ def test_a_large_request_is_not_starved_by_small_ones():
     order: list[int] = []
     widths = [3, 40, 3, 3, 3, 40, 3]
     for number, width in enumerate(widths):
-        future = engine.submit(RecommendRequest(draw_root(model, 4, number), trie, 3, width))
+        future = engine.submit(SlateQuery(draw_root(model, 4, number), trie, 3, width))
         future.add_done_callback(lambda _, number=number: order.append(number))
     while engine.step():
         pass
@@ -436,7 +434,7 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
         common = dict(root=root, trie=trie, k=width, beam_width=width, strategy=strategy)
         weight = 1.5 * (seed != 1)
-        requests.append(RecommendRequest(**common, excluded=excluded, dense_weight=weight))
+        requests.append(SlateQuery(**common, excluded=excluded, dense_weight=weight))
         with torch.inference_mode():
             tokens = root.inputs.tokens[None]
             hidden = model(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())[:, -1]
@@ -444,8 +442,8 @@ def test_dense_head_items_compete_with_the_beams(width, strategy):
             beams = [row for row, _ in plain_beam(model, trie, root, width, excluded.tolist())]
         scores = all_scores(model, trie, root).numpy() + weight * dense
         dense[excluded] = -np.inf
-        rivals = np.argsort(-dense, kind="stable")[:width].tolist() if weight else []
-        pool = sorted({*beams, *rivals}, key=lambda row: -scores[row])[:width]
+        dense_candidates = np.argsort(-dense, kind="stable")[:width].tolist() if weight else []
+        pool = sorted({*beams, *dense_candidates}, key=lambda row: -scores[row])[:width]
         expected.append((pool, scores[pool]))
     for answer, (rows, scores) in zip(engine.run_many(requests), expected, strict=True):
         assert answer.rows.tolist() == rows
@@ -460,9 +458,9 @@ def test_likelihood_of_an_item_is_the_same_in_any_company(form, normalization):
     engine = engine_of(model, config=EngineConfig(kv_bytes=2**26))
     root = draw_root(model, 7, 0)
     rows = np.random.default_rng(0).permutation(len(codes))[:4096]
-    scores = engine.run(LikelihoodRequest(root, trie, rows)).values[:, 0]
-    again = engine.run(LikelihoodRequest(root, trie, rows[::-1].copy())).values[::-1, 0]
+    scores = engine.run(LikelihoodQuery(root, trie, rows)).values[:, 0]
+    again = engine.run(LikelihoodQuery(root, trie, rows[::-1].copy())).values[::-1, 0]
     np.testing.assert_allclose(again, scores, atol=2e-5)
     for i in (0, 1000, 4095):
-        alone = engine.run(LikelihoodRequest(root, trie, rows[[i, i]])).values[:, 0]
+        alone = engine.run(LikelihoodQuery(root, trie, rows[[i, i]])).values[:, 0]
         np.testing.assert_allclose(alone, scores[i], atol=2e-5)

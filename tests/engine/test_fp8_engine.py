@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recserve.config import ServerConfig
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text.scheduler import TextScheduler
@@ -17,11 +17,11 @@ from recserve.kernels import dispatch
 from recserve.kernels.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
-from recserve.schemas.events import EventBody, EventsBody
-from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
+from recserve.schemas.events import EventInput, EventsRequest
+from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
 from recserve.search.heads import Heads
 from recserve.server.app import load
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
@@ -71,7 +71,7 @@ def asked(expected, name, drafter="none"):
     for number, prompt in enumerate(prompts(8)):
         other = others[(others.index(name) + number) % len(others)] if number % 2 else name
         params, tokens = expected[other, number]
-        requests.append(TextRequest(prompt, params, Speculation(drafter)))
+        requests.append(TextQuery(prompt, params, Speculation(drafter)))
         wanted.append(tokens)
     known = {tuple(r.prompt.tolist()): w for r, w in zip(requests, wanted, strict=True)}
     return requests, wanted, known
@@ -142,8 +142,7 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
 
     def slates(strategy, engine):
         requests = [
-            RecommendRequest(draw_root(trained, 1 + 9 * i, i), trie, 5, 12, strategy)
-            for i in range(4)
+            SlateQuery(draw_root(trained, 1 + 9 * i, i), trie, 5, 12, strategy) for i in range(4)
         ]
         return engine.run_many(requests), requests
 
@@ -190,11 +189,11 @@ def test_it_is_a_setting_of_the_server(tmp_path):
         service = load(config)
         try:
             user, ids = UserRef(id="me"), service.runtime.snapshot.catalog.items.ids
-            events = [EventBody(user_id="me", item_id=item) for item in ids[50:61]]
-            service.add_events(EventsBody(events=events))
+            events = [EventInput(user_id="me", item_id=item) for item in ids[50:61]]
+            service.add_events(EventsRequest(events=events))
             candidates = [Candidate(item_id=item) for item in ids[:40]]
-            slate = service.recommend(RecommendBody(user=user, k=10))
-            ranked = service.rank(RankBody(user=user, candidates=candidates))
+            slate = service.recommend(RecommendRequest(user=user, k=10))
+            ranked = service.rank(RankRequest(user=user, candidates=candidates))
             rooms = [service.engine.room(name) for name in ("recommender", "ranker")]
             return rooms, [i.score for i in slate.items], {i.item_id: i.score for i in ranked.items}
         finally:

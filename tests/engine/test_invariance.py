@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import LikelihoodRequest, RankRequest, RecommendRequest, Root
+from recserve.core.request import LikelihoodQuery, RankQuery, Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -16,8 +16,8 @@ from recserve.engine.runtime.invariance import NotInvariant
 from recserve.kernels import dispatch
 from recserve.kernels.cpu.exact_attention import ExactTreeAttention
 from recserve.models.packing import PackedLinear, packable
-from recserve.schemas.events import EventBody, EventsBody
-from recserve.schemas.items import Candidate, RankBody, RecommendBody, UserRef
+from recserve.schemas.events import EventInput, EventsRequest
+from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
 from recserve.search.heads import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
@@ -83,9 +83,9 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
     weight = 1.0 if form == "items" else 0.0
     roots = [draw_root(model, events, seed) for seed, events in enumerate([23, 1, 40, 7])]
 
-    def requests(strategy: str) -> list[RecommendRequest]:
+    def requests(strategy: str) -> list[SlateQuery]:
         return [
-            RecommendRequest(root, trie, 5, 6 + 5 * i, dense_weight=weight, strategy=strategy)
+            SlateQuery(root, trie, 5, 6 + 5 * i, dense_weight=weight, strategy=strategy)
             for i, root in enumerate(roots)
         ]
 
@@ -104,8 +104,8 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
     same_slates([again], alone[:1])
     same_slates(engine().run_many(requests("speculative")), alone)
     rows = np.arange(min(40, len(CATALOGUES[catalogue])))
-    wide = engine().run(LikelihoodRequest(roots[0], trie, rows))
-    few = engine().run(LikelihoodRequest(roots[0], trie, rows[3:5]))
+    wide = engine().run(LikelihoodQuery(roots[0], trie, rows))
+    few = engine().run(LikelihoodQuery(roots[0], trie, rows[3:5]))
     assert wide.values[3:5].tobytes() == few.values.tobytes()
 
 
@@ -148,7 +148,7 @@ def test_strategies_that_are_not_covered_are_not_offered():
     engine = build_engine(EngineModels(model, heads=heads), SIZES)
     assert engine.strategies == ("beam", "speculative")
     with pytest.raises(ValueError, match="strategy is 'nezha'; choose one of"):
-        engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 5, 5, strategy="nezha"))
+        engine.submit(SlateQuery(draw_root(model, 3, 0), trie, 5, 5, strategy="nezha"))
 
 
 def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
@@ -167,15 +167,15 @@ def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
 
     def ask(service: Service, few: int) -> list[dict[str, float]]:
         user = UserRef(id="me")
-        slate = service.recommend(RecommendBody(user=user, k=20))
+        slate = service.recommend(RecommendRequest(user=user, k=20))
         candidates = [Candidate(item_id=i) for i in ids[20 : 20 + few]]
-        ranked = service.rank(RankBody(user=user, candidates=candidates, scorer="likelihood"))
+        ranked = service.rank(RankRequest(user=user, candidates=candidates, scorer="likelihood"))
         return [{i.item_id: i.score for i in answer.items} for answer in (slate, ranked)]
 
     with opened("cold") as cold, opened("warm") as warm:
         ids = cold.runtime.snapshot.catalog.items.ids
         for item in ids[:11]:
-            events = EventsBody(events=[EventBody(user_id="me", item_id=item)])
+            events = EventsRequest(events=[EventInput(user_id="me", item_id=item)])
             cold.add_events(events)
             warm.add_events(events)
             ask(warm, 3)
@@ -197,7 +197,7 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
         return build_engine(EngineModels(ranker=ranker), replace(SIZES, page_size=8))
 
     for chosen in (None, limits):
-        requests = [RankRequest(root, candidates, chosen) for root in roots]
+        requests = [RankQuery(root, candidates, chosen) for root in roots]
         alone = [engine().run(request).values for request in requests]
         grown = engine()
         for number, request in enumerate(requests):
@@ -208,5 +208,5 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
             assert answer.values.tobytes() == expected.tobytes()
         for i in (0, 150, 299):
             own = None if chosen is None else chosen[i : i + 1]
-            one = RankRequest(roots[2], candidates.select(slice(i, i + 1)), own)
+            one = RankQuery(roots[2], candidates.select(slice(i, i + 1)), own)
             assert engine().run(one).values[0].tobytes() == alone[2][i].tobytes()

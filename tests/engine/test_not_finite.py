@@ -21,7 +21,7 @@ from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.kernels.fp8 import parts
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -32,7 +32,7 @@ from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_plain import drawn_model
 
 NAN = float("nan")
-AT_ONCE = ("nezha", "parallel", "dense")
+AT_ONCE = ("nezha", "rpg", "dense")
 IN_TREES = ("beam", "speculative", "specgr", "likelihood")
 
 
@@ -365,7 +365,7 @@ RULES = ("sample", "rejection", "multi_step", "block", "typical")
 
 def texts(parameters="greedy", speculation=None, count=3):
     return [
-        TextRequest(
+        TextQuery(
             prompt,
             SamplingParams(**{"max_tokens": 9, "seed": n} | PARAMETERS[parameters]),
             speculation or Speculation("none"),
@@ -424,9 +424,9 @@ def test_a_chunk_of_a_long_prompt_whose_states_are_not_finite():
     engine = engine_for(model)
     lane = engine.schedulers["text"]
     lane.limits = replace(lane.limits, prefill_tokens=12)
-    requests = [TextRequest(np.arange(30) % 40, SamplingParams(temperature=0.0, max_tokens=4))]
+    requests = [TextQuery(np.arange(30) % 40, SamplingParams(temperature=0.0, max_tokens=4))]
     assert_one_text_fails(engine, requests, 0, 0, 1)
-    short = TextRequest(np.arange(6), SamplingParams(temperature=0.0, max_tokens=9))
+    short = TextQuery(np.arange(6), SamplingParams(temperature=0.0, max_tokens=9))
     requests = [short, *requests]
     assert_one_text_fails(engine, requests, 1, 1, 1)
 

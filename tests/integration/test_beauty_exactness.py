@@ -16,7 +16,7 @@ from rich.console import Console
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.core.request import RecommendRequest, Root
+from recserve.core.request import Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.tables.encoding import root_tokens
@@ -92,7 +92,7 @@ def asked(request, tmp_path_factory):
     cases = leave_one_out_cases(bundle.events(), "test").sample(num_users)
     assert len(cases) == num_users
 
-    def requests(width: int, strategy: str) -> list[RecommendRequest]:
+    def requests(width: int, strategy: str) -> list[SlateQuery]:
         made = []
         for case in range(len(cases)):
             history = cases.history(case)
@@ -101,7 +101,7 @@ def asked(request, tmp_path_factory):
             )
             root = Root(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None
-            made.append(RecommendRequest(root, trie, 10, width, strategy, excluded=seen))
+            made.append(SlateQuery(root, trie, 10, width, strategy, excluded=seen))
         return made
 
     return build_engine(

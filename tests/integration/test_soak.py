@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
@@ -43,12 +43,12 @@ def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list
             seed=number,
             max_tokens=int(random.integers(1, 14)),
         )
-        texts[tuple(prompt.tolist())] = plain.run(TextRequest(prompt, params)).tokens.tolist()
+        texts[tuple(prompt.tolist())] = plain.run(TextQuery(prompt, params)).tokens.tolist()
         how = Speculation(drafter, rule)
-        requests.append(TextRequest(prompt, params, how, priority=number % 3))
+        requests.append(TextQuery(prompt, params, how, priority=number % 3))
     for number in range(20):
         root = draw_root(recommender, 1 + number % 7, number)
-        requests.append(RecommendRequest(root, trie, 4, 2 + number % 5))
+        requests.append(SlateQuery(root, trie, 4, 2 + number % 5))
     return requests, texts
 
 
@@ -56,7 +56,7 @@ def assert_fits(request, answer, wanted) -> None:
     """The answer that the request gets alone, without drafts; rules that draw otherwise at a
     temperature write another text of the same length.
     """
-    if isinstance(request, RecommendRequest):
+    if isinstance(request, SlateQuery):
         assert answer.rows.tolist() == wanted.rows.tolist()
         np.testing.assert_allclose(answer.scores, wanted.scores, atol=1e-4)
     elif request.params.greedy or request.speculation.verifier == "sample":
@@ -81,8 +81,8 @@ def test_mixed_requests(count, load_aware):
     alone = build_engine(EngineModels(recommender, text=text), EngineConfig())
     wanted = []
     for request in requests:
-        if isinstance(request, TextRequest):
-            request = TextRequest(request.prompt, request.params)
+        if isinstance(request, TextQuery):
+            request = TextQuery(request.prompt, request.params)
         wanted.append(alone.run(request))
 
     sent = []

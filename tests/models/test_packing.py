@@ -13,7 +13,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights, packable
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from tests.support.text_plain import drawn_model
 
@@ -100,7 +100,7 @@ def test_a_packed_model_writes_the_same_text():
     model = drawn_model(1)
     packed = copy.deepcopy(model)
     pack_weights(packed)
-    request = TextRequest(np.array([3, 1, 4]), SamplingParams(temperature=0.0, max_tokens=30))
+    request = TextQuery(np.array([3, 1, 4]), SamplingParams(temperature=0.0, max_tokens=30))
     texts = [
         build_engine(EngineModels(text=m)).run(request).tokens.tolist() for m in (model, packed)
     ]

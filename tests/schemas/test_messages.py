@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from recserve.schemas.items import InvalidRequest, ItemBody, RankBody, RecommendBody
-from recserve.schemas.text import ChatBody, CompletionBody
+from recserve.schemas.items import InvalidRequest, ItemInput, RankRequest, RecommendRequest
+from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.schemas.validation import converted
 from recserve.server.decoding import MalformedBody, decode
 
-RECOMMEND = msgspec.json.Decoder(RecommendBody)
-RANK = msgspec.json.Decoder(RankBody)
+RECOMMEND = msgspec.json.Decoder(RecommendRequest)
+RANK = msgspec.json.Decoder(RankRequest)
 
 
 @pytest.mark.parametrize(
@@ -96,25 +96,25 @@ def test_long_values_are_not_echoed_whole():
 @pytest.mark.parametrize(
     "kind, given, message",
     [
-        (ItemBody, {}, "item_id: is required"),
-        (ItemBody, {"item_id": ""}, 'item_id: expected str of length >= 1, got ""'),
+        (ItemInput, {}, "item_id: is required"),
+        (ItemInput, {"item_id": ""}, 'item_id: expected str of length >= 1, got ""'),
         (
-            ItemBody,
+            ItemInput,
             {"item_id": "a", "categories": ["b", ""]},
             'categories[1]: expected str of length >= 1, got ""',
         ),
         (
-            ChatBody,
+            ChatRequest,
             {"messages": [{"role": "tool", "content": ""}]},
             'messages[0].role: expected assistant or developer or system or user, got "tool"',
         ),
         (
-            CompletionBody,
+            CompletionRequest,
             {"prompt": "", "logit_bias": {"7": 1, "8": 1000, "9": 1}},
             "logit_bias.8: expected float <= 100.0, got 1000",
         ),
         (
-            CompletionBody,
+            CompletionRequest,
             {"prompt": "", "logit_bias": {"7": 1, "x": 1}},
             'logit_bias: of its keys, expected int, got "x"',
         ),

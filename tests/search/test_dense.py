@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.models.attention import DenseAttention
 from recserve.models.dense_retriever import (
@@ -144,7 +144,7 @@ def test_company_does_not_change_a_slate(world):
     for seed in range(12):
         allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.1) if seed % 4 == 1 else None
         requests.append(world.request(seed, 1 + 3 * seed, allowed=allowed))
-    others = [RecommendRequest(draw_root(world.model, 5, 90 + i), world.trie, 5, 8) for i in (0, 1)]
+    others = [SlateQuery(draw_root(world.model, 5, 90 + i), world.trie, 5, 8) for i in (0, 1)]
     together = world.engine.run_many([*requests, *others])
     assert [answer.exact for answer in together] == [False] * 12 + [True] * 2
     for request, slate in zip(requests, together, strict=False):
@@ -212,7 +212,7 @@ def test_a_mix_moves_the_places_between_outcomes(world):
 
 def test_a_mix_of_another_length_or_no_index_fails_alone(world):
     wrong = world.request(1, 5, outcome=np.array([1.0]))
-    bare = RecommendRequest(draw_root(world.model, 3, 1), world.trie, 5, 5, "dense")
+    bare = SlateQuery(draw_root(world.model, 3, 1), world.trie, 5, 5, "dense")
     right = world.request(2, 5)
     futures = [world.engine.submit(r) for r in (wrong, right, bare)]
     while world.engine.step():

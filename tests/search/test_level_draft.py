@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import dispatch
@@ -56,7 +56,7 @@ def asked_of(model, trie):
         if i > 2:
             fields["allowed"] = AllowedItems.of(rng.random(items) < 0.5)
         root = draw_root(model, 1 + 2 * i, i)
-        requests.append(RecommendRequest(root, trie, k, width, "speculative", **fields))
+        requests.append(SlateQuery(root, trie, k, width, "speculative", **fields))
     return requests
 
 
@@ -92,7 +92,7 @@ def test_what_is_drafted_is_what_the_heads_think_likely():
     root = draw_root(model, 9, 0)
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     engine.offer("speculative", SpeculativeStrategy(model, head, DraftPlan(20.0, 0, 0, 1), False))
-    slate = engine.run(RecommendRequest(root, trie, 3, 4, "speculative"))
+    slate = engine.run(SlateQuery(root, trie, 3, 4, "speculative"))
     assert slate.rounds == 1  # 80 of 64 prefixes: nothing could be missing
     tail = torch.randn(2, 32)
     contexts = head.contexts(tail)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest, RootKeys
+from recserve.core.request import RootKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -68,7 +68,7 @@ def test_equals_the_formulas_in_a_plain_loop(codes, form, normalization, placeho
     for seed, width in enumerate((1, 3, 10, 512)):
         root = draw_root(model, 1 + 7 * seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), len(codes) // 5)
-        request = RecommendRequest(root, trie, width, width, "nezha", excluded=excluded)
+        request = SlateQuery(root, trie, width, width, "nezha", excluded=excluded)
         expected = plain_nezha(model, head, root, width, excluded.tolist())
         for slate in (engine.run(request), engine.run(request)):  # cold, then from the cache
             assert slate.rows.tolist() == [row for row, _ in expected]
@@ -80,7 +80,7 @@ def test_same_alone_in_a_batch_and_beside_other_strategies():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     names = ("nezha", "beam", "speculative")
     requests = [
-        RecommendRequest(
+        SlateQuery(
             draw_root(model, 1 + 2 * i, i), trie, 2 + i % 5, 3 + i, names[i % 3], dense_weight=i % 2
         )
         for i in range(18)
@@ -115,7 +115,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 
     runner.forward = counting
     root = draw_root(model, 9, 0)
-    request = RecommendRequest(root, trie, 5, 10, "nezha")
+    request = SlateQuery(root, trie, 5, 10, "nezha")
     first = engine.run(request)
     assert len(pieces) == 1 and first.timing.root_computed == 10 and first.timing.nodes == 4
     assert pieces[0][0].tree.kinds.tolist() == [0] * 10 + [AUXILIARY] * 4
@@ -133,7 +133,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 def test_beam_is_the_same_bit_for_bit_with_a_head_beside_it():
     for form, normalization in FORMS:
         model, trie = make(CATALOGUES["ordinary"], form, normalization)
-        request = RecommendRequest(draw_root(model, 9, 0), trie, 10, 20)
+        request = SlateQuery(draw_root(model, 9, 0), trie, 10, 20)
         before = build_engine(EngineModels(model), SMALL).run(request)
         after = make_engine(model).run(request)
         assert before.rows.tolist() == after.rows.tolist()
@@ -150,7 +150,7 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
         allowed = np.zeros(len(codes), dtype=bool)
         allowed[kept] = True
         slate = engine.run(
-            RecommendRequest(
+            SlateQuery(
                 draw_root(model, 4, 0), trie, 10, 10, "nezha", allowed=AllowedItems.of(allowed)
             )
         )
@@ -161,9 +161,7 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
 def test_more_wanted_than_there_are():
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
-    slate = make_engine(model).run(
-        RecommendRequest(draw_root(model, 4, 0), trie, 900, 512, "nezha")
-    )
+    slate = make_engine(model).run(SlateQuery(draw_root(model, 4, 0), trie, 900, 512, "nezha"))
     assert sorted(slate.rows.tolist()) == list(range(len(codes)))
     assert (np.diff(slate.scores) <= 0).all()
     # Normalised over valid children at every level, the probabilities of all items sum to one.
@@ -181,9 +179,7 @@ def test_the_dense_head_has_its_say(width):
         root = draw_root(model, 6 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
         requests.append(
-            RecommendRequest(
-                root, trie, width, width, "nezha", excluded=excluded, dense_weight=weight
-            )
+            SlateQuery(root, trie, width, width, "nezha", excluded=excluded, dense_weight=weight)
         )
         with torch.inference_mode():
             tokens = root.inputs.tokens[None]
@@ -194,8 +190,8 @@ def test_the_dense_head_has_its_say(width):
         for row, score in plain_nezha(model, head, root, len(codes)):
             scores[row] = score + weight * dense[row]
         dense[excluded] = -np.inf
-        rivals = np.argsort(-dense, kind="stable")[:width].tolist()
-        pool = sorted({*beams, *rivals}, key=lambda row: -scores[row])[:width]
+        dense_candidates = np.argsort(-dense, kind="stable")[:width].tolist()
+        pool = sorted({*beams, *dense_candidates}, key=lambda row: -scores[row])[:width]
         expected.append((pool, scores[pool]))
     for answer, (rows, scores) in zip(engine.run_many(requests), expected, strict=True):
         assert answer.rows.tolist() == rows
@@ -208,7 +204,7 @@ def test_a_saved_head_answers_the_same(tmp_path):
     save_self_draft(head, tmp_path)
     loaded = load_self_draft(tmp_path, model)
     assert loaded.config == head.config
-    request = RecommendRequest(draw_root(model, 9, 0), trie, 10, 20, "nezha")
+    request = SlateQuery(draw_root(model, 9, 0), trie, 10, 20, "nezha")
     slates = [
         build_engine(EngineModels(model, heads=Heads(nezha=h)), SMALL).run(request)
         for h in (head, loaded)

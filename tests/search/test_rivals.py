@@ -16,7 +16,7 @@ if native.library() is None:
 
 @pytest.mark.parametrize("trie", ["trie", "live"])
 @pytest.mark.parametrize("strategy", ["beam", "nezha", "speculative"])
-def test_rivals_are_scored_alike_in_c_and_in_torch(strategy, trie, monkeypatch):
+def test_dense_candidates_are_scored_alike_in_c_and_in_torch(strategy, trie, monkeypatch):
     """A search that only they may pass, and path by path; hidden and new items, none and few."""
     slates = {}
     for kernels in ("auto", "torch"):

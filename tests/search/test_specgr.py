@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.request import LikelihoodRequest, RecommendRequest, RootKeys
+from recserve.core.request import LikelihoodQuery, RootKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search import guided, threshold
@@ -29,7 +29,7 @@ def world(request):
 
 def ask(world, seed, k=10, width=12, strategy="specgr", **fields):
     root = draw_root(world.model, 1 + seed % 9, seed)
-    return RecommendRequest(root, world.trie, k, width, strategy, index=world.index, **fields)
+    return SlateQuery(root, world.trie, k, width, strategy, index=world.index, **fields)
 
 
 def drawn_fields(seed):
@@ -45,7 +45,7 @@ def drawn_fields(seed):
 
 def likelihoods(world, request):
     """[I] of every item, by the strategy of that name."""
-    every = LikelihoodRequest(request.root, world.trie, np.arange(ITEMS))
+    every = LikelihoodQuery(request.root, world.trie, np.arange(ITEMS))
     return world.engine.run(every).values[:, 0]
 
 
@@ -175,7 +175,7 @@ def test_every_valid_item_comes_where_k_is_larger(world):
 
 
 def test_no_index_fails_alone(world):
-    bare = RecommendRequest(draw_root(world.model, 3, 1), world.trie, 5, 5, "specgr")
+    bare = SlateQuery(draw_root(world.model, 3, 1), world.trie, 5, 5, "specgr")
     right = ask(world, 2, 5)
     for request in (bare, right):  # neither root is cached, so that they start together
         world.engine.forget(RootKeys(request.root.keys))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest, RootKeys
+from recserve.core.request import RootKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.calibration import Calibration, DraftPlan
@@ -40,7 +40,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, kind))), SMALL)
     rng = np.random.default_rng(0)
     requests = [
-        RecommendRequest(
+        SlateQuery(
             draw_root(model, 1 + 2 * i, i),
             trie,
             1 + i,
@@ -51,7 +51,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
         for i, width in enumerate((1, 3, 10, 40))
     ]
     for request, drafted in zip(requests, engine.run_many(requests), strict=True):
-        plain = engine.run(RecommendRequest(**{**vars(request), "strategy": "beam"}))
+        plain = engine.run(SlateQuery(**{**vars(request), "strategy": "beam"}))
         assert drafted.exact and drafted.rows.tolist() == plain.rows.tolist()
         np.testing.assert_allclose(drafted.scores, plain.scores, atol=2e-5)
         assert drafted.rounds <= plain.rounds + 2  # a floor that was too high, and what it hid
@@ -65,7 +65,7 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
     if not drafts:
         head.calibration = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 90.0, 0.0, 1.0))})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
-    requests = [RecommendRequest(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
+    requests = [SlateQuery(draw_root(model, 9, i), trie, 5, 5 + i) for i in range(4)]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
     for one, two in zip(plain, drafted, strict=True):
@@ -95,7 +95,7 @@ def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
     head = make_head(model, "from-target")
     head.calibration = Calibration({(10, 10): (NOTHING,)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
-    request = RecommendRequest(draw_root(model, 9, 0), trie, 5, 10, "speculative")
+    request = SlateQuery(draw_root(model, 9, 0), trie, 5, 10, "speculative")
     first, second = engine.run(request), engine.run(request)
     assert not first.timing.drafted and second.timing.drafted and not drafts
     assert second.rounds == 1 < first.rounds and second.rows.tolist() == first.rows.tolist()
@@ -129,8 +129,8 @@ def test_a_wide_draft_needs_one_round():
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "drawn"))), SMALL)
     engine._strategies["speculative"].only = DraftPlan(50.0, 0.0, 0.0, 1.0)
     root = draw_root(model, 9, 0)
-    drafted = engine.run(RecommendRequest(root, trie, 10, 60, "speculative"))
-    plain = engine.run(RecommendRequest(root, trie, 10, 60))
+    drafted = engine.run(SlateQuery(root, trie, 10, 60, "speculative"))
+    plain = engine.run(SlateQuery(root, trie, 10, 60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
 
@@ -158,9 +158,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     strategy = engine._strategies["speculative"]
     strategy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
-    requests = [
-        RecommendRequest(draw_root(model, 9, i), trie, 5, 10, "speculative") for i in range(3)
-    ]
+    requests = [SlateQuery(draw_root(model, 9, i), trie, 5, 10, "speculative") for i in range(3)]
     first = [engine.run(request) for request in requests]
     made = len(drafts)
     assert made == (3 if margin else 0)
@@ -176,7 +174,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
         assert all(slate.rounds == 1 for slate in slates[1:])
         nodes = [slate.timing.nodes for slate in slates]
         assert nodes[0] == nodes[1] >= nodes[2] == nodes[3] and nodes[2] <= plain.timing.nodes
-    draft = engine.schedulers["recommender"].cache.match(requests[0].root.keys).notes.draft
+    draft = engine.schedulers["recommender"].cache.match(requests[0].root.keys).metadata.draft
     assert draft.trimmed and len(draft.nodes) == third[0].timing.nodes
 
 
@@ -193,8 +191,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[::2] = False
     requests = [
-        RecommendRequest(draw_root(model, 9, i), trie, 3 + i, 8 + i, "speculative")
-        for i in range(6)
+        SlateQuery(draw_root(model, 9, i), trie, 3 + i, 8 + i, "speculative") for i in range(6)
     ]
     requests[3] = replace(requests[3], allowed=AllowedItems.of(allowed))
     for _ in range(3 if trims else 1):
@@ -211,7 +208,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(form, normalization, kind, tri
         nodes = [slate.timing.nodes for slate in mixed[:3]]
         assert nodes == [slate.timing.nodes for slate in before]
     notes = [
-        engine.schedulers["recommender"].cache.match(request.root.keys).notes
+        engine.schedulers["recommender"].cache.match(request.root.keys).metadata
         for request in requests
     ]
     assert [note.draft is not None for note in notes] == [True, True, True, False, True, True]
@@ -222,7 +219,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     root = draw_root(model, 9, 0)
-    asked = RecommendRequest(root, trie, 5, 10, "speculative", excluded=np.array([3]))
+    asked = SlateQuery(root, trie, 5, 10, "speculative", excluded=np.array([3]))
     engine.run(asked)
     allowed = np.ones(trie.num_rows, dtype=bool)
     allowed[: trie.num_rows // 2] = False
@@ -264,16 +261,14 @@ def test_without_a_head_the_strategy_is_refused():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model), SMALL)
     with pytest.raises(ValueError, match="choose one of"):
-        engine.submit(RecommendRequest(draw_root(model, 3, 0), trie, 3, 3, "speculative"))
+        engine.submit(SlateQuery(draw_root(model, 3, 0), trie, 3, 3, "speculative"))
 
 
 def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     """Requests that share a step do not keep the step's tensors alive."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
-    asked = [
-        RecommendRequest(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)
-    ]
+    asked = [SlateQuery(draw_root(model, n, n), trie, 5, 9, "speculative") for n in range(1, 9)]
     engine.run_many(asked)
     entries = [
         e
@@ -282,7 +277,7 @@ def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     ]
     assert len(entries) == 8
     for entry in entries:
-        nodes = entry.notes.draft.nodes
+        nodes = entry.metadata.draft.nodes
         assert entry.last_hidden.untyped_storage().nbytes() == 4 * model.config.decoder.hidden_size
-        assert entry.ahead is None
+        assert entry.placeholder_states is None
         assert nodes.untyped_storage().nbytes() == 8 * nodes.numel() > 0

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from recserve.core.plugins import PluginError
-from recserve.schemas.items import Exclude, InvalidRequest, RecommendBody
+from recserve.schemas.items import Exclude, InvalidRequest, RecommendRequest
 from recserve.search.strategies.registry import strategy_classes
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
@@ -70,15 +70,15 @@ def test_an_installed_strategy_is_served(installed, tmp_path):
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as service:
         ids = service.runtime.snapshot.catalog.items.ids
         body = {"history": list(ids[:3]), "k": 4, "strategy": "first_items"}
-        answer = service.recommend(RecommendBody(**body))
+        answer = service.recommend(RecommendRequest(**body))
         assert answer.strategy == "first_items" and not answer.exact
         assert [item.item_id for item in answer.items] == list(ids[3:7])
         body["exclude"] = Exclude(item_ids=[ids[4]], seen=False)
-        filtered = service.recommend(RecommendBody(**body))
+        filtered = service.recommend(RecommendRequest(**body))
         assert [item.item_id for item in filtered.items] == [ids[0], ids[1], ids[2], ids[3]]
-        assert service.recommend(RecommendBody(history=list(ids[:3]))).strategy != "first_items"
+        assert service.recommend(RecommendRequest(history=list(ids[:3]))).strategy != "first_items"
         with pytest.raises(InvalidRequest, match="has no use for it"):
-            service.recommend(RecommendBody(**body, dense_weight=1.0))
+            service.recommend(RecommendRequest(**body, dense_weight=1.0))
         assert "first_items" in str(service.models())
 
 

@@ -1,4 +1,4 @@
-"""Strategies that keep structures of their own follow a live catalogue: `parallel` and `dense`."""
+"""Strategies that keep structures of their own follow a live catalogue: `rpg` and `dense`."""
 
 import shutil
 import threading
@@ -12,7 +12,13 @@ from rich.console import Console
 from recserve.bundle.bundle import Bundle
 from recserve.models.dense_retriever import item_vectors
 from recserve.models.recommender import load_recommender, save_recommender
-from recserve.schemas.items import Diversity, Exclude, ItemsBody, RecommendBody, RollbackBody
+from recserve.schemas.items import (
+    Diversity,
+    Exclude,
+    ItemsRequest,
+    RecommendRequest,
+    RollbackRequest,
+)
 from recserve.service import Service
 from recserve.service.catalog import live_items as live_items_module
 from recserve.service.catalog.snapshot import Snapshot
@@ -46,13 +52,13 @@ def service(tmp_path):
         yield opened
 
 
-@pytest.mark.parametrize("strategy", ["beam", "parallel", "dense", "specgr"])
+@pytest.mark.parametrize("strategy", ["beam", "rpg", "dense", "specgr"])
 def test_new_items_come_and_hidden_ones_go(service, strategy):
     ids = service.runtime.snapshot.catalog.items.ids
     count = len(ids)
 
     def everything() -> list[str]:
-        body = RecommendBody(
+        body = RecommendRequest(
             history=list(ids[:4]),
             k=min(count + 3, 1000),
             strategy=strategy,
@@ -65,7 +71,7 @@ def test_new_items_come_and_hidden_ones_go(service, strategy):
     before = everything()
     assert len(before) == len(set(before))
     new = [{"item_id": f"new-{n}", "title": f"quiet lamp number {n}"} for n in range(3)]
-    service.put_items(ItemsBody(items=new))
+    service.put_items(ItemsRequest(items=new))
     gone = before[0]
     service.hide_item(gone)
     after = everything()
@@ -79,7 +85,7 @@ def test_diversity_counts_what_items_say_now(service):
     ids = service.runtime.snapshot.catalog.items.ids
 
     def slate(**diversity) -> list[str]:
-        body = RecommendBody(
+        body = RecommendRequest(
             history=list(ids[:4]),
             k=20,
             exclude=Exclude(seen=False),
@@ -91,7 +97,7 @@ def test_diversity_counts_what_items_say_now(service):
     groups = [service.item(item).categories for item in free]
     assert len({tuple(paths) for paths in groups}) > 1
     service.put_items(
-        ItemsBody(
+        ItemsRequest(
             items=[{"item_id": item, "title": "x", "categories": ["One > Only"]} for item in free]
         )
     )
@@ -125,7 +131,7 @@ class Exhaustive:
 
 def dense_slate(service, k: int) -> dict[str, float]:
     ids = service.runtime.snapshot.catalog.items.ids
-    body = RecommendBody(
+    body = RecommendRequest(
         history=list(ids[200:204]), k=k, strategy="dense", exclude=Exclude(seen=False)
     )
     answer = service.recommend(body)
@@ -157,7 +163,7 @@ def put_some(service, step: int) -> None:
         {"item_id": name, "embedding": vector.tolist()}
         for name, vector in zip(names, mixed, strict=True)
     ]
-    assert not service.put_items(ItemsBody(items=body)).rejected
+    assert not service.put_items(ItemsRequest(items=body)).rejected
 
 
 def fold(service, monkeypatch) -> None:
@@ -192,18 +198,18 @@ def test_dense_is_exhaustive_before_and_after_folds(service, monkeypatch):
     assert rows_in(service) == (0, 0)
     check_dense(service)
     put_some(service, 3)
-    service.put_items(ItemsBody(items=[{"item_id": best[0], "title": "back again"}]))
+    service.put_items(ItemsRequest(items=[{"item_id": best[0], "title": "back again"}]))
     assert best[0] in dense_slate(service, 12)
     assert rows_in(service) == (7, 2)
     check_dense(service)
     folded = service.runtime.snapshot.items.name
-    service.rollback_items(RollbackBody(catalog_version=before))
+    service.rollback_items(RollbackRequest(catalog_version=before))
     assert list(dense_slate(service, 12)) == best
     check_dense(service)
     fold(service, monkeypatch)
     assert rows_in(service) == (0, 0)
     check_dense(service)
-    service.rollback_items(RollbackBody(catalog_version=folded))
+    service.rollback_items(RollbackRequest(catalog_version=folded))
     assert not set(dense_slate(service, 12)) & set(best[1:])
     check_dense(service)
     assert service.item(ids[3]).catalog_version == service.runtime.snapshot.items.name
@@ -228,10 +234,10 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     put_some(service, 1)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
     put_some(service, 2)
-    service.put_items(ItemsBody(items=[{"item_id": hidden, "title": "back"}]))
+    service.put_items(ItemsRequest(items=[{"item_id": hidden, "title": "back"}]))
     service.hide_item("new2-1")
     if undone:
-        service.rollback_items(RollbackBody(catalog_version=named))
+        service.rollback_items(RollbackRequest(catalog_version=named))
     base = service.runtime.snapshot.base_trie
     check_dense(service)
     waiting.set()
@@ -248,7 +254,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     """Two readers ask for the whole catalogue while items change and every change is folded."""
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 1)
     ids = list(service.runtime.snapshot.catalog.items.ids)
-    body = RecommendBody(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
+    body = RecommendRequest(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
     done, seen = threading.Event(), []
 
     def read():
@@ -277,7 +283,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
         note()
         if step % 10 == 9:
             name = list(content)[-5]
-            service.rollback_items(RollbackBody(catalog_version=name))
+            service.rollback_items(RollbackRequest(catalog_version=name))
             note()
     done.set()
     for reader in readers:
@@ -309,13 +315,13 @@ def test_a_restart_folds_what_the_journal_holds(tmp_path, service, monkeypatch):
         check_dense(again)
 
 
-@pytest.mark.parametrize("strategy", ["parallel", "specgr", "dense"])
+@pytest.mark.parametrize("strategy", ["rpg", "specgr", "dense"])
 def test_the_model_fills_a_capped_slate(service, strategy):
     """k of its own items wherever so many keep to the cap, at most one of each group."""
     ids = service.runtime.snapshot.catalog.items.ids
     codes = service.runtime.snapshot.catalog.index.codes
     for level, k in ((0, 8), (0, 40), (1, 30)):
-        body = RecommendBody(
+        body = RecommendRequest(
             history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclude(seen=False),
             diversity=Diversity(prefix=(level, 1)),
         )  # fmt: skip

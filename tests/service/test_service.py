@@ -10,14 +10,14 @@ import pytest
 from msgspec import UNSET, structs
 
 from recserve.core.request import DeadlineExceeded, QueueFull
-from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
     Exclude,
     InvalidRequest,
-    RankBatchBody,
-    RankBody,
-    RecommendBody,
+    RankBatchRequest,
+    RankRequest,
+    RecommendRequest,
     UserRef,
 )
 from recserve.service import Service, ServiceOptions
@@ -49,16 +49,16 @@ def ids(service):
 
 def recommend(service, user=None, **fields):
     ref = None if user is None else UserRef(id=user)
-    return service.recommend(RecommendBody(user=ref, **fields))
+    return service.recommend(RecommendRequest(user=ref, **fields))
 
 
 def rank(service, user, item_ids, **fields):
     candidates = [Candidate(item_id=i) for i in item_ids]
-    return service.rank(RankBody(user=UserRef(id=user), candidates=candidates, **fields))
+    return service.rank(RankRequest(user=UserRef(id=user), candidates=candidates, **fields))
 
 
 def view(user, item, **fields):
-    return EventsBody(events=[EventBody(user_id=user, item_id=item, **fields)])
+    return EventsRequest(events=[EventInput(user_id=user, item_id=item, **fields)])
 
 
 def seen_items(service, user):
@@ -148,7 +148,7 @@ def test_excluded_and_filtered_items_stay_away(service, user, ids):
 def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, user):
     answer = recommend(service, user, k=3, beam_width=3)
     assert {i.source for i in answer.items} == {"model"}
-    body = RecommendBody(user=UserRef(id=user), k=30)
+    body = RecommendRequest(user=UserRef(id=user), k=30)
     recommendations = service.recommendations
     work = recommendations.begin(body, None, None)
     slate = work.future.result()
@@ -161,7 +161,7 @@ def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, us
 
 
 def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
-    body = RecommendBody(user=UserRef(id=user), k=3)
+    body = RecommendRequest(user=UserRef(id=user), k=3)
     work = service.recommendations.begin(body, None, None)
     slate = work.future.result()
     seen = service.runtime.snapshot.rows.get(seen_items(service, user)[0])
@@ -225,7 +225,7 @@ def test_events_are_judged_one_by_one(service, ids):
         {**good, "event_id": "e" * 257},
         {**good, "value": 1e39},
     ]
-    answer = service.add_events(EventsBody(events=[EventBody(**row) for row in rows]))
+    answer = service.add_events(EventsRequest(events=[EventInput(**row) for row in rows]))
     assert (answer.accepted, answer.duplicates) == (2, 2)
     assert [r.index for r in answer.rejected] == list(range(4, 15))
     words = ["gone", "RFC 3339", "time zone", "1970", "ahead", "sneeze", "0 bytes", "256"]
@@ -327,7 +327,7 @@ def test_a_candidate_sees_only_events_before_its_exposure(service, ids):
 
     def score(moment):
         candidate = Candidate(item_id=ids[9], shown_at=moment)
-        body = RankBody(user=UserRef(id="timed"), candidates=[candidate])
+        body = RankRequest(user=UserRef(id="timed"), candidates=[candidate])
         return service.rank(body).items[0].score
 
     early, later = (datetime.datetime(2026, 1, d, 12, tzinfo=datetime.UTC) for d in (2, 3))
@@ -342,7 +342,9 @@ def test_candidate_features_replace_the_catalogues(service, user, ids):
 
     def score(**features):
         candidate = Candidate(item_id=ids[0], features=features or None)
-        return service.rank(RankBody(user=UserRef(id=user), candidates=[candidate])).items[0].score
+        return (
+            service.rank(RankRequest(user=UserRef(id=user), candidates=[candidate])).items[0].score
+        )
 
     assert score() == pytest.approx(score(price=price), abs=1e-6)
     assert score() != score(price=price * 50)
@@ -354,13 +356,13 @@ def test_candidate_features_replace_the_catalogues(service, user, ids):
 def test_a_number_that_would_overflow_in_the_ranker_is_refused(service, user, ids, price):
     candidates = [Candidate(item_id=ids[1]), Candidate(item_id=ids[0], features={"price": price})]
     with pytest.raises(InvalidRequest, match=r"features.price: expected .* to .*, got .*e\+30"):
-        service.rank(RankBody(user=UserRef(id=user), candidates=candidates))
+        service.rank(RankRequest(user=UserRef(id=user), candidates=candidates))
 
 
 def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
-    one = RankBody(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
-    bad = RankBody(user=UserRef(id=user), candidates=one.candidates, scorer="dice")
-    works = service.begin_rank_batch(RankBatchBody(requests=[one, bad, one]), "batch")
+    one = RankRequest(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
+    bad = RankRequest(user=UserRef(id=user), candidates=one.candidates, scorer="dice")
+    works = service.begin_rank_batch(RankBatchRequest(requests=[one, bad, one]), "batch")
     assert works[0].wait().request_id == "batch.0"
     with pytest.raises(InvalidRequest, match="dice"):
         works[1].wait()
@@ -369,8 +371,8 @@ def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
 
 def test_many_recommendations_in_order_with_errors_in_place(service):
     users = service.samples(40, 1)["users"]
-    bodies = [RecommendBody(user=UserRef(id=u), k=3) for u in users]
-    bodies[7] = RecommendBody(k=3)
+    bodies = [RecommendRequest(user=UserRef(id=u), k=3) for u in users]
+    bodies[7] = RecommendRequest(k=3)
     answers = service.recommend_many(bodies * 3)
     assert isinstance(answers[7], InvalidRequest) and len(answers) == 120
     alone = service.recommend(bodies[11])
@@ -400,7 +402,7 @@ def test_neither_user_nor_history_is_refused(service):
 
 
 def test_a_deadline_that_has_passed(service, user):
-    body = RecommendBody(user=UserRef(id=user))
+    body = RecommendRequest(user=UserRef(id=user))
     with pytest.raises(DeadlineExceeded):
         service.begin_recommend(body, deadline_s=time.monotonic() - 1).wait()
 
@@ -459,7 +461,7 @@ def test_a_bundle_without_models_says_so(tmp_path):
 @pytest.mark.parametrize("model", ["recommender", "ranker"])
 def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, model):
     """The next answer finds its whole root cached, and is the answer of a service that was cold."""
-    body = EventsBody(events=[EventBody(user_id="me", item_id=i) for i in ids[:9]], warm=True)
+    body = EventsRequest(events=[EventInput(user_id="me", item_id=i) for i in ids[:9]], warm=True)
     answer = service.add_events(body)
     assert (answer.accepted, answer.warmed) == (9, 2)
     more = service.add_events(view("me", ids[9]))
@@ -468,12 +470,12 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
     def ask(opened):
         if model == "ranker":
             begun = opened.begin_rank(
-                RankBody(
+                RankRequest(
                     user=UserRef(id="me"), candidates=[Candidate(item_id=i) for i in ids[20:60]]
                 )
             )
         else:
-            begun = opened.begin_recommend(RecommendBody(user=UserRef(id="me"), k=30))
+            begun = opened.begin_recommend(RecommendRequest(user=UserRef(id="me"), k=30))
         result = begun.future.result()
         return result.timing, {i.item_id: i.score for i in begun.finish(result).items}
 
@@ -520,6 +522,6 @@ def test_the_old_keywords_of_open_warn_and_work(tmp_path):
         assert (service.engine.config.max_queue, service.engine.config.kv_bytes) == (7, 2**22)
         assert service.runtime.signer._key == KEY
         assert service.items.journal.path.parent == journal
-        assert service.recommend(RecommendBody(history=[], k=3)).items
+        assert service.recommend(RecommendRequest(history=[], k=3)).items
     with pytest.raises(TypeError, match="'max_que'"):
         Service.open(shared_bundle(), store, "cpu", max_que=7)

@@ -20,7 +20,7 @@ from recserve.engine.text.trees import TreePacker
 from recserve.kernels.noise import gumbel
 from recserve.models.loading import load_language_model
 from recserve.speculation import sampling
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
 from recserve.speculation.logits_processor import LogitsProcessor, TokenCounts, past_of
@@ -266,7 +266,7 @@ def test_greedy_text_equals_transformers(tmp_path):
             repetition_penalty=1.2,
         )
         texts[tuple(prompt.tolist())] = out[0, len(prompt) :].tolist()
-        requests.append(TextRequest(prompt, params, Speculation("table")))
+        requests.append(TextQuery(prompt, params, Speculation("table")))
     for kind in ("none", "right", "mixed"):
         engine = build_engine(
             EngineModels(

@@ -2,7 +2,7 @@
 
 import torch
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.vectors.vector_index import FaissIndex
@@ -39,4 +39,4 @@ class World:
 
     def request(self, seed, k=10, **fields):
         root = draw_root(self.model, 1 + seed % 9, seed)
-        return RecommendRequest(root, self.trie, k, k, "dense", index=self.index, **fields)
+        return SlateQuery(root, self.trie, k, k, "dense", index=self.index, **fields)

@@ -13,12 +13,12 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.core.request import (
-    LikelihoodRequest,
-    RankRequest,
-    RecommendRequest,
+    LikelihoodQuery,
+    PrewarmQuery,
+    RankQuery,
     Root,
-    TextScoreRequest,
-    WarmRequest,
+    SlateQuery,
+    TextScoreQuery,
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
@@ -36,7 +36,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.search.heads import Heads
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -127,16 +127,16 @@ class Recommending:
         """Requests of one kind. how: plain, filters, diversity, weighed or live."""
         roots = [self.root(n) for n in events]
         if strategy == "warm":
-            return [WarmRequest(root, "recommender") for root in roots]
+            return [PrewarmQuery(root, "recommender") for root in roots]
         trie: TrieView = self.live if how == "live" else self.trie
         if strategy == "likelihood":
             rows = np.arange(7) * 5
-            return [LikelihoodRequest(root, trie, rows[b:]) for b, root in enumerate(roots)]
+            return [LikelihoodQuery(root, trie, rows[b:]) for b, root in enumerate(roots)]
         requests = [
-            RecommendRequest(
+            SlateQuery(
                 root, trie, 5, 8, strategy,
                 index=self.index if strategy == "dense" else None,
-                graph=self.graph if strategy == "parallel" and how != "filters" else None,
+                graph=self.graph if strategy == "rpg" and how != "filters" else None,
             )
             for root in roots
         ]  # fmt: skip
@@ -221,8 +221,8 @@ class Ranking:
             roots.append(Root(replace(inputs, groups=groups), keys, shared=n - 2))
         limits = np.array([10, 11, 12, 12])
         return [
-            RankRequest(roots[0], self.inputs(4, 1, 3), limits),
-            RankRequest(roots[1], self.inputs(6, 2, 3)),
+            RankQuery(roots[0], self.inputs(4, 1, 3), limits),
+            RankQuery(roots[1], self.inputs(6, 2, 3)),
         ]
 
 
@@ -272,11 +272,11 @@ def text_engine(device: str, names: Iterable[str] = (), pages: int = 200) -> Eng
 
 def texts(
     drafter: str, rule: str, parameters: str, count: int = 2, most: int = 8
-) -> list[TextRequest]:
+) -> list[TextQuery]:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, VOCABULARY, 6 + 3 * n) for n in range(count)]
     return [
-        TextRequest(
+        TextQuery(
             np.concatenate([prompt, prompt[:4]]),
             SamplingParams(**{"max_tokens": most, "seed": n} | TEXT_PARAMETERS[parameters]),
             Speculation(drafter, rule),
@@ -285,10 +285,10 @@ def texts(
     ]
 
 
-def text_scores(device: str) -> TextScoreRequest:
+def text_scores(device: str) -> TextScoreQuery:
     keys = np.array([3, 1, 4, 1, 5], np.int64)
     root = Root(NodeInputs(torch.from_numpy(keys).to(device)), keys)
-    return TextScoreRequest(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
+    return TextScoreQuery(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
 
 
 def assert_same(got: list[Any], expected: list[Any]) -> None:

@@ -10,7 +10,7 @@ WAITS = {
     "beam": {"read": 8, "shape": 7},
     "speculative": {"read": 8, "shape": 5},
     "nezha": {"read": 2},
-    "parallel": {"read": 2},
+    "rpg": {"read": 2},
     "dense": {"read": 1},
     "likelihood": {"read": 2, "shape": 4},
     "warm": {},

@@ -7,7 +7,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import prompts
 
@@ -28,15 +28,15 @@ def packed(model: LanguageModel) -> LanguageModel:
     return model
 
 
-def report(engine: Engine, requests: list[TextRequest]) -> list[tuple[list[int], list[float]]]:
+def report(engine: Engine, requests: list[TextQuery]) -> list[tuple[list[int], list[float]]]:
     """Tokens, and every bit of their log-probabilities."""
     answers = engine.run_many(requests)
     return [(a.tokens.tolist(), [r.top_values for r in a.logprobs]) for a in answers]
 
 
-def asked(drafter: str = "none", **fields) -> list[TextRequest]:
+def asked(drafter: str = "none", **fields) -> list[TextQuery]:
     return [
-        TextRequest(
+        TextQuery(
             prompt,
             SamplingParams(temperature=0.8, seed=seed, max_tokens=14, logprobs=5, **fields),
             Speculation(drafter),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recserve.schemas.items import Exclude, ItemsBody, RecommendBody
+from recserve.schemas.items import Exclude, ItemsRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
@@ -20,7 +20,7 @@ def base_of(service):
 
 
 def put(service, *items):
-    return service.put_items(ItemsBody(items=list(items)))
+    return service.put_items(ItemsRequest(items=list(items)))
 
 
 def lonely(service):
@@ -41,7 +41,7 @@ def item_like(service, item_id, like=None, **fields):
 def slate(service, user="u", history=None, k=700, **fields):
     """Every item there is, as a wide beam finds them."""
     history = base_of(service).items.ids[:3] if history is None else history
-    body = RecommendBody(history=history, k=k, beam_width=k, exclude=EVERYTHING, **fields)
+    body = RecommendRequest(history=history, k=k, beam_width=k, exclude=EVERYTHING, **fields)
     return service.recommend(body)
 
 

@@ -23,7 +23,7 @@ from recserve.speculation.completion import (
     Completion,
     SpeculationCounts,
     TextCommit,
-    TextRequest,
+    TextQuery,
     TokenLogprobs,
 )
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -65,11 +65,11 @@ class ScriptedEngine:
         self.hold = threading.Event()
         self.full = False
         self.failure: Exception | None = None
-        self.requests: list[TextRequest] = []
+        self.requests: list[TextQuery] = []
         self.cancelled = 0
         self.alive = True
 
-    def submit(self, request: TextRequest) -> Future[Completion]:
+    def submit(self, request: TextQuery) -> Future[Completion]:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
         self.requests.append(request)
@@ -86,7 +86,7 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 4, 0, 4, 0, 0)
 
-    def _run(self, request: TextRequest, future: Future[Completion]) -> None:
+    def _run(self, request: TextQuery, future: Future[Completion]) -> None:
         try:
             answer = self._write(request, future)
             if answer is not None:
@@ -96,7 +96,7 @@ class ScriptedEngine:
         except Exception as error:
             future.set_exception(error)
 
-    def _write(self, request: TextRequest, future: Future[Completion]) -> Completion | None:
+    def _write(self, request: TextQuery, future: Future[Completion]) -> Completion | None:
         params = request.params
         text = self.script(self.tokenizer.decode(request.prompt.tolist()), params.seed)
         tokens = self.tokenizer.encode(text, special=False)

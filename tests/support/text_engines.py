@@ -10,7 +10,7 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -123,13 +123,13 @@ def plain_texts() -> dict[tuple[str, int], tuple]:
     return out
 
 
-def among_others(name: str, speculation: Speculation) -> tuple[list[TextRequest], list[list[int]]]:
+def among_others(name: str, speculation: Speculation) -> tuple[list[TextQuery], list[list[int]]]:
     """Eight requests, every second under parameters other than `name`; their plain texts."""
     others, requests, wanted = list(PARAMETERS), [], []
     for number, prompt in enumerate(prompts(8)):
         other = others[(others.index(name) + number // 2) % len(others)]
         params, tokens, *_ = plain_texts()[name if number % 2 == 0 else other, number]
-        requests.append(TextRequest(prompt, params, speculation))
+        requests.append(TextQuery(prompt, params, speculation))
         wanted.append(tokens)
     return requests, wanted
 

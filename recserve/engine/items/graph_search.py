@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import flaws_of
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.items.search_scorers import LevelScorer, Step
 from recserve.kernels import dispatch
@@ -58,7 +58,9 @@ class SearchShape:
 
     @property
     def name(self) -> str:
-        """As `8x64`, requests and beams; `8x64 weighed filtered` with rivals and by bitmap."""
+        """As `8x64`, requests and beams; `8x64 weighed filtered` with dense_candidates and by
+        bitmap.
+        """
         words = (self.weighed, " weighed"), (self.excluded is None, " filtered")
         return f"{self.requests}x{self.width}" + "".join(word for so, word in words if so)
 
@@ -73,7 +75,7 @@ class SearchSize:
     weighed: bool
 
     @staticmethod
-    def of(requests: Seq[RecommendRequest]) -> SearchSize:
+    def of(requests: Seq[SlateQuery]) -> SearchSize:
         """Counted on the host."""
         hidden = hidden_leaves(requests[0].trie)
         excluded: int | None = None
@@ -90,15 +92,15 @@ class SearchSize:
 
 @dataclass(frozen=True)
 class SearchLeaves:
-    """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead;
-    flaws [B] of the states that live beams were scored by, as in core/finite.py. rivals [B, W]
-    log-probabilities of the rivals, whatever where there is none.
+    """What a search ends with: paths [B, W, L] trie nodes, log_probs [B, W], -inf where dead; flaws
+    [B] of the states that live beams were scored by, as in core/finite.py. dense_candidates [B, W]
+    log-probabilities of the dense_candidates, whatever where there is none.
     """
 
     paths: Tensor
     log_probs: Tensor
     flaws: Tensor
-    rivals: Tensor | None = None
+    dense_candidates: Tensor | None = None
 
 
 def columns_of(widths: Seq[int], width: int) -> tuple[int, ...]:
@@ -136,7 +138,7 @@ class FixedFilter:
         words, counts = allowed.bits.words[:requests], allowed.bits.counts[:requests]
         return ChildFilter(allowed=Allowed(LeafBits(words, counts), allowed.added[:requests]))
 
-    def load(self, version: TrieView, requests: Seq[RecommendRequest]) -> None:
+    def load(self, version: TrieView, requests: Seq[SlateQuery]) -> None:
         """Those of requests over this version; for requests that are not there it does not
         matter.
         """
@@ -175,7 +177,7 @@ class GraphSearch:
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._filter = filters
         ids = rows, shape.width * shape.weighed, trie.base.num_levels
-        self._rivals = torch.full(ids, trie.base.any_leaf, device=device)
+        self._dense_candidates = torch.full(ids, trie.base.any_leaf, device=device)
         self._last_codes = torch.tensor(trie.base.codebook_sizes, device=device) - 1
         on_cuda = device.type == "cuda" and torch.cuda.is_available()
         self._uploaded = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
@@ -187,10 +189,10 @@ class GraphSearch:
         self.scorer.load(beams.sequences, beams.tails)
         self.trie.load(beams.trie)
         self._filter.load(beams.trie, beams.requests)
-        if beams.rivals is not None:
-            rows = beams.rivals.rows
+        if beams.dense_candidates is not None:
+            rows = beams.dense_candidates.rows
             nodes = beams.trie.nodes_of_items(rows.flatten()).view(*rows.shape, -1)
-            self._rivals[: rows.shape[0], : rows.shape[1]].copy_(nodes)
+            self._dense_candidates[: rows.shape[0], : rows.shape[1]].copy_(nodes)
 
     def __call__(self) -> SearchLeaves:
         """The search on what is loaded."""
@@ -218,17 +220,19 @@ class GraphSearch:
                 states = self.scorer.deeper(states, step)
                 of_beams = flaws_of(states).view(nodes.shape)
                 flaws = flaws + of_beams.masked_fill(~step.alive, 0.0).sum(1)
-        rivals = self._rival_scores() if self.shape.weighed else None
-        return SearchLeaves(paths, log_probs, flaws, rivals)
+        dense_candidates = self._dense_candidate_scores() if self.shape.weighed else None
+        return SearchLeaves(paths, log_probs, flaws, dense_candidates)
 
-    def _rival_scores(self) -> Tensor:
-        """[B, W] log-probabilities of the rivals' semantic ids."""
-        trie, (requests, count, _) = self.trie.trie, self._rivals.shape
-        states = self.scorer.along(torch.minimum(trie.codes_of(self._rivals), self._last_codes))
-        parents = torch.zeros(requests, dtype=torch.int64, device=self._rivals.device)
+    def _dense_candidate_scores(self) -> Tensor:
+        """[B, W] log-probabilities of the dense_candidates' semantic ids."""
+        trie, (requests, count, _) = self.trie.trie, self._dense_candidates.shape
+        states = self.scorer.along(
+            torch.minimum(trie.codes_of(self._dense_candidates), self._last_codes)
+        )
+        parents = torch.zeros(requests, dtype=torch.int64, device=self._dense_candidates.device)
         total = torch.zeros(requests, count, device=parents.device)
         for level, children in enumerate(self.trie.widths):
-            nodes = self._rivals[..., level].reshape(parents.shape[0], -1)
+            nodes = self._dense_candidates[..., level].reshape(parents.shape[0], -1)
             logits, normalizers = self.scorer.logits(states[level], level)
             gain = child_log_probs(trie, parents, nodes, logits, children, normalizers)
             total = total + gain.view(total.shape)
@@ -262,11 +266,11 @@ class GraphSearch:
 
 def with_leaves(beams: Beams, found: SearchLeaves) -> Beams:
     """Beams at level 0 with what a search left for them, which the next one may overwrite."""
-    count, rivals = len(beams.sequences), beams.rivals
+    count, dense_candidates = len(beams.sequences), beams.dense_candidates
     paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()
-    if rivals is not None and found.rivals is not None:
-        scores = found.rivals[:count, : rivals.rows.shape[1]]
-        scores = torch.where(rivals.valid, scores, DEAD)
-        beams = replace(beams, rivals=replace(rivals, log_probs=scores))
+    if dense_candidates is not None and found.dense_candidates is not None:
+        scores = found.dense_candidates[:count, : dense_candidates.rows.shape[1]]
+        scores = torch.where(dense_candidates.valid, scores, DEAD)
+        beams = replace(beams, dense_candidates=replace(dense_candidates, log_probs=scores))
     beams = beams.with_flaws(found.flaws[:count].clone())
     return beams.at(beams.trie.num_levels, paths[..., -1], log_probs, paths)

@@ -17,11 +17,11 @@ from recserve.core.finite import NotFinite, all_finite
 from recserve.core.request import (
     Continuation,
     DeadlineExceeded,
-    LikelihoodRequest,
-    RecommendRequest,
+    LikelihoodQuery,
     Request,
     Result,
     RootKeys,
+    SlateQuery,
     Timing,
 )
 from recserve.core.sequence import Sequence
@@ -83,7 +83,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
     def check(self, request: Request, strategy: Strategy) -> None:
         """Raises RequestTooLarge if the request could not run even alone."""
         rows = len(request.root.inputs)
-        pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_room(request))
+        pages = self._pages.pages_of(rows) + self._pages.pages_of(strategy.tree_capacity(request))
         if pages > self.allocator.num_pages:
             raise RequestTooLarge(
                 f"the request needs {pages} pages of {self.page_size} tokens ({rows} of history), "
@@ -98,7 +98,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         """
         root = request.root
         placed = self._pages.place(
-            RootKeys(root.keys, root.shared), strategy.tree_room(request), separate=True
+            RootKeys(root.keys, root.shared), strategy.tree_capacity(request), separate=True
         )
         if placed is None:
             return False
@@ -114,8 +114,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             found.last_hidden,
             slots[placed.num_prefix_pages * self.page_size :],
             placeholders=strategy.placeholders,
-            ahead=found.ahead,
-            notes=found.notes,
+            placeholder_states=found.placeholder_states,
+            metadata=found.metadata,
             timing=Timing(
                 queue_ms=(time.monotonic() - submitted_s) * 1e3,
                 root_cached=found.length,
@@ -193,7 +193,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         groups: dict[tuple[int, int], tuple[Strategy, list[Sequence]]] = {}
         for sequence, strategy in ready:
             request = sequence.request
-            by_trie = isinstance(request, RecommendRequest | LikelihoodRequest)
+            by_trie = isinstance(request, SlateQuery | LikelihoodQuery)
             key = (id(strategy), id(request.trie) if by_trie else 0)  # type: ignore[union-attr]
             groups.setdefault(key, (strategy, []))[1].append(sequence)
         failed: list[Answer] = []
@@ -309,7 +309,7 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
         if sequence.num_computed < sequence.root_length:
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
-            sequence.ahead = states.clone()
+            sequence.placeholder_states = states.clone()
         sequence.num_computed = sequence.root_length
         root = sequence.request.root
         pages = sequence.pages[: self._pages.pages_of(sequence.root_length)]
@@ -319,8 +319,8 @@ class ItemScheduler(Scheduler[Request, Result, Strategy]):
             root.shared,
             pages,
             sequence.last_hidden,
-            sequence.ahead,
-            sequence.notes,
+            sequence.placeholder_states,
+            sequence.metadata,
         )
         return True
 

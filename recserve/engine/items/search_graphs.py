@@ -186,7 +186,7 @@ class SearchGraphs:
             return None
         self.counts["replayed"] += 1
         beams = begin(tuple(sequences), by_children=False, filtered=False)
-        beams = rerank.with_rivals(beams, self.model)
+        beams = rerank.with_dense_candidates(beams, self.model)
         found.function.load(beams)
         beams = with_leaves(beams, found.replay())
         found.function.account(sequences)
@@ -213,8 +213,13 @@ class SearchGraphs:
             assert self.head is not None
             scorer = HeadScorer(self.head, shape.requests)
         else:
-            columns, rivals = columns_of(trie.widths, shape.width), shape.width * shape.weighed
-            scorer = TargetScorer(self.model, self.runner, trie, columns, shape.requests, rivals)
+            columns, dense_candidates = (
+                columns_of(trie.widths, shape.width),
+                shape.width * shape.weighed,
+            )
+            scorer = TargetScorer(
+                self.model, self.runner, trie, columns, shape.requests, dense_candidates
+            )
         return GraphSearch(scorer, trie, filters[shape.excluded], shape)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.runtime.runner import Runner
 from recserve.kernels.paged_kv import RootTable, TreeBatch
@@ -50,7 +50,7 @@ class LevelScorer(Protocol):
     rounds: int
     forwards: int
 
-    def num_nodes(self, request: RecommendRequest) -> int:
+    def num_nodes(self, request: SlateQuery) -> int:
         """Nodes of the target that a search computes for a request, in its own slots."""
         ...
 
@@ -98,7 +98,7 @@ class HeadScorer:
         self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._contexts = weight.new_zeros(requests, levels, weight.shape[1])
 
-    def num_nodes(self, request: RecommendRequest) -> int:
+    def num_nodes(self, request: SlateQuery) -> int:
         """As LevelScorer."""
         return 0
 
@@ -113,7 +113,9 @@ class HeadScorer:
         count = len(sequences)
         self._last_hidden[:count].copy_(last_hidden)
         if self.head.config.placeholders:
-            placeholder_states = [s.ahead for s in sequences if s.ahead is not None]
+            placeholder_states = [
+                s.placeholder_states for s in sequences if s.placeholder_states is not None
+            ]
             torch.stack(placeholder_states, out=self._contexts[:count])
         else:
             self._contexts.copy_(self._last_hidden[:, None])
@@ -163,8 +165,8 @@ class TargetScorer:
     """The target, which reads the trees of all levels so far under the cached roots.
 
     What a request writes to the device: its root's length and slots, then a slot for every column
-    of every level but the last, and for every code but the last of every rival; those past its own
-    slots are the pool's spare one.
+    of every level but the last, and for every code but the last of every dense candidate; those
+    past its own slots are the pool's spare one.
     """
 
     def __init__(
@@ -174,16 +176,18 @@ class TargetScorer:
         trie: FixedTrie,
         columns: Seq[int],
         requests: int,
-        rivals: int = 0,
+        dense_candidates: int = 0,
     ) -> None:
-        """columns: beams kept at each level 0 : L + 1. rivals: given ids of each request."""
+        """Args: columns: beams at each level 0 : L + 1; dense_candidates: given ids per request."""
         size = runner.pool.page_size
         self.model, self.runner, self.trie = model, runner, trie
         self.columns = tuple(columns[1:-1])
         self.root_width = -(-model.config.decoder.max_positions // size) * size
-        self.rivals = rivals
+        self.dense_candidates = dense_candidates
         self.rounds = self.forwards = len(self.columns)
-        self.num_words = 1 + self.root_width + sum(self.columns) + rivals * len(self.columns)
+        self.num_words = (
+            1 + self.root_width + sum(self.columns) + dense_candidates * len(self.columns)
+        )
         weight = model.tokens.weight
         self._last_hidden = weight.new_zeros(requests, weight.shape[1])
         self._rows = torch.arange(requests, device=weight.device)
@@ -191,21 +195,24 @@ class TargetScorer:
         self._words = torch.empty(0)
         self._nodes: _Nodes | None = None
 
-    def num_nodes(self, request: RecommendRequest) -> int:
+    def num_nodes(self, request: SlateQuery) -> int:
         """As LevelScorer."""
         return sum(count for _, count in self._slot_counts(request))
 
-    def _slot_counts(self, request: RecommendRequest) -> list[tuple[int, int]]:
+    def _slot_counts(self, request: SlateQuery) -> list[tuple[int, int]]:
         """Columns of each level and how many of them, the first ones, can be alive; then those of
-        the rivals.
+        the dense_candidates.
         """
         sizes = request.trie.level_sizes[1:]
         counts = [
             (columns, min(columns, nodes, request.width))
             for columns, nodes in zip(self.columns, sizes, strict=False)
         ]
-        rivals = min(self.rivals, request.width) if request.dense_weight else 0
-        return [*counts, (self.rivals * len(self.columns), rivals * len(self.columns))]
+        dense_candidates = min(self.dense_candidates, request.width) if request.dense_weight else 0
+        return [
+            *counts,
+            (self.dense_candidates * len(self.columns), dense_candidates * len(self.columns)),
+        ]
 
     def write(self, words: Words, sequence: Sequence) -> None:
         """As LevelScorer."""

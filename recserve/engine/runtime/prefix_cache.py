@@ -7,8 +7,8 @@ at its end copies that page and goes on from there. The first `shared` rows see 
 keys are part of every hash.
 
 What is kept beside the pages comes on top of their bytes: a hidden state of E numbers per root, one
-more per placeholder where they were computed, and the notes. Of items there are no more such roots
-than pages: each has a partly filled page of its own, or ends with a full one.
+more per placeholder where they were computed, and the metadata. Of items there are no more such
+roots than pages: each has a partly filled page of its own, or ends with a full one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hashlib import blake2b
 import numpy as np
 from torch import Tensor
 
+from recserve.core.prefix_metadata import PrefixMetadata
 from recserve.core.request import RootKeys
-from recserve.core.root_notes import RootNotes
 from recserve.engine.runtime.pages import PageAllocator
 from recserve.kernels.paged_kv import KVPool, slots_of_pages
 
@@ -34,25 +34,25 @@ class Match:
     """What of a root is cached. The caller holds a reference to each page.
 
     pages: full pages in order. partial: page holding the next `length % page_size` rows, None if
-    there are none. length: cached rows. last_hidden [E]: state of the last row when the whole
-    root is cached, and ahead [P, E] those of the placeholders behind it, where they were computed;
-    notes: what else is kept beside the whole root, empty where it is not cached.
+    there are none. length: cached rows. last_hidden [E]: state of the last row when the whole root
+    is cached, and placeholder_states [P, E] those of the placeholders behind it, where they were
+    computed; metadata: what else is kept beside the whole root, empty where it is not cached.
     """
 
     pages: list[int]
     partial: int | None
     length: int
     last_hidden: Tensor | None
-    ahead: Tensor | None = None
-    notes: RootNotes = field(default_factory=RootNotes)
+    placeholder_states: Tensor | None = None
+    metadata: PrefixMetadata = field(default_factory=PrefixMetadata)
 
 
 @dataclass(frozen=True)
 class _Entry:
     page: int | None
     last_hidden: Tensor | None = None
-    ahead: Tensor | None = None
-    notes: RootNotes = field(default_factory=RootNotes)
+    placeholder_states: Tensor | None = None
+    metadata: PrefixMetadata = field(default_factory=PrefixMetadata)
 
 
 class PrefixCache:
@@ -84,12 +84,12 @@ class PrefixCache:
             touched.append(digest)
             pages.append(entry.page)
         full = len(pages) * size
-        length, partial, last_hidden, ahead, notes = (
+        length, partial, last_hidden, placeholder_states, metadata = (
             full,
             None,
             None,
             None,
-            RootNotes(),
+            PrefixMetadata(),
         )
         for end in range(min(n, full + size - 1), full - 1, -1):
             digest = self._tail_digest(digests[len(pages)], raw[full * 8 : end * 8])
@@ -97,10 +97,10 @@ class PrefixCache:
             if entry is not None:
                 length, partial = end, entry.page
                 if end == n:
-                    last_hidden, ahead, notes = (
+                    last_hidden, placeholder_states, metadata = (
                         entry.last_hidden,
-                        entry.ahead,
-                        entry.notes,
+                        entry.placeholder_states,
+                        entry.metadata,
                     )
                 touched.append(digest)
                 break
@@ -111,14 +111,14 @@ class PrefixCache:
         if length < shared:
             # The shared rows were computed together or not at all.
             length, pages, partial, touched = 0, [], None, []
-            last_hidden, ahead, notes = None, None, RootNotes()
+            last_hidden, placeholder_states, metadata = None, None, PrefixMetadata()
         for digest in reversed(touched):
             self._entries.move_to_end(digest)
         held = pages + ([partial] if partial is not None else [])
         self._allocator.share(held)
         self.num_hit_tokens += length
         self.num_missed_tokens += n - length
-        return Match(pages, partial, length, last_hidden, ahead, notes)
+        return Match(pages, partial, length, last_hidden, placeholder_states, metadata)
 
     def insert(
         self,
@@ -126,8 +126,8 @@ class PrefixCache:
         shared: int,
         pages: list[int],
         last_hidden: Tensor,
-        ahead: Tensor | None = None,
-        notes: RootNotes | None = None,
+        placeholder_states: Tensor | None = None,
+        metadata: PrefixMetadata | None = None,
     ) -> None:
         """Keep a computed root. pages: all its pages in order, the last perhaps partly filled."""
         size = self._page_size
@@ -135,7 +135,7 @@ class PrefixCache:
         digests = self._page_digests(raw, shared)
         full = len(digests) - 1
         last = pages[full] if keys.shape[0] % size else None
-        whole = _Entry(last, last_hidden, ahead, notes or RootNotes())
+        whole = _Entry(last, last_hidden, placeholder_states, metadata or PrefixMetadata())
         self._put(self._tail_digest(digests[full], raw[full * size * 8 :]), whole)
         # Deepest first: a beginning is evicted after everything that stands on it.
         for number in range(full - 1, -1, -1):
@@ -197,8 +197,10 @@ class PrefixCache:
             self._entries[digest] = entry
             if entry.page is not None:
                 self._allocator.share([entry.page])
-        elif entry.ahead is not None:
-            self._entries[digest] = replace(self._entries[digest], ahead=entry.ahead)
+        elif entry.placeholder_states is not None:
+            self._entries[digest] = replace(
+                self._entries[digest], placeholder_states=entry.placeholder_states
+            )
         self._entries.move_to_end(digest)
 
     def _page_digests(self, raw: bytes, shared: int) -> list[Digest]:

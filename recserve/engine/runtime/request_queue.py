@@ -18,7 +18,7 @@ from recserve.engine.runtime.scheduler import (
     expired,
     fail,
 )
-from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 
@@ -54,7 +54,7 @@ class QueuedRequest(Generic[RequestT, ResultT, MethodT]):
 
 
 QueuedItems = QueuedRequest[Request, Result, Strategy]
-QueuedText = QueuedRequest[TextRequest, Completion, Drafter]
+QueuedText = QueuedRequest[TextQuery, Completion, Drafter]
 
 
 class RequestQueue:
@@ -142,4 +142,4 @@ class Cancellations:
 
 
 def _priority(entry: QueuedItems | QueuedText) -> int:
-    return entry.request.priority if isinstance(entry.request, TextRequest) else 0
+    return entry.request.priority if isinstance(entry.request, TextQuery) else 0

@@ -40,7 +40,7 @@ class TextPages:
 
     def grow(self, sequence: TextSequence, tokens: int) -> bool:
         """Pages for so many tokens, if they are free without preempting a text."""
-        if tokens <= sequence.room:
+        if tokens <= sequence.capacity:
             return True
         missing = self.pages_of(tokens) - len(sequence.pages)
         self.cache.evict(missing)
@@ -52,7 +52,7 @@ class TextPages:
     def _take(self, sequence: TextSequence, pages: list[int]) -> None:
         sequence.pages = sequence.pages + pages
         sequence.slots = torch.cat([sequence.slots, *[self._slots[page] for page in pages]])
-        sequence.room = len(sequence.pages) * self.size
+        sequence.capacity = len(sequence.pages) * self.size
 
     def release(self, sequence: TextSequence) -> None:
         """Give its pages back; of a text that is not finite nothing is found again."""
@@ -61,7 +61,7 @@ class TextPages:
             root = RootKeys(np.array(sequence.context.tokens, dtype=np.int64))
             self.cache.discard(root, sequence.pages, self.pool)
         self.allocator.release(sequence.pages)
-        sequence.pages, sequence.room = [], 0
+        sequence.pages, sequence.capacity = [], 0
 
     def cache_prefix(self, sequence: TextSequence) -> None:
         """Let others, and itself, find what the text has computed."""

@@ -32,7 +32,7 @@ from recserve.engine.text.step import TextGroup, VerifiedPaths, token_logprobs
 from recserve.engine.text.step_graphs import StepGraphs
 from recserve.engine.text.trees import TreePacker
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.completion import Completion, TextRequest
+from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
@@ -56,7 +56,7 @@ class TextLimits:
     load_aware: bool = False
 
 
-class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
+class TextScheduler(Scheduler[TextQuery, Completion, Drafter]):
     """The side of the engine that writes text."""
 
     def __init__(
@@ -87,7 +87,7 @@ class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
         """Requests admitted and not answered."""
         return len(self.running) + len(self.preempted)
 
-    def check(self, request: TextRequest, drafter: Drafter) -> None:
+    def check(self, request: TextQuery, drafter: Drafter) -> None:
         """Raises ValueError for a request that could not run even alone."""
         config, params = self.model.config, request.params
         prompt, positions = request.prompt, config.decoder.max_positions
@@ -117,7 +117,7 @@ class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
             )
 
     def admit(
-        self, request: TextRequest, future: Future[Any], submitted_s: float, drafter: Drafter
+        self, request: TextQuery, future: Future[Any], submitted_s: float, drafter: Drafter
     ) -> bool:
         """Take a request in if pages for its prompt can be had now, or another text is computing
         what it begins with, and nobody else waits for pages.
@@ -239,7 +239,7 @@ class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
             failed += refused
         for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
-            if needed > sequence.room and not self.pages.grow(sequence, needed):
+            if needed > sequence.capacity and not self.pages.grow(sequence, needed):
                 drafts[sequence] = empty_draft()
         return self._grouping.of(stepping, drafts)
 
@@ -319,7 +319,7 @@ class TextScheduler(Scheduler[TextRequest, Completion, Drafter]):
 
     def _preempt_for_pages(self) -> None:
         """Gives every text that steps a slot for node 0; preempts those that are served last."""
-        for sequence in [s for s in self.running if len(s.context.tokens) > s.room]:
+        for sequence in [s for s in self.running if len(s.context.tokens) > s.capacity]:
             while sequence.pages and not self.pages.grow(sequence, sequence.length):
                 self._preempt(self.running[-1])
 

@@ -18,7 +18,7 @@ from recserve.speculation.completion import (
     FinishReason,
     SpeculationCounts,
     TextCommit,
-    TextRequest,
+    TextQuery,
     TokenLogprobs,
 )
 from recserve.speculation.draft import Budget, budget_of
@@ -33,15 +33,16 @@ NO_BUDGET = Budget(0, 0)
 class TextSequence:
     """State of one request between admission and answer.
 
-    pages: held, in the order of the tokens; slots: of all of them, room: how many. num_computed:
-    tokens whose keys and values exist; a text may step when all but the last are computed.
-    last_hidden [E]: the final hidden state of the last computed one, None where it is not known;
-    the next step may write where it lies. limit: most committed tokens that the model's positions
-    allow, end: and the request. waits: what it begins with is being computed by another text.
-    flawed: a state or logits of it are not finite. token_counts: None unless penalties need them.
+    pages: held, in the order of the tokens; slots: of all of them, capacity: how many.
+    num_computed: tokens whose keys and values exist; a text may step when all but the last are
+    computed. last_hidden [E]: the final hidden state of the last computed one, None where it is not
+    known; the next step may write where it lies. limit: most committed tokens that the model's
+    positions allow, end: and the request. waits: what it begins with is being computed by another
+    text. flawed: a state or logits of it are not finite. token_counts: None unless penalties need
+    them.
     """
 
-    request: TextRequest
+    request: TextQuery
     future: Future[Any]
     submitted_s: float
     context: TextContext
@@ -50,7 +51,7 @@ class TextSequence:
     token_counts: TokenCounts | None = None
     pages: list[int] = field(default_factory=list)
     slots: Tensor = NO_SLOTS
-    room: int = 0
+    capacity: int = 0
     num_computed: int = 0
     waits: bool = False
     flawed: bool = False
@@ -109,9 +110,9 @@ class TextSequence:
         for it.
         """
         request, written = self.request, self.context.tokens
-        room = self.end - len(written)
-        if len(tokens) >= room:
-            tokens, self.finish_reason = tokens[:room], "length"
+        left = self.end - len(written)
+        if len(tokens) >= left:
+            tokens, self.finish_reason = tokens[:left], "length"
         if request.params.stop_token_ids:
             tokens = self._until_stop(tokens)
         written += tokens

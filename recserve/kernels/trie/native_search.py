@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class RivalScores:
+class DenseCandidateScores:
     """Items that compete with the finished beams. rows [B, R] int64, valid [B, R], scores [B, R];
     share, weights [B, 1]; dense [B, I]; leaf_rows [I] int32 or int64: item row at each leaf rank.
     """
@@ -116,7 +116,7 @@ class _Request(ctypes.Structure):
     ]
 
 
-class _Rivals(ctypes.Structure):
+class _DenseCandidates(ctypes.Structure):
     _fields_ = [
         ("count", N),
         *((name, P) for name in ("rows", "valid", "scores", "share", "weights", "dense")),
@@ -128,7 +128,7 @@ class _Rivals(ctypes.Structure):
 
 class _Search(ctypes.Structure):
     _fields_ = [
-        *((name, P) for name in ("trie", "requests", "rivals", "heads", "codes")),
+        *((name, P) for name in ("trie", "requests", "dense_candidates", "heads", "codes")),
         *((name, N) for name in ("type", "size", "levels", "batch", "level", "until", "stops")),
         ("width", N),
         *((name, P) for name in ("scores", "first_paths")),
@@ -193,7 +193,7 @@ class NativeSearch:
         limits: Limits,
         states: States,
         until: int,
-        rivals: RivalScores | None = None,
+        dense_candidates: DenseCandidateScores | None = None,
         stops: bool = False,
     ) -> Levels:
         """From the beams on to level `until`, or, if it `stops`, to the first level at which a
@@ -206,7 +206,7 @@ class NativeSearch:
         scored = torch.empty(depth + 1, batch, columns, dtype=torch.uint8)
         used, lost = (N * (depth + 1))(), (FLOAT * batch)()
         last_hidden, scores = states.last_hidden.contiguous(), beams.log_probs.contiguous()
-        asked, competing = _requests(limits), _rivals(rivals)
+        asked, competing = _requests(limits), _dense_candidates(dense_candidates)
         s = _Search(
             trie.address,
             ctypes.addressof(asked.requests),
@@ -273,14 +273,14 @@ def _ranks(ascending: Tensor) -> _Ranks:
     return _Ranks(ascending.data_ptr(), ascending.shape[0])
 
 
-def _rivals(rivals: RivalScores | None) -> _Rivals:
-    if rivals is None:
-        return _Rivals()
-    leaf_rows = "leaf_rows" if rivals.leaf_rows.dtype == torch.int32 else "wide_leaf_rows"
+def _dense_candidates(dense_candidates: DenseCandidateScores | None) -> _DenseCandidates:
+    if dense_candidates is None:
+        return _DenseCandidates()
+    leaf_rows = "leaf_rows" if dense_candidates.leaf_rows.dtype == torch.int32 else "wide_leaf_rows"
     names = ("rows", "valid", "scores", "share", "weights", "dense")
-    return _Rivals(
-        count=rivals.rows.shape[1],
-        num_rows=rivals.dense.shape[1],
-        **{name: getattr(rivals, name).data_ptr() for name in names},
-        **{leaf_rows: rivals.leaf_rows.data_ptr()},
+    return _DenseCandidates(
+        count=dense_candidates.rows.shape[1],
+        num_rows=dense_candidates.dense.shape[1],
+        **{name: getattr(dense_candidates, name).data_ptr() for name in names},
+        **{leaf_rows: dense_candidates.leaf_rows.data_ptr()},
     )

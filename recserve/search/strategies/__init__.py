@@ -6,7 +6,7 @@ from recserve.search.recommend_strategy import RecommendStrategy
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.dense import DenseStrategy
 from recserve.search.strategies.nezha import NezhaStrategy
-from recserve.search.strategies.parallel import ParallelStrategy
+from recserve.search.strategies.rpg import RpgStrategy
 from recserve.search.strategies.specgr import SpecGRStrategy
 from recserve.search.strategies.speculative import SpeculativeStrategy
 
@@ -15,7 +15,7 @@ BUILT_IN: tuple[type[RecommendStrategy], ...] = (
     BeamStrategy,
     SpeculativeStrategy,
     NezhaStrategy,
-    ParallelStrategy,
+    RpgStrategy,
     DenseStrategy,
     SpecGRStrategy,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, RecommendRequest, Result
+from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.recommender import Recommender
@@ -30,7 +30,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
     invariant = True
     auto = "default"
     replays = "beam"
-    missing = "this recommender learned all levels at once; choose parallel"
+    missing = "this recommender learned all levels at once; choose rpg"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         """For every recommender that learned its codes one after another."""
         return cls(model) if model.config.autoregressive else None
 
-    def tree_room(self, request: RecommendRequest) -> int:
+    def tree_capacity(self, request: SlateQuery) -> int:
         """W nodes at each level but the last; as many below them in the rounds that go deeper at
         once; and once more as many as levels where the dense head has its say.
         """
@@ -69,22 +69,24 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         5. Their scores, if the root alone gives them.
         """
         beams = beam_verify.begin(tuple(sequences), self.skip_single)
-        beams = beam_verify.start(rerank.with_rivals(beams, self.model), self.model)
-        beams = rerank.with_rival_keys(beams, self.skip_single)
-        return rerank.with_rival_scores(beams, self.model)
+        beams = beam_verify.start(rerank.with_dense_candidates(beams, self.model), self.model)
+        beams = rerank.with_dense_candidate_keys(beams, self.skip_single)
+        return rerank.with_dense_candidate_scores(beams, self.model)
 
     def finished(self, state: Beams) -> bool:
         """True when the beams are leaves and every item that competes is scored."""
-        return state.finished and rerank.rival_keys(state) is None
+        return state.finished and rerank.dense_candidate_keys(state) is None
 
     def propose(self, state: Beams) -> Draft:
         """The prefixes that fork, and in the first round those of the dense head's best items."""
-        return self._draft(state, rerank.rival_keys(state))
+        return self._draft(state, rerank.dense_candidate_keys(state))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
         """As many levels deeper as the scored prefixes prove."""
         scored = beam_verify.record(state, draft, slots, hidden)
-        return beam_verify.advance(rerank.with_rival_scores(scored, self.model), self.model)
+        return beam_verify.advance(
+            rerank.with_dense_candidate_scores(scored, self.model), self.model
+        )
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
@@ -99,7 +101,7 @@ def level_offsets_of(model: Recommender) -> Tensor:
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
 
 
-def request_of(sequence: Sequence) -> RecommendRequest:
+def request_of(sequence: Sequence) -> SlateQuery:
     """What a sequence of a recommend strategy was asked."""
-    assert isinstance(sequence.request, RecommendRequest)
+    assert isinstance(sequence.request, SlateQuery)
     return sequence.request

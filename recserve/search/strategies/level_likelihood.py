@@ -31,7 +31,7 @@ class LevelLikelihoods:
 
 
 class LevelLikelihoodStrategy(Strategy):
-    """Log-probability of given items, the mean over their levels as in `parallel`; no tree."""
+    """Log-probability of given items, the mean over their levels as in `rpg`; no tree."""
 
     def __init__(self, model: Recommender) -> None:
         self.model = model

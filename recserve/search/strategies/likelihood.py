@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.request import LikelihoodRequest, Result, Scores
+from recserve.core.request import LikelihoodQuery, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
@@ -43,7 +43,7 @@ class LikelihoodStrategy(TreeStrategy):
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
 
-    def tree_room(self, request: LikelihoodRequest) -> int:
+    def tree_capacity(self, request: LikelihoodQuery) -> int:
         """A node for each prefix of each candidate, and no more than the trie has."""
         sizes = request.trie.level_sizes[1:-1]
         return sum(min(size, len(request.rows)) for size in sizes)
@@ -86,9 +86,9 @@ class LikelihoodStrategy(TreeStrategy):
         return likelihood_results(state.sequences, state.scores)
 
 
-def likelihood_request(sequence: Sequence) -> LikelihoodRequest:
+def likelihood_request(sequence: Sequence) -> LikelihoodQuery:
     """What the sequence asks."""
-    assert isinstance(sequence.request, LikelihoodRequest)
+    assert isinstance(sequence.request, LikelihoodQuery)
     return sequence.request
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, RecommendRequest, Result
+from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.inputs import NodeInputs
@@ -50,7 +50,7 @@ class NezhaStrategy(RecommendStrategy):
             return None
         return cls(model, heads.nezha)
 
-    def tree_room(self, request: RecommendRequest) -> int:
+    def tree_capacity(self, request: SlateQuery) -> int:
         """The placeholders."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
@@ -59,7 +59,7 @@ class NezhaStrategy(RecommendStrategy):
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)
-        beams = rerank.with_rivals(beams, self.model)
+        beams = rerank.with_dense_candidates(beams, self.model)
         found = search(beams, self.head, self._contexts(beams), beams.widths)
         for sequence in sequences:
             sequence.rounds += 1
@@ -67,20 +67,24 @@ class NezhaStrategy(RecommendStrategy):
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
         """Slates, scored by the head."""
-        if state.rivals is not None and state.rivals.log_probs is None:
-            state = rerank.with_log_probs(state, self._rival_scores(state, state.rivals))
+        if state.dense_candidates is not None and state.dense_candidates.log_probs is None:
+            state = rerank.with_log_probs(
+                state, self._dense_candidate_scores(state, state.dense_candidates)
+            )
         return rerank.slates(state, exact=self.exact)
 
-    def _rival_scores(self, state: Beams, rivals: DenseCandidates) -> Tensor:
-        """[n] of each valid rival."""
+    def _dense_candidate_scores(self, state: Beams, dense_candidates: DenseCandidates) -> Tensor:
+        """[n] of each valid dense candidate."""
         contexts = self._contexts(state)
         if (native := searches(state, self.head.search)) is not None:
             return rerank.searched_scores(state, native, contexts)
-        owners, rows = rivals.flat()
+        owners, rows = dense_candidates.flat()
         return item_log_probs(self.head, state.trie, owners, rows, state.tails, contexts)
 
     def _contexts(self, beams: Beams) -> Tensor:
         """[B, L, E] what the head reads at each level beside its state."""
         if self.placeholders is None:
             return beams.tails[:, None].expand(-1, beams.trie.num_levels, -1)
-        return torch.stack([s.ahead for s in beams.sequences if s.ahead is not None])
+        return torch.stack(
+            [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recserve.core.request import RankRequest, Result, Scores
+from recserve.core.request import RankQuery, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.ranker import Ranker
@@ -29,7 +29,7 @@ class RankStrategy(TreeStrategy):
     def __init__(self, model: Ranker) -> None:
         self.model = model
 
-    def tree_room(self, request: RankRequest) -> int:
+    def tree_capacity(self, request: RankQuery) -> int:
         """One node per candidate."""
         return len(request.candidates)
 
@@ -62,6 +62,6 @@ class RankStrategy(TreeStrategy):
         ]
 
 
-def _request(sequence: Sequence) -> RankRequest:
-    assert isinstance(sequence.request, RankRequest)
+def _request(sequence: Sequence) -> RankQuery:
+    assert isinstance(sequence.request, RankQuery)
     return sequence.request

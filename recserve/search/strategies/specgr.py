@@ -10,7 +10,7 @@ from typing import Self
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, RecommendRequest, Result
+from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.dense_retriever import DenseRetriever
@@ -72,7 +72,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
             return None
         return cls(model, heads.retriever)
 
-    def tree_room(self, request: RecommendRequest) -> int:
+    def tree_capacity(self, request: SlateQuery) -> int:
         """The beams; W items drafted freely, and W below the beams of each level."""
         levels = request.trie.num_levels - 1
         return request.width * (2 * levels + levels * (levels - 1) // 2)

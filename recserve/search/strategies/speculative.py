@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from recserve.core.finite import NotFinite
-from recserve.core.request import Continuation, RecommendRequest, Result
-from recserve.core.root_notes import CachedDraft
+from recserve.core.prefix_metadata import CachedDraft
+from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
@@ -74,18 +74,18 @@ class SpeculativeStrategy(BeamStrategy):
             return None
         return cls(model, heads.prefixes)
 
-    def plan(self, request: RecommendRequest) -> DraftPlan:
+    def plan(self, request: SlateQuery) -> DraftPlan:
         """Returns how wide to draft for a request that has no cached draft."""
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
-    def tree_room(self, request: RecommendRequest) -> int:
+    def tree_capacity(self, request: SlateQuery) -> int:
         """The plan's nodes at each level but the last, those of all repairs, and all of beam
         search's own.
         """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + REPAIRS * repair + super().tree_room(request)
+        return drafted + REPAIRS * repair + super().tree_capacity(request)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """As beam search; what is recorded searches only where nothing is drafted."""
@@ -95,20 +95,24 @@ class SpeculativeStrategy(BeamStrategy):
 
     def propose(self, state: Beams) -> Draft:
         """At first all that the head thinks likely; in a repair round what is missing."""
-        rivals = rerank.rival_keys(state)
+        dense_candidates = rerank.dense_candidate_keys(state)
         if state.missing is not None:
-            keys = state.missing if rivals is None else torch.cat([state.missing, rivals])
+            keys = (
+                state.missing
+                if dense_candidates is None
+                else torch.cat([state.missing, dense_candidates])
+            )
             return self._guess(state, keys)
         if state.finished or state.scored.keys.shape[0]:
-            return self._draft(state, rivals)
+            return self._draft(state, dense_candidates)
         if not self._drafts(state.sequences):
-            return self._draft(state, rivals)
+            return self._draft(state, dense_candidates)
         drafts = self._cached(state.sequences)
         margins = [self.plan(request).margin for request in state.requests]
         for sequence, draft, margin in zip(state.sequences, drafts, margins, strict=True):
             sequence.timing.drafted = margin > 0 or draft is not None
         keys = self._drafted(state, drafts, margins)
-        keys = keys if rivals is None else torch.cat([keys, rivals])
+        keys = keys if dense_candidates is None else torch.cat([keys, dense_candidates])
         return replace(self._guess(state, keys), cached=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
@@ -118,7 +122,7 @@ class SpeculativeStrategy(BeamStrategy):
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
         scored = beam_verify.record(state, draft, slots, hidden)
-        scored = replace(rerank.with_rival_scores(scored, self.model), missing=None)
+        scored = replace(rerank.with_dense_candidate_scores(scored, self.model), missing=None)
         drafts = cached_drafts(scored.sequences) if draft.cached else []
         trims = any(own and not own.trimmed for own in drafts)
         found = beam_verify.search_scored(scored, self.model, trims)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from recserve.core.request import Result, Scores, TextScoreRequest
+from recserve.core.request import Result, Scores, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
@@ -30,7 +30,7 @@ class TextScoreStrategy(TreeStrategy):
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
-    def tree_room(self, request: TextScoreRequest) -> int:
+    def tree_capacity(self, request: TextScoreQuery) -> int:
         """A node per token."""
         return len(request.tokens)
 
@@ -70,6 +70,6 @@ class TextScoreStrategy(TreeStrategy):
         ]
 
 
-def _request(sequence: Sequence) -> TextScoreRequest:
-    assert isinstance(sequence.request, TextScoreRequest)
+def _request(sequence: Sequence) -> TextScoreQuery:
+    assert isinstance(sequence.request, TextScoreQuery)
     return sequence.request

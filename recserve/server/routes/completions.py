@@ -12,16 +12,16 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.text import ChatBody, CompletionBody, TextBody
+from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.completions import TextWork
 from recserve.service.text.stream import Listener, Piece
 
-BODY = msgspec.json.Decoder(CompletionBody)
-CHAT_BODY = msgspec.json.Decoder(ChatBody)
-B = TypeVar("B", bound=TextBody)
+BODY = msgspec.json.Decoder(CompletionRequest)
+CHAT_BODY = msgspec.json.Decoder(ChatRequest)
+B = TypeVar("B", bound=TextRequest)
 Begin = Callable[[B, str, float, Listener], TextWork]
 
 

@@ -9,12 +9,12 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.events import EventsBody
+from recserve.schemas.events import EventsRequest
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.exchange import Exchange, json_response
 from recserve.server.routes.routing import HistoryRoute, UserRoute
 
-BODY = msgspec.json.Decoder(EventsBody)
+BODY = msgspec.json.Decoder(EventsRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.items import ItemsBody, RollbackBody
+from recserve.schemas.items import ItemsRequest, RollbackRequest
 from recserve.server.exchange import Exchange, json_response
 
-ITEMS = msgspec.json.Decoder(ItemsBody)
-ROLLBACK = msgspec.json.Decoder(RollbackBody)
+ITEMS = msgspec.json.Decoder(ItemsRequest)
+ROLLBACK = msgspec.json.Decoder(RollbackRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

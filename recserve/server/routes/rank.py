@@ -7,13 +7,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.items import RankBatchAnswer, RankBatchBody, RankBody, RankOutcome
+from recserve.schemas.items import RankBatchRequest, RankBatchResponse, RankOutcome, RankRequest
 from recserve.server.errors import error_answer
 from recserve.server.exchange import Exchange, finished, json_response, outcomes
 from recserve.server.transport.trace import trace_of
 
-BODY = msgspec.json.Decoder(RankBody)
-BATCH_BODY = msgspec.json.Decoder(RankBatchBody)
+BODY = msgspec.json.Decoder(RankRequest)
+BATCH_BODY = msgspec.json.Decoder(RankBatchRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
@@ -44,4 +44,4 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
             else RankOutcome(answer=outcome)
             for outcome in found
         ]
-        return json_response(RankBatchAnswer(request_id=request_id, results=results))
+        return json_response(RankBatchResponse(request_id=request_id, results=results))

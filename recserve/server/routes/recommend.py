@@ -7,11 +7,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.items import RecommendBody
+from recserve.schemas.items import RecommendRequest
 from recserve.server.exchange import Exchange, finished, json_response, outcomes
 from recserve.server.transport.trace import trace_of
 
-BODY = msgspec.json.Decoder(RecommendBody)
+BODY = msgspec.json.Decoder(RecommendRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from recserve.schemas.scoring import GenerativeScoringBody, RerankBody
+from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
 from recserve.service.text.text_scores import ScoreWork
 
-RERANK_BODY = msgspec.json.Decoder(RerankBody)
-SCORING_BODY = msgspec.json.Decoder(GenerativeScoringBody)
+RERANK_BODY = msgspec.json.Decoder(RerankRequest)
+SCORING_BODY = msgspec.json.Decoder(GenerativeScoringRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

@@ -14,11 +14,11 @@ from recserve.features.catalog.item_records import ItemRecord, checked_attribute
 from recserve.features.catalog.live_catalog import ItemChange
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.features.vectors.text_encoder import unit
-from recserve.schemas.items import ItemBody, Rejection
+from recserve.schemas.items import ItemInput, Rejection
 from recserve.schemas.validation import converted
 from recserve.service.catalog.snapshot import Snapshot
 
-FIELDS = frozenset(ItemBody.__struct_fields__)
+FIELDS = frozenset(ItemInput.__struct_fields__)
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ItemChanges:
 
     def take(self, items: Sequence[dict[str, Any]]) -> None:
         """Keep the items of a call, or note why not."""
-        bodies: dict[int, ItemBody] = {}
+        bodies: dict[int, ItemInput] = {}
         for index, raw in enumerate(items):
             try:
                 bodies[index] = _converted(raw)
@@ -79,7 +79,7 @@ class ItemChanges:
                 draft.change = ItemChange(draft.record, draft.vector, found)
         return [d.change or ItemChange(d.record) for d in self._drafts.values()]
 
-    def _draft(self, index: int, body: ItemBody, raw: dict[str, Any], row: int) -> _Draft:
+    def _draft(self, index: int, body: ItemInput, raw: dict[str, Any], row: int) -> _Draft:
         """Raises ValueError in words for the client."""
         if body.item_id in self._drafts:
             raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
@@ -153,6 +153,6 @@ class ItemChanges:
         self.rejected.append(Rejection(index=index, reason=reason))
 
 
-def _converted(raw: dict[str, Any]) -> ItemBody:
+def _converted(raw: dict[str, Any]) -> ItemInput:
     """The fields that every item may have; what else it says are attributes."""
-    return converted({k: v for k, v in raw.items() if k in FIELDS}, ItemBody)
+    return converted({k: v for k, v in raw.items() if k in FIELDS}, ItemInput)

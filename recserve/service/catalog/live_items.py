@@ -20,7 +20,7 @@ from recserve.features.vectors.grown_index import GrownIndex
 from recserve.features.vectors.new_vectors import NewVectors
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
-from recserve.schemas.items import ItemAnswer, ItemsAnswer, ItemsBody, RollbackAnswer
+from recserve.schemas.items import ItemResponse, ItemsRequest, ItemsResponse, RollbackResponse
 from recserve.service.catalog.item_changes import ItemChanges
 from recserve.service.catalog.kept_versions import KeptVersions
 from recserve.service.catalog.snapshot import Snapshot
@@ -80,14 +80,14 @@ class LiveItems:
             log.info("replayed %d change sets of items", len(entries))
             self._fold_if_large()
 
-    def get(self, item_id: str) -> ItemAnswer:
+    def get(self, item_id: str) -> ItemResponse:
         """One item. Raises UnknownItem."""
         items = self.runtime.snapshot.items
         row = items.visible.get(item_id)
         if row < 0:
             raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
         record = items.record(row)
-        return ItemAnswer(
+        return ItemResponse(
             item_id=item_id,
             title=record.title or None,
             categories=record.categories,
@@ -97,7 +97,7 @@ class LiveItems:
             catalog_version=items.name,
         )
 
-    def put(self, body: ItemsBody) -> ItemsAnswer:
+    def put(self, body: ItemsRequest) -> ItemsResponse:
         """Insert and update items, each judged by itself. Raises JournalError."""
         with self._lock:
             before = self.runtime.snapshot
@@ -108,7 +108,7 @@ class LiveItems:
                 self._commit(JournalEntry(before.items.number + 1, tuple(changes)))
             rows = before.rows_of([change.record.item_id for change in changes])
             updated = sum(row >= 0 for row in rows)
-            return ItemsAnswer(
+            return ItemsResponse(
                 catalog_version=self.runtime.snapshot.items.name,
                 inserted=len(changes) - updated,
                 updated=updated,
@@ -128,7 +128,7 @@ class LiveItems:
             self._commit(JournalEntry(items.number + 1, hidden=(item_id,)))
             return self.runtime.snapshot.items.name
 
-    def rollback(self, name: str) -> RollbackAnswer:
+    def rollback(self, name: str) -> RollbackResponse:
         """Go back to what an earlier version held, as a version of its own.
 
         Raises UnknownVersion for one that is not kept, or JournalError.
@@ -142,7 +142,7 @@ class LiveItems:
             self._lineage += 1
             self._publish(items, there.base_trie, snapshot.index)
             self._record_on_a_thread()
-            return RollbackAnswer(catalog_version=items.name, restored=name)
+            return RollbackResponse(catalog_version=items.name, restored=name)
 
     def was_read_otherwise(self, history: History) -> bool:
         """Whether an earlier version may have read this history as other rows.

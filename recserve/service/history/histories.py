@@ -20,7 +20,7 @@ from recserve.features.history.history import (
     StoreUnavailable,
     user_key,
 )
-from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer, HistoryEvent
+from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.incoming import POSITIONS_BELOW_US, Incoming
@@ -75,7 +75,7 @@ class Rewritten:
 class Added:
     """What became of the events of a call, and histories that were not only added to, by user."""
 
-    answer: EventsAnswer
+    answer: EventsResponse
     rewritten: dict[str, Rewritten]
 
 
@@ -113,7 +113,7 @@ class Histories:
             return replace(NOTHING, degraded=("history_damaged",))
         return _known(stored, snapshot)
 
-    def add(self, body: EventsBody, snapshot: Snapshot) -> Added:
+    def add(self, body: EventsRequest, snapshot: Snapshot) -> Added:
         """Store events and corrections; each is judged by itself. Raises StoreUnavailable."""
         incoming = Incoming(snapshot, self.default_value)
         for index, event in enumerate(body.events):
@@ -128,7 +128,7 @@ class Histories:
                 rewritten[user_id] = Rewritten(before, after)
         return Added(taken.answer(), rewritten)
 
-    def listed(self, user_id: str, snapshot: Snapshot) -> HistoryAnswer:
+    def listed(self, user_id: str, snapshot: Snapshot) -> HistoryResponse:
         """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
         _check_user("user_id", user_id)
         history = _known(self.store.get(user_id), snapshot)
@@ -139,7 +139,7 @@ class Histories:
             for row, time_us, kind in zip(*columns, strict=True)
         ]
         unknown = history.num_events - len(events)
-        return HistoryAnswer(user_id=user_id, events=events, unknown_items=unknown)
+        return HistoryResponse(user_id=user_id, events=events, unknown_items=unknown)
 
     def delete(self, user_id: str, snapshot: Snapshot) -> History:
         """Forget a user; what was readable of it. Raises StoreUnavailable."""
@@ -191,9 +191,9 @@ class _Taken:
                 reason = "event_id: no stored event of this user has it, or has it any more"
                 self.rejected.append(Rejection(index=index, reason=reason))
 
-    def answer(self) -> EventsAnswer:
+    def answer(self) -> EventsResponse:
         """Rejections by index."""
-        return EventsAnswer(
+        return EventsResponse(
             accepted=self.accepted,
             duplicates=self.duplicates,
             corrected=self.corrected,

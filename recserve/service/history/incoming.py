@@ -23,7 +23,7 @@ from recserve.features.history.history import (
     event_type,
     user_key,
 )
-from recserve.schemas.events import REMOVE, REPLACE, EventBody
+from recserve.schemas.events import REMOVE, REPLACE, EventInput
 from recserve.schemas.items import MAX_ID_LENGTH, Rejection
 from recserve.service.catalog.snapshot import Snapshot
 
@@ -48,7 +48,7 @@ class Incoming:
         self.users: dict[str, list[tuple[int, Change]]] = {}
         self.rejected: list[Rejection] = []
 
-    def take(self, index: int, event: EventBody) -> None:
+    def take(self, index: int, event: EventInput) -> None:
         """Keep an event, or note why not."""
         try:
             change = self._change(event)
@@ -57,7 +57,7 @@ class Incoming:
         else:
             self.users.setdefault(event.user_id, []).append((index, change))
 
-    def _change(self, event: EventBody) -> Change:
+    def _change(self, event: EventInput) -> Change:
         """Raises ValueError in words for the client."""
         if len(event.user_id) > MAX_ID_LENGTH:
             raise ValueError(f"user_id: at most {MAX_ID_LENGTH} characters, got more")
@@ -77,7 +77,7 @@ class Incoming:
             return Removal(event_key(event.event_id))
         return Replacement(self._stored(event), keeps_time=event.timestamp is None)
 
-    def _stored(self, event: EventBody) -> StoredEvent:
+    def _stored(self, event: EventInput) -> StoredEvent:
         if event.item_id is None:
             raise ValueError(f"item_id: is required with correction {REPLACE}")
         if self.rows.get(event.item_id) < 0:
@@ -102,7 +102,7 @@ class Incoming:
         return time_us
 
 
-def _key(event: EventBody) -> int:
+def _key(event: EventInput) -> int:
     """Equal for events that are the same: by id, else by content, else (without a time) never."""
     if event.event_id is not None:
         return event_key(event.event_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from recserve.schemas.events import EventsAnswer, EventsBody, HistoryAnswer
+from recserve.schemas.events import EventsRequest, EventsResponse, HistoryResponse
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.history.histories import Rewritten
 from recserve.service.recommend.prewarm import Prewarm
@@ -17,7 +17,7 @@ class UserHistories:
     def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:
         self.runtime, self.items, self.prewarm = runtime, items, prewarm
 
-    def add(self, body: EventsBody) -> EventsAnswer:
+    def add(self, body: EventsRequest) -> EventsResponse:
         """Stores events and corrections, and drops cached prefixes that they invalidate.
 
         With `warm`, prefixes of these users are computed again.
@@ -34,7 +34,7 @@ class UserHistories:
         users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
         return structs.replace(answer, warmed=self.prewarm.warm(users))
 
-    def history(self, user_id: str) -> HistoryAnswer:
+    def history(self, user_id: str) -> HistoryResponse:
         """Returns a user's stored events.
 
         Raises:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
-from recserve.core.request import QueueFull, Request, Result, RootKeys, WarmRequest
+from recserve.core.request import PrewarmQuery, QueueFull, Request, Result, RootKeys
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
 from recserve.service.history.histories import NOTHING, Rewritten
@@ -76,10 +76,10 @@ class Prewarm:
         requests: list[Request] = []
         if self.ranker is not None:
             root = self.ranker.bare(snapshot, history)
-            requests.append(WarmRequest(root, "ranker", until_s))
+            requests.append(PrewarmQuery(root, "ranker", until_s))
         if self.recommender is not None:
             root = self.recommender.root(snapshot, history.rows)
-            requests.append(WarmRequest(root, "recommender", until_s))
+            requests.append(PrewarmQuery(root, "recommender", until_s))
         return requests
 
     def _submit(self, user_id: str, request: Request) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recserve.core.request import Result, Scores
-from recserve.schemas.items import Candidate, InvalidRequest, RankAnswer, RankBody, RankedItem
+from recserve.schemas.items import Candidate, InvalidRequest, RankedItem, RankRequest, RankResponse
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.pending import Pending, Stopwatch
 from recserve.service.recommend.scorers import ItemScorer, ScoringQuery
@@ -36,8 +36,8 @@ class Rankings:
         self.scorers = scorers
 
     def begin(
-        self, body: RankBody, request_id: str | None, deadline_s: float | None
-    ) -> Pending[RankAnswer]:
+        self, body: RankRequest, request_id: str | None, deadline_s: float | None
+    ) -> Pending[RankResponse]:
         """Look the candidates up and hand them to the engine.
 
         Raises InvalidRequest, and what Engine.submit raises.
@@ -56,12 +56,12 @@ class Rankings:
             degraded.append("duplicate_candidates")
         ids = [c.item_id for c in known.candidates]
 
-        def finish(result: Result | None) -> RankAnswer:
+        def finish(result: Result | None) -> RankResponse:
             values = np.zeros((0, len(scorer.tasks)))
             if result is not None:
                 assert isinstance(result, Scores)
                 values = result.values
-            return RankAnswer(
+            return RankResponse(
                 items=_ranked(ids, scorer.scores(values), scorer.tasks, sort_by),
                 missing_item_ids=known.missing,
                 scorer=name,
@@ -88,7 +88,7 @@ class Rankings:
         watch.features_done()
         return Pending(self.runtime.engine.submit(asked.request), finish)
 
-    def _name(self, body: RankBody) -> str:
+    def _name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
         if name not in self.scorers:
             there = ", ".join(("auto", *self.scorers))
@@ -96,7 +96,7 @@ class Rankings:
         return name
 
 
-def _sorting_task(scorer: ItemScorer, name: str, body: RankBody) -> str:
+def _sorting_task(scorer: ItemScorer, name: str, body: RankRequest) -> str:
     task = scorer.tasks[0] if body.sort_by is None else body.sort_by
     if task not in scorer.tasks:
         there = ", ".join(scorer.tasks)

@@ -7,17 +7,17 @@ from msgspec import UNSET, UnsetType
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap, first_k, still_open
-from recserve.core.request import RecommendRequest, Result, Slate
+from recserve.core.request import Result, Slate, SlateQuery
 from recserve.features.catalog.filters import FilterError
 from recserve.schemas.items import (
     Exclude,
     Explanation,
     InvalidRequest,
-    RecommendAnswer,
-    RecommendBody,
     RecommendedItem,
+    RecommendRequest,
+    RecommendResponse,
 )
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategies.registry import canonical_name, strategy_classes
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 from recserve.service.pending import Pending, Stopwatch
@@ -48,8 +48,8 @@ class Recommendations:
         self.chooser = Chooser(runtime.engine.strategies)
 
     def begin(
-        self, body: RecommendBody, request_id: str | None, deadline_s: float | None
-    ) -> Pending[RecommendAnswer]:
+        self, body: RecommendRequest, request_id: str | None, deadline_s: float | None
+    ) -> Pending[RecommendResponse]:
         """Read the history and hand the request to the engine.
 
         Raises InvalidRequest, and what Engine.submit raises.
@@ -82,7 +82,7 @@ class Recommendations:
             degraded.append("cold_start")
             watch.features_done()
             return Pending(None, lambda _: self._finish(draft, degraded, watch, None))
-        request = RecommendRequest(
+        request = SlateQuery(
             self.roots.root(snapshot, history.rows),
             snapshot.trie,
             body.k,
@@ -100,7 +100,7 @@ class Recommendations:
         watch.features_done()
         future = self.runtime.engine.submit(request)
 
-        def finish(result: Result | None) -> RecommendAnswer:
+        def finish(result: Result | None) -> RecommendResponse:
             assert isinstance(result, Slate)
             self.chooser.took(strategy, width, result.timing.total_ms / 1e3)
             if self.runtime.shadow is not None:
@@ -112,17 +112,18 @@ class Recommendations:
 
         return Pending(future, finish)
 
-    def _choice(self, body: RecommendBody, width: int, deadline_s: float | None) -> Choice:
+    def _choice(self, body: RecommendRequest, width: int, deadline_s: float | None) -> Choice:
         """The strategy that was asked for. Raises InvalidRequest, listing what there is."""
         there = self.runtime.engine.strategies
-        if body.strategy == AUTO:
+        name = canonical_name(body.strategy)
+        if name == AUTO:
             if body.outcome is not None and self.outcomes:
                 return Choice(_reads_outcome())
             return self.chooser.choose(width, deadline_s)
-        if body.strategy not in there:
+        if name not in there:
             listed = ", ".join((AUTO, *there))
             raise InvalidRequest("strategy", f"there are {listed}, got {body.strategy!r}")
-        return Choice(body.strategy)
+        return Choice(name)
 
     def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """[O] weights in the retriever's order; None: its own mix."""
@@ -155,7 +156,7 @@ class Recommendations:
         watch: Stopwatch,
         slate: Slate | None,
         strategy: str = POPULAR,
-    ) -> RecommendAnswer:
+    ) -> RecommendResponse:
         rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         if slate is not None:
             legal = draft.legal(slate.rows)
@@ -170,7 +171,7 @@ class Recommendations:
             degraded = [*degraded, "fewer_than_k"]
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
-        return RecommendAnswer(
+        return RecommendResponse(
             items=draft.items(rows, scores, filled),
             strategy=strategy,
             # An exact search ends short of k only where no other item is allowed: then there is no
@@ -189,7 +190,7 @@ class _SlateBuilder:
 
     def __init__(
         self,
-        body: RecommendBody,
+        body: RecommendRequest,
         request_id: str | None,
         snapshot: Snapshot,
         history: History,
@@ -278,7 +279,7 @@ def _seen(exclude: Exclude, history: History) -> np.ndarray:
     return history.rows if exclude.seen else history.rows[:0]
 
 
-def _allowed(snapshot: Snapshot, body: RecommendBody) -> AllowedItems | None:
+def _allowed(snapshot: Snapshot, body: RecommendRequest) -> AllowedItems | None:
     if body.filter is None:
         return None
     try:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from recserve.core.request import LikelihoodRequest, RankRequest, Request
+from recserve.core.request import LikelihoodQuery, RankQuery, Request
 from recserve.schemas.items import Candidate, InvalidRequest
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import EPOCH, History
@@ -79,7 +79,7 @@ class RankerScorer:
             _moments(q.candidates) if heeded else None,
             self._given(q.candidates) if q.described else {},
         )
-        request = RankRequest(root, branches, limits, q.deadline_s)
+        request = RankQuery(root, branches, limits, q.deadline_s)
         return ScoringRequest(request, ("shown_at_ignored",) if dated and not heeded else ())
 
     def scores(self, values: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ class LikelihoodScorer:
         root = self.roots.root(q.snapshot, q.history.rows)
         ignored = {"features_ignored": q.described, "shown_at_ignored": q.dated}
         return ScoringRequest(
-            LikelihoodRequest(root, q.snapshot.trie, q.rows, q.deadline_s),
+            LikelihoodQuery(root, q.snapshot.trie, q.rows, q.deadline_s),
             tuple(word for word, there in ignored.items() if there),
         )
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from recserve.core.request import QueueFull, RecommendRequest, Result, Slate, Timing
+from recserve.core.request import QueueFull, Result, Slate, SlateQuery, Timing
 from recserve.engine.engine import Engine
 from recserve.metrics import ShadowCounts
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategies.registry import canonical_name, strategy_classes
 
 
 class Shadow:
@@ -24,6 +24,7 @@ class Shadow:
 
     def __init__(self, engine: Engine, strategy: str, share: float, seed: int = 0) -> None:
         """Raises ValueError for a strategy that is not here or a share outside 0 to 1."""
+        strategy = canonical_name(strategy)
         if strategy not in engine.strategies:
             listed = ", ".join(engine.strategies)
             raise ValueError(f"shadow is {strategy!r}; this bundle offers {listed}")
@@ -34,7 +35,7 @@ class Shadow:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def follow(self, request: RecommendRequest, given: Slate) -> None:
+    def follow(self, request: SlateQuery, given: Slate) -> None:
         """Ask again what was just answered, if its turn and an idle engine allow it."""
         if request.strategy == self.strategy or self._random.random() >= self.share:
             return

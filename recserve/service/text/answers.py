@@ -8,17 +8,17 @@ from typing import Any, Protocol
 from msgspec import UNSET
 
 from recserve.schemas.text import (
-    AnswerMessage,
-    ChatAnswer,
+    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
-    CompletionAnswer,
+    ChatResponse,
     CompletionChoice,
     CompletionLogprobs,
-    TextAnswer,
+    CompletionResponse,
+    TextResponse,
     TokenLogprob,
     TopLogprob,
 )
@@ -36,11 +36,11 @@ class Shape(Protocol):
 
     prefix: str
 
-    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """All texts, ended."""
         ...
 
-    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
         """Pieces of texts; none: the chunk that only counts."""
         ...
 
@@ -54,15 +54,15 @@ class CompletionShape:
         self.table = table
         self.logprobs = logprobs
 
-    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """All texts, ended."""
         choices = [self._choice(s.index, s.text, s.tokens, s.finish_reason) for s in streams]
-        return CompletionAnswer(object="text_completion", choices=choices, **head)
+        return CompletionResponse(object="text_completion", choices=choices, **head)
 
-    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
         """Pieces of texts."""
         choices = [self._choice(p.index, p.text, p.tokens, p.finish_reason) for p in pieces]
-        return CompletionAnswer(object="text_completion", choices=choices, **head)
+        return CompletionResponse(object="text_completion", choices=choices, **head)
 
     def _choice(
         self,
@@ -98,20 +98,20 @@ class ChatShape:
         self.table = table
         self.logprobs = logprobs
 
-    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextAnswer:
+    def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """All texts, ended."""
         choices = [
             ChatChoice(
                 index=stream.index,
-                message=AnswerMessage(content=stream.text),
+                message=AssistantMessage(content=stream.text),
                 logprobs=self._logprobs(stream.tokens),
                 finish_reason=stream.finish_reason or "stop",
             )
             for stream in streams
         ]
-        return ChatAnswer(object="chat.completion", choices=choices, **head)
+        return ChatResponse(object="chat.completion", choices=choices, **head)
 
-    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextAnswer:
+    def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
         """Pieces of texts; the role comes with the first of each."""
         choices = [
             ChatChunkChoice(

@@ -15,13 +15,13 @@ from msgspec import UNSET, UnsetType
 
 from recserve.schemas.items import InvalidRequest, TimingMs
 from recserve.schemas.text import (
-    ChatBody,
-    CompletionBody,
+    ChatRequest,
+    CompletionRequest,
     PromptDetails,
     SpeculationMetrics,
-    TextAnswer,
-    TextBody,
     TextMetrics,
+    TextRequest,
+    TextResponse,
     Usage,
 )
 from recserve.service.pending import Stopwatch
@@ -39,7 +39,7 @@ from recserve.service.text.prompts import (
 )
 from recserve.service.text.stream import Listener, Piece, TextStream
 from recserve.service.text.text_scores import TextScores
-from recserve.speculation.completion import Completion, SpeculationCounts, TextRequest
+from recserve.speculation.completion import Completion, SpeculationCounts, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
 
@@ -70,7 +70,7 @@ class TextWork:
         for future in self.futures:
             future.cancel()
 
-    def answer(self) -> TextAnswer:
+    def answer(self) -> TextResponse:
         """All texts, waited for. Raises what the engine raised."""
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
@@ -78,7 +78,7 @@ class TextWork:
         head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
         return self.shape.answer(head, self.streams)
 
-    def chunk(self, piece: Piece, last: bool) -> TextAnswer:
+    def chunk(self, piece: Piece, last: bool) -> TextResponse:
         """A piece on its way. last: no other follows, and no chunk that counts does either."""
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
@@ -88,7 +88,7 @@ class TextWork:
             head["metrics"] = self.metrics()
         return self.shape.chunk(head, [piece])
 
-    def counts(self) -> TextAnswer:
+    def counts(self) -> TextResponse:
         """The chunk after the last piece, where `include_usage` asked for it."""
         head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
         return self.shape.chunk(head, [])
@@ -163,7 +163,7 @@ class Texts:
 
     def begin_completion(
         self,
-        body: CompletionBody,
+        body: CompletionRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
@@ -188,7 +188,7 @@ class Texts:
 
     def begin_chat(
         self,
-        body: ChatBody,
+        body: ChatRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
@@ -212,14 +212,14 @@ class Texts:
         head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
         return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
 
-    def _check(self, body: TextBody) -> Stopwatch:
+    def _check(self, body: TextRequest) -> Stopwatch:
         self.model.check_name(body.model)
         body.check()
         return Stopwatch()
 
     def _begin(
         self,
-        body: TextBody,
+        body: TextRequest,
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
@@ -230,8 +230,8 @@ class Texts:
     ) -> TextWork:
         asked = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
-        echo = isinstance(body, CompletionBody) and bool(body.echo)
-        requests: list[TextRequest] = []
+        echo = isinstance(body, CompletionRequest) and bool(body.echo)
+        requests: list[TextQuery] = []
         streams: list[TextStream] = []
         copies = body.n or 1
         for prompt in prompts:
@@ -248,7 +248,7 @@ class Texts:
                 )
                 own = replace(first, seed=derived_seed(first.seed, copy))
                 requests.append(
-                    TextRequest(tokens, own, asked, body.priority, deadline_s, stream.on_commit)
+                    TextQuery(tokens, own, asked, body.priority, deadline_s, stream.on_commit)
                 )
                 streams.append(stream)
         head = {
@@ -274,7 +274,7 @@ class Texts:
         )
 
     def _submit(
-        self, requests: Sequence[TextRequest], streams: Sequence[TextStream]
+        self, requests: Sequence[TextQuery], streams: Sequence[TextStream]
     ) -> tuple[Future[Completion], ...]:
         """All or none. Raises what the engine refuses with."""
         futures: list[Future[Completion]] = []

@@ -19,7 +19,7 @@ class TextEngine(Protocol):
     """What is asked of the engine; `engine.Engine` is one."""
 
     def submit(self, request: Any) -> Future[Any]:
-        """Queue a TextRequest or TextScoreRequest; the future gets its Completion, its Scores or
+        """Queue a TextQuery or TextScoreQuery; the future gets its Completion, its Scores or
         the error.
         """
         ...

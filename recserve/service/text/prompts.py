@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import (
     MAX_CHOICES,
-    ChatBody,
     ChatMessage,
-    CompletionBody,
-    SpeculationBody,
-    TextBody,
+    ChatRequest,
+    CompletionRequest,
+    SpeculationOptions,
+    TextRequest,
 )
 from recserve.service.errors import ContextExceeded
 from recserve.service.text.model import TextModel
@@ -34,7 +34,7 @@ class Prompt:
     text: str
 
 
-def completion_prompts(body: CompletionBody, model: TextModel) -> list[Prompt]:
+def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
     """The prompts of a body, in order. Raises InvalidRequest."""
     given = body.prompt
     parts: Sequence[str | list[int]]
@@ -52,7 +52,7 @@ def completion_prompts(body: CompletionBody, model: TextModel) -> list[Prompt]:
     return [_prompt(part, body.add_special_tokens, model) for part in parts]
 
 
-def chat_prompt(body: ChatBody, model: TextModel) -> Prompt:
+def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
     """The prompt that the model's template makes of the messages. Raises InvalidRequest."""
     template = model.tokenizer.template
     if template is None:
@@ -68,7 +68,7 @@ def chat_prompt(body: ChatBody, model: TextModel) -> Prompt:
 
 
 def sampling(
-    body: TextBody,
+    body: TextRequest,
     model: TextModel,
     prompt: Prompt,
     max_tokens: int | None,
@@ -112,10 +112,10 @@ def sampling(
 
 
 def speculation(
-    body: SpeculationBody | None, temperature: float | None, model: TextModel
+    body: SpeculationOptions | None, temperature: float | None, model: TextModel
 ) -> Speculation:
     """How the text is drafted. Raises InvalidRequest for what is not here or does not fit."""
-    said = body or SpeculationBody()
+    said = body or SpeculationOptions()
     drafter = said.drafter or model.default_drafter
     verifier = said.verifier or model.default_verifier
     names: dict[str, tuple[str, Collection[str]]] = {
@@ -138,7 +138,7 @@ def speculation(
     return asked
 
 
-def stop_strings(body: TextBody) -> list[str]:
+def stop_strings(body: TextRequest) -> list[str]:
     """The strings that end a text."""
     return [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
 

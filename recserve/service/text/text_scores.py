@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from recserve.core.request import Root, Scores, TextScoreRequest
+from recserve.core.request import Root, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.scoring import (
     ApiVersion,
     Document,
-    GenerativeScoringAnswer,
-    GenerativeScoringBody,
+    GenerativeScoringRequest,
+    GenerativeScoringResponse,
     ItemScore,
-    RerankAnswer,
-    RerankBody,
     RerankMeta,
+    RerankRequest,
+    RerankResponse,
     RerankResult,
 )
 from recserve.schemas.text import PromptDetails, Usage
@@ -84,7 +84,7 @@ class TextScores:
 
     def begin_scoring(
         self,
-        body: GenerativeScoringBody,
+        body: GenerativeScoringRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
     ) -> ScoreWork:
@@ -95,9 +95,9 @@ class TextScores:
         root = self._tokens("query", body.query, body.add_special_tokens)
         items = [self._tokens(f"items[{n}]", item, False) for n, item in enumerate(body.items)]
 
-        def finish(values: np.ndarray, usage: Usage) -> GenerativeScoringAnswer:
+        def finish(values: np.ndarray, usage: Usage) -> GenerativeScoringResponse:
             scores = _softmax(values) if body.apply_softmax else np.exp(values)
-            return GenerativeScoringAnswer(
+            return GenerativeScoringResponse(
                 id=f"generative-scoring-{request_id or uuid.uuid4()}",
                 created=int(time.time()),
                 model=self.model.name,
@@ -112,7 +112,7 @@ class TextScores:
 
     def begin_rerank(
         self,
-        body: RerankBody,
+        body: RerankRequest,
         version: str,
         request_id: str | None = None,
         deadline_s: float | None = None,
@@ -128,7 +128,7 @@ class TextScores:
                 check_length(f"documents[{place}]", text, self.model)
         branches = [[*encode(text)[:most], *question.after] for text in texts]
 
-        def finish(values: np.ndarray, usage: Usage) -> RerankAnswer:
+        def finish(values: np.ndarray, usage: Usage) -> RerankResponse:
             scores = _softmax(values)[:, 0]
             best = np.argsort(-scores, kind="stable")[: body.top_n]
             results = [
@@ -141,7 +141,7 @@ class TextScores:
                 )
                 for place in best.tolist()
             ]
-            return RerankAnswer(
+            return RerankResponse(
                 id=request_id or str(uuid.uuid4()),
                 model=self.model.name,
                 results=results,
@@ -182,7 +182,7 @@ class TextScores:
             for group in _groups(list(places)):
                 tokens = np.array([token for branch in group for token in branch], np.int64)
                 offsets = np.cumsum([0, *map(len, group)])
-                request = TextScoreRequest(shared, tokens, offsets, labels, deadline_s)
+                request = TextScoreQuery(shared, tokens, offsets, labels, deadline_s)
                 futures.append(self.engine.submit(request))
         except BaseException:
             for future in futures:

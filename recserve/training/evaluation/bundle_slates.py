@@ -47,7 +47,7 @@ class BundleSlates:
         slates = Slates(model, trie, catalog.index.codes, heads, item_index(model, heads))
         slates.engine.record(trie)
         graph = load_item_graph(bundle, place)
-        if graph is None and "parallel" in slates.engine.strategies:
+        if graph is None and "rpg" in slates.engine.strategies:
             graph = graph_of_links(links_of(model, catalog.index.codes), place)
         return BundleSlates(
             slates, graph, float(bundle.manifest.recommender.get("dense_weight", 0.0))
@@ -61,12 +61,12 @@ class BundleSlates:
     def options(
         self, strategy: str, width: int, filtered: bool, dense_weight: float | None = None
     ) -> SlateOptions:
-        """How a strategy makes slates; `exhaustive` is `parallel` on all items.
+        """How a strategy makes slates; `exhaustive` is `rpg` on all items.
 
         dense_weight: of strategies that use one; None: the bundle's. Raises BundleError
         where nothing was trained for the strategy.
         """
-        asked = "parallel" if strategy == EXHAUSTIVE else strategy
+        asked = "rpg" if strategy == EXHAUSTIVE else strategy
         if asked not in self.slates.engine.strategies:
             raise BundleError(strategy_classes()[asked].missing)
         weight = self.dense_weight if dense_weight is None else dense_weight
@@ -75,5 +75,5 @@ class BundleSlates:
             filtered,
             weight if strategy_classes()[asked].dense_weight == "used" else 0.0,
             asked,
-            self.graph if strategy == "parallel" else None,
+            self.graph if strategy == "rpg" else None,
         )

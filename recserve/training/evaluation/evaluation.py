@@ -16,7 +16,7 @@ from rich.table import Table
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.models.sasrec import load_sasrec
-from recserve.search.strategies.registry import strategy_classes
+from recserve.search.strategies.registry import canonical_name, strategy_classes
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.training.evaluation.cases import Cases as Cases
@@ -94,13 +94,14 @@ def evaluate_bundle(
 ) -> Evaluation:
     """Evaluate a trained model of the bundle, seen items kept and filtered.
 
-    strategy: `beam`, `speculative`, `nezha`, `parallel`, `dense` and `specgr` are the engine's (the
-    item graph is made here where the bundle has none), `exhaustive` is `parallel` on all items,
+    strategy: `beam`, `speculative`, `nezha`, `rpg`, `dense` and `specgr` are the engine's (the
+    item graph is made here where the bundle has none), `exhaustive` is `rpg` on all items,
     `dense_head` the recommender's dense head alone, `sasrec` the baseline, `auto` beam search or,
     where the model has learned none, `exhaustive`. dense_weight: None takes the bundle's. users:
     that many of them, drawn with a fixed seed; None takes all. Raises ValueError for an unknown
     strategy or cut-off, BundleError if the model was not trained.
     """
+    strategy = canonical_name(strategy)
     strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", "sasrec")
     if strategy not in strategies:
         raise ValueError(f"strategy is {strategy!r}; choose one of {strategies}")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest, Request, Root, RootKeys, Slate
+from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery
 from recserve.core.retrieval import VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 class SlateOptions:
     """How slates are made. width: of the beam. filtered: without the items of the history.
     dense_weight: of the dense head's log-probability when finished beams are ranked. strategy: of
-    the engine. graph: of similar items, for `parallel`; None scores all of them. outcome [O]: mix
+    the engine. graph: of similar items, for `rpg`; None scores all of them. outcome [O]: mix
     of `dense`, None for the retriever's own.
     """
 
@@ -77,10 +77,10 @@ class Slates:
         for case in which.tolist():
             self.engine.forget(RootKeys(self._tokens(cases.history(case))))
 
-    def _request(self, history: Ints, k: int, options: SlateOptions) -> RecommendRequest:
+    def _request(self, history: Ints, k: int, options: SlateOptions) -> SlateQuery:
         tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
-        return RecommendRequest(
+        return SlateQuery(
             Root(inputs, tokens),
             self.trie,
             k,

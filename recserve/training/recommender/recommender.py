@@ -168,7 +168,7 @@ class RecommenderTrainee:
             self.recipe.validation_width,
             self.column == "filtered",
             self.recipe.rerank_weight,
-            "beam" if self.recipe.autoregressive else "parallel",
+            "beam" if self.recipe.autoregressive else "rpg",
         )
         answers = Slates(self.model, self.trie, self.codes)
 

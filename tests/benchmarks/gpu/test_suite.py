@@ -120,7 +120,7 @@ def test_what_is_checked_on_a_gpu_is_compiled_without_one():
 
 
 def cannot(problem):
-    raise RuntimeError("a rival that does not compile")
+    raise RuntimeError("a dense candidate that does not compile")
 
 
 @pytest.mark.parametrize("check", [many_nodes, far_slots, long_root, partial(long_root, fp8=True)])

@@ -12,7 +12,7 @@ from benchmarks.recommend import beam as recommend
 from benchmarks.recommend import beam_methods as recommend_methods
 from benchmarks.support.baselines.constraints import TrieProcessor, allowed_tokens
 from benchmarks.support.baselines.llama import empty_model, to_llama
-from recserve.core.request import RecommendRequest, Root
+from recserve.core.request import Root, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
@@ -87,7 +87,7 @@ def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
         allowed = allowed_tokens(trie, model.config.level_offsets, len(root.inputs))
         expected, scores = generate(theirs, root, beams, prefix_allowed_tokens_fn=allowed)
         for _ in ("cold", "cached"):
-            slate = engine.run(RecommendRequest(root, trie, beams, beams))
+            slate = engine.run(SlateQuery(root, trie, beams, beams))
             assert slate.rows.tolist() == rows_of(model, expected)
             np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
 
@@ -101,7 +101,7 @@ def test_beam_search_over_children_equals_generate_with_a_processor(beams):
         root = history(model, events, events)
         processor = TrieProcessor(trie, model.config.level_offsets, len(root.inputs), True)
         expected, scores = generate(theirs, root, beams, logits_processor=[processor])
-        slate = engine.run(RecommendRequest(root, trie, beams, beams))
+        slate = engine.run(SlateQuery(root, trie, beams, beams))
         assert slate.rows.tolist() == rows_of(model, expected)
         np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
 

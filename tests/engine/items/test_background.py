@@ -7,11 +7,11 @@ import pytest
 
 from recserve.core.request import (
     DeadlineExceeded,
+    Prewarmed,
+    PrewarmQuery,
     QueueFull,
-    RecommendRequest,
     RootKeys,
-    Warmed,
-    WarmRequest,
+    SlateQuery,
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
@@ -29,13 +29,13 @@ def make_engine(config=SMALL):
 
 
 def warm(model, number, length=9):
-    return WarmRequest(draw_root(model, length, number), "recommender")
+    return PrewarmQuery(draw_root(model, length, number), "recommender")
 
 
 def test_a_live_request_goes_first():
     """Background work stands still while an item request runs, and goes on afterwards."""
     engine, model, trie = make_engine()
-    asked = RecommendRequest(draw_root(model, 9, 5), trie, 5, 20)
+    asked = SlateQuery(draw_root(model, 9, 5), trie, 5, 20)
     behind = [engine.submit(warm(model, number)) for number in range(3)]
     live = engine.submit(asked)
     while not live.done():
@@ -44,7 +44,7 @@ def test_a_live_request_goes_first():
     assert live.result().rows.tolist() == engine.run(asked).rows.tolist()
     while engine.step():
         pass
-    assert all(isinstance(future.result(), Warmed) for future in behind)
+    assert all(isinstance(future.result(), Prewarmed) for future in behind)
 
 
 def test_a_warmed_root_is_not_computed_again():
@@ -52,7 +52,7 @@ def test_a_warmed_root_is_not_computed_again():
     request = warm(model, 0)
     made, again = engine.run(request), engine.run(request)
     assert made.timing.root_computed == len(request.root.inputs) and again.timing.root_computed == 0
-    slate = engine.run(RecommendRequest(request.root, trie, 5, 20))
+    slate = engine.run(SlateQuery(request.root, trie, 5, 20))
     assert slate.timing.root_computed == 0
 
 
@@ -74,10 +74,10 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
     with pytest.raises(QueueFull):
         engine.submit(warm(model, 2))
     assert engine.stats().queue_depth == 0 and engine.stats().background == 2
-    live = engine.submit(RecommendRequest(draw_root(model, 9, 0), trie, 5, 9))
+    live = engine.submit(SlateQuery(draw_root(model, 9, 0), trie, 5, 9))
     while engine.step():
         pass
-    assert live.result().rows.size == 5 and isinstance(behind[1].result(), Warmed)
+    assert live.result().rows.size == 5 and isinstance(behind[1].result(), Prewarmed)
     with pytest.raises(DeadlineExceeded):
         behind[0].result()
 
@@ -85,7 +85,7 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
 def test_a_closing_engine_does_not_finish_its_background():
     engine, model, trie = make_engine()
     behind = [engine.submit(warm(model, number)) for number in range(4)]
-    live = engine.submit(RecommendRequest(draw_root(model, 9, 0), trie, 5, 9))
+    live = engine.submit(SlateQuery(draw_root(model, 9, 0), trie, 5, 9))
     with engine.held():
         engine.start()
         engine._closing = True

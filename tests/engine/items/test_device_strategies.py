@@ -7,7 +7,7 @@ from tests.support.device_worlds import assert_same, ranking, recommending
 from tests.support.grids import covering
 from tests.support.pretend_cuda import PretendCuda
 
-RECOMMEND = ("beam", "speculative", "nezha", "parallel", "dense", "likelihood")
+RECOMMEND = ("beam", "speculative", "nezha", "rpg", "dense", "likelihood")
 HOW = {
     "items": ("plain", "filters", "diversity", "weighed", "live"),
     "codes": ("plain", "filters", "live"),

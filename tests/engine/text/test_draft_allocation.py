@@ -10,7 +10,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runtime.costs import SIZES, Cost, text_step_cost
 from recserve.engine.text.draft_allocation import TRIAL_SHARE, AcceptanceStats, DraftAllocation
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget, chain_draft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
@@ -241,7 +241,7 @@ def test_a_drafter_without_a_budget_is_not_called():
         EngineModels(text=model, drafters={"wrong": drafter}),
         EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
     )
-    request = TextRequest(np.array(prompt), params, Speculation("wrong"))
+    request = TextQuery(np.array(prompt), params, Speculation("wrong"))
     allocation = taught(Cost((1, 1000), (1.0, 1e6)), {"wrong": (0.01, 3)})
     allocation.stepped = lambda *_: None  # the stated costs hold, whatever a step takes here
     engine.schedulers["text"]._proposer._allocation = allocation
@@ -268,7 +268,7 @@ def test_text_stays_the_same(temperature):
         tokens, *_ = plain(model, prompt.tolist(), params)
         known[tuple(prompt.tolist())] = tokens
         name = ("table", "none", "wrong")[number % 3]
-        requests.append(TextRequest(prompt, params, Speculation(name)))
+        requests.append(TextQuery(prompt, params, Speculation(name)))
         wanted.append(tokens)
     drafters = {"table": TableDrafter("mixed", known), "wrong": TableDrafter("wrong", known)}
     config = EngineConfig(page_size=4, load_aware=True, max_running=10, kv_bytes=2**20)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recserve.models.loading import load_language_model
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.registry import build_drafter, drafter_classes
 from recserve.speculation.drafters.specinfer import specinfer
@@ -39,11 +39,11 @@ def plain(model):
     return cache(lambda name: engine_for(model).run_many(requests("none", name)))
 
 
-def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextRequest]:
+def requests(name: str, parameters: str, verifier: str = "sample") -> list[TextQuery]:
     """Eight texts, every other one with parameters of another kind."""
     fields = [PARAMETERS[parameters], PARAMETERS["warm"]]
     return [
-        TextRequest(
+        TextQuery(
             prompt,
             SamplingParams(**{"max_tokens": 24, "seed": 100 + i} | fields[i % 2]),
             Speculation(name, verifier),
@@ -117,9 +117,9 @@ def test_known_text_of_a_trained_model():
     engine = engine_for(model, 2000, drafters)
     prompt = np.array([1, 403, 407, 261, 378])  # Once upon a time
     params = SamplingParams(0.0, max_tokens=40)
-    plain = engine.run(TextRequest(prompt, params))
+    plain = engine.run(TextQuery(prompt, params))
     for name in names:
-        answer = engine.run(TextRequest(prompt, params, Speculation(name)))
+        answer = engine.run(TextQuery(prompt, params, Speculation(name)))
         assert answer.tokens.tolist() == plain.tokens.tolist()
         if "draft_model" in name or name == "specinfer":
             assert answer.counts.num_accepted_tokens / answer.counts.num_drafts > 3

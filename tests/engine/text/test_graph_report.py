@@ -12,7 +12,7 @@ from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
 from recserve.metrics import Metrics
 from recserve.service.runtime import gauges_of
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import recommending
@@ -35,11 +35,11 @@ def engine():
     made.drafters["drawn"] = ModelDrafter(model, VOCABULARY)
     plain = SamplingParams(max_tokens=5)
     words = tuple((n % 40, n % 7) for n in range(100))
-    made.run(TextRequest(prompt, plain))
+    made.run(TextQuery(prompt, plain))
     drawn = SamplingParams(1.0, max_tokens=5)
-    made.run(TextRequest(prompt, drawn, Speculation("drawn", "rejection")))
-    made.run(TextRequest(prompt, SamplingParams(max_tokens=5, bad_words=words)))
-    made.run_many([TextRequest(p, plain) for p in prompts(4)])
+    made.run(TextQuery(prompt, drawn, Speculation("drawn", "rejection")))
+    made.run(TextQuery(prompt, SamplingParams(max_tokens=5, bad_words=words)))
+    made.run_many([TextQuery(p, plain) for p in prompts(4)])
     return made
 
 
@@ -48,7 +48,7 @@ def test_steps_are_counted_by_what_became_of_them(engine):
     assert counts["rows"] == 0
     assert all(counts[name] > 0 for name in ("replayed", "prompt", "drawn", "parameters", "size"))
     before = counts
-    engine.run(TextRequest(prompts(8)[2], SamplingParams(max_tokens=3)))
+    engine.run(TextQuery(prompts(8)[2], SamplingParams(max_tokens=3)))
     counts = engine.stats().graph_steps
     gained = {name: counts[name] - before[name] for name in counts}
     assert gained.pop("replayed") + gained.pop("prompt") == 3 and not any(gained.values())
@@ -59,7 +59,7 @@ def test_a_row_that_is_not_there_is_counted(engine):
     kept, rows._free = rows._free, []
     before = engine.stats().graph_steps["rows"]
     try:
-        engine.run(TextRequest(prompts(8)[5], SamplingParams(max_tokens=3)))
+        engine.run(TextQuery(prompts(8)[5], SamplingParams(max_tokens=3)))
     finally:
         rows._free = kept
     assert engine.stats().graph_steps["rows"] > before

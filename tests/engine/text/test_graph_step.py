@@ -12,7 +12,7 @@ from recserve.engine.text.graph_step import StepShape
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
@@ -61,7 +61,7 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     speculation = Speculation("table")
     before = counted.replays
     params, tokens, *_ = expected[name, 3]
-    answer = engine.run(TextRequest(prompts(8)[3], params, speculation))
+    answer = engine.run(TextQuery(prompts(8)[3], params, speculation))
     assert answer.tokens.tolist() == tokens
     # With what is left of a prompt comes its first step, which is not replayed.
     launched = answer.timing.root_computed > 0
@@ -98,7 +98,7 @@ def test_paths_that_fork_are_moved(model, expected):
 
     lane._commit = watched
     for _ in range(4):
-        request = TextRequest(prompt, params, Speculation("table"))
+        request = TextQuery(prompt, params, Speculation("table"))
         assert engine.run(request).tokens.tolist() == tokens
     assert sum(moved) > 2 and keys is lane.runner.pool.keys
 
@@ -110,8 +110,7 @@ def test_what_fits_no_bucket_steps_as_before(model, expected):
     texts = {tuple(p.tolist()): expected["warm", n][1] for n, p in enumerate(prompts(8))}
     engine.drafters["table"] = TableDrafter("right", texts)
     requests = [
-        TextRequest(p, expected["warm", n][0], Speculation("table"))
-        for n, p in enumerate(prompts(8))
+        TextQuery(p, expected["warm", n][0], Speculation("table")) for n, p in enumerate(prompts(8))
     ]
     answers = engine.run_many(requests)
     assert [a.tokens.tolist() for a in answers] == list(texts.values())
@@ -119,10 +118,10 @@ def test_what_fits_no_bucket_steps_as_before(model, expected):
     params = SamplingParams(temperature=0.9, seed=2, bad_words=words)
     tokens, *_ = plain(model, prompts(8)[0].tolist(), params)
     before = counted.replays
-    assert engine.run(TextRequest(prompts(8)[0], params)).tokens.tolist() == tokens
+    assert engine.run(TextQuery(prompts(8)[0], params)).tokens.tolist() == tokens
     assert counted.replays == before
     # One draft node for one text fits: node 0, the draft, one for the other text, one to fill up.
-    request = TextRequest(prompts(8)[1], expected["warm", 1][0], Speculation("table", num_tokens=1))
+    request = TextQuery(prompts(8)[1], expected["warm", 1][0], Speculation("table", num_tokens=1))
     assert engine.run(request).tokens.tolist() == expected["warm", 1][1]
     assert counted.replays > before
 
@@ -133,7 +132,7 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
     same: the text is that of launched steps.
     """
     counted, prompt, texts = Counted(), prompts(8)[2], []
-    request = TextRequest(prompt, SamplingParams(1.0, max_tokens=9), Speculation("table", rule))
+    request = TextQuery(prompt, SamplingParams(1.0, max_tokens=9), Speculation("table", rule))
     for engine in (with_graphs(model, counted), engine_for(model)):
         engine.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
         texts.append(engine.run(request).tokens.tolist())
@@ -151,7 +150,7 @@ def test_preemption_keeps_rows_and_counts(model):
         )
         tokens, *_ = plain(model, prompt.tolist(), params)
         texts[tuple(prompt.tolist())] = tokens
-        requests.append(TextRequest(prompt, params, Speculation("table"), priority=number % 3))
+        requests.append(TextQuery(prompt, params, Speculation("table"), priority=number % 3))
         wanted.append(tokens)
     engine.drafters["table"] = TableDrafter("mixed", texts)
     futures, most = [engine.submit(request) for request in requests], 0
@@ -169,7 +168,7 @@ def test_packed_weights_are_replayed(expected, monkeypatch):
     counted = Counted()
     engine = with_graphs(model, counted)
     params, tokens, *_ = expected["everything", 4]
-    assert engine.run(TextRequest(prompts(8)[4], params)).tokens.tolist() == tokens
+    assert engine.run(TextQuery(prompts(8)[4], params)).tokens.tolist() == tokens
     assert counted.replays == 11
 
 
@@ -233,7 +232,7 @@ def test_a_record_that_fails_leaves_an_engine_that_answers(kind, model, expected
     engine = with_graphs(model, Counted(fails))
     assert engine.schedulers["text"].graphs.captured == [] and "no graph of" in caplog.text
     params, tokens, *_ = expected["warm", 1]
-    assert engine.run(TextRequest(prompts(8)[1], params)).tokens.tolist() == tokens
+    assert engine.run(TextQuery(prompts(8)[1], params)).tokens.tolist() == tokens
 
 
 def test_graphs_are_refused_without_cuda(model):

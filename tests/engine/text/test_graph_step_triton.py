@@ -5,7 +5,7 @@ import pytest
 from recserve.engine.text.graph_step import StepShape
 from recserve.kernels import dispatch
 from recserve.kernels.paged_kv import RootTable
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import triton_interpreter  # noqa: F401
@@ -64,7 +64,7 @@ def test_kernels_write_the_plain_text(name, engine):
         params = SamplingParams(**{"seed": number} | fields | {"max_tokens": 6})
         tokens, *_ = plain(model, prompt.tolist(), params)
         texts[tuple(prompt.tolist())] = tokens
-        requests.append(TextRequest(prompt, params, Speculation("table", num_tokens=6)))
+        requests.append(TextQuery(prompt, params, Speculation("table", num_tokens=6)))
         wanted.append(tokens)
     made.drafters["table"] = TableDrafter("tree", texts)
     before = len(launched)
@@ -84,7 +84,7 @@ def test_kernels_reject_as_the_host_does(name, engine):
         fields = {"seed": number} | PARAMETERS[name if number != 1 else "top-p"]
         params = SamplingParams(**fields | {"max_tokens": 6})
         requests.append(
-            TextRequest(prompt, params, Speculation(("close", "far")[number % 2], "rejection"))
+            TextQuery(prompt, params, Speculation(("close", "far")[number % 2], "rejection"))
         )
     before, counts = len(launched), dict(made.schedulers["text"].graphs.counts)
     answers = made.run_many(requests)

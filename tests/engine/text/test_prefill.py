@@ -5,7 +5,7 @@ import pytest
 
 from recserve.engine.text.prefill import shared_rows
 from recserve.engine.text.scheduler import TextLimits
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, plain
@@ -49,7 +49,7 @@ def test_copies_of_a_prompt_compute_it_once(model):
     wanted = [plain(model, LONG.tolist(), p)[0] for p in params]
     engine = engine_for(model)
     rows = counting(engine)
-    answers = engine.run_many([TextRequest(LONG, p) for p in params])
+    answers = engine.run_many([TextQuery(LONG, p) for p in params])
     assert [a.tokens.tolist() for a in answers] == wanted
     assert rows == [29 + 1, 1 + 3, 4, 4, 4, 4, 3]
     assert [a.timing.root_cached for a in answers] == [0, 29, 29, 29]
@@ -65,7 +65,7 @@ def test_another_prompt_with_the_same_beginning_waits_for_its_pages(model):
     wanted = [plain(model, p.tolist(), params)[0] for p in (LONG, other, apart)]
     engine = engine_for(model)
     rows = counting(engine)
-    futures = [engine.submit(TextRequest(p, params)) for p in (LONG, other, apart)]
+    futures = [engine.submit(TextQuery(p, params)) for p in (LONG, other, apart)]
     assert written(engine, futures) == wanted
     assert rows == [29 + 1 + 6 + 1, (29 - 20) + 1 + 1 + 1, 3, 3, 1]
     assert futures[1].result(0).timing.root_cached == 20
@@ -79,7 +79,7 @@ def test_in_chunks_pages_are_shared_as_they_come(model):
     wanted = [plain(model, p.tolist(), params)[0] for p in (LONG, other)]
     engine = limited(engine_for(model), 12)
     rows = counting(engine)
-    futures = [engine.submit(TextRequest(p, params)) for p in (LONG, other)]
+    futures = [engine.submit(TextQuery(p, params)) for p in (LONG, other)]
     assert written(engine, futures) == wanted
     assert sum(rows) == 29 + 9 + 6
     assert rows[:3] == [12, 12, 5 + 1 + 7]
@@ -91,7 +91,7 @@ def test_the_others_go_on_when_the_first_is_cancelled(model):
     params = SamplingParams(seed=5, max_tokens=3)
     engine = limited(engine_for(model), 8)
     rows = counting(engine)
-    futures = [engine.submit(TextRequest(LONG, params)) for _ in range(3)]
+    futures = [engine.submit(TextQuery(LONG, params)) for _ in range(3)]
     for _ in range(2):
         engine.step()
     futures[0].cancel()
@@ -105,9 +105,9 @@ def test_a_more_urgent_copy_does_not_wait(model):
     order: list[str] = []
     params = SamplingParams(max_tokens=1)
 
-    def request(name: str, priority: int) -> TextRequest:
+    def request(name: str, priority: int) -> TextQuery:
         listen = lambda news: order.append(name) and False  # noqa: E731
-        return TextRequest(LONG, params, priority=priority, on_commit=listen)
+        return TextQuery(LONG, params, priority=priority, on_commit=listen)
 
     futures = [engine.submit(request("first", 1))]
     engine.step()
@@ -121,7 +121,7 @@ def test_copies_with_too_few_pages(model):
     """Eight copies of which three fit: those without pages come back and lose nothing."""
     params = [SamplingParams(seed=seed, max_tokens=20, temperature=1.1) for seed in range(8)]
     engine = engine_for(model, pages=30)
-    futures = [engine.submit(TextRequest(LONG, p)) for p in params]
+    futures = [engine.submit(TextQuery(LONG, p)) for p in params]
     assert written(engine, futures) == [plain(model, LONG.tolist(), p)[0] for p in params]
     assert_no_leak(engine)
 
@@ -146,7 +146,7 @@ def test_a_short_answer_takes_one_forward(rule, model):
         model, drafters={"t": TableDrafter("right", {tuple(LONG.tolist()): tokens})}
     )
     for cached in (0, 29):
-        answer = engine.run(TextRequest(LONG, params, Speculation("t", rule)))
+        answer = engine.run(TextQuery(LONG, params, Speculation("t", rule)))
         assert answer.timing.root_cached == cached
         assert answer.counts.num_drafts >= 1
         if rule != "typical":
@@ -166,7 +166,7 @@ def test_every_drafter_drafts_in_the_first_step(name, prefill_tokens, model):
     rows = counting(engine)
     for prompt_rows in ([8, 8, 7] if prefill_tokens == 8 else [23], [0]):
         rows.clear()
-        answer = engine.run(TextRequest(prompt, params, Speculation(name)))
+        answer = engine.run(TextQuery(prompt, params, Speculation(name)))
         assert answer.tokens.tolist() == tokens
         assert rows[: len(prompt_rows) - 1] == prompt_rows[:-1]
         drafted = rows[len(prompt_rows) - 1] - prompt_rows[-1] - 1
@@ -180,5 +180,5 @@ def test_drawn_drafts_in_the_first_step(rule, model):
     """The draft model is the target: everything it draws is kept, and one forward is enough."""
     engine = engine_for(model, drafters={"draft_model": MAKERS["draft_model"](model)})
     params = SamplingParams(seed=11, max_tokens=5)
-    answer = engine.run(TextRequest(LONG, params, Speculation("draft_model", rule)))
+    answer = engine.run(TextQuery(LONG, params, Speculation("draft_model", rule)))
     assert answer.timing.forwards == 1 and answer.counts.num_accepted_tokens == 4

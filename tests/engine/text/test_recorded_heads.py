@@ -12,7 +12,7 @@ from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -58,7 +58,7 @@ class Watched(MedusaDrafter):
 def requests_of(name, drafter="medusa", **words):
     """Eight texts, every other one with the parameters of the name, the rest greedy."""
     return [
-        TextRequest(
+        TextQuery(
             prompt,
             SamplingParams(
                 **{"max_tokens": 14, "seed": 100 + n} | (PARAMETERS[name] if n % 2 == 0 else {})
@@ -176,7 +176,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         )
         engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
         params = SamplingParams(1.3, max_tokens=14)
-        engine.submit(TextRequest(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
+        engine.submit(TextQuery(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))
         waits = looks_of_replays(device, engine, graphs)
         # Behind the first replay, whose drafts the drafter made itself.
         assert len(waits) > 2 and launches["walk_kernel"] >= len(waits)

@@ -13,7 +13,7 @@ from recserve.engine.text.scheduler import TextScheduler
 from recserve.engine.text.step_graphs import SHAPES as ALL
 from recserve.engine.text.step_graphs import GraphLimits, StepGraphs
 from recserve.kernels import dispatch
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
@@ -60,7 +60,7 @@ def requests_of(name, *speculations):
         fields = PARAMETERS[name if number % 2 == 0 else "greedy" if number == 3 else other]
         params = SamplingParams(**{"seed": 100 + number, "max_tokens": 12} | fields)
         speculation = speculations[number % len(speculations)]
-        requests.append(TextRequest(prompt, params, speculation))
+        requests.append(TextQuery(prompt, params, speculation))
     return requests
 
 
@@ -237,7 +237,7 @@ def test_the_host_waits_once_a_step(monkeypatch):
         )
         engine.schedulers["text"] = TextScheduler(lane.runner, lane.model, lane.limits, graphs)
         words = Speculation("drawn", "rejection", num_tokens=3)
-        engine.submit(TextRequest(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
+        engine.submit(TextQuery(prompts(1)[0], SamplingParams(1.3, max_tokens=7), words))
         waits = looks_of_replays(device, engine, graphs)
         assert len(waits) > 2 and launches["drawn_walk_kernel"] >= len(waits)
         for counts, table in waits:

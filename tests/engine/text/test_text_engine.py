@@ -16,7 +16,7 @@ from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.engine.text.scheduler import PromptTooLong
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference
@@ -50,7 +50,7 @@ def test_plain_decoding(name, model, expected):
     engine = engine_for(model)
     for number, prompt in enumerate(prompts(8)):
         params, tokens, reason, stop = expected[name, number]
-        answer = engine.run(TextRequest(prompt, params))
+        answer = engine.run(TextQuery(prompt, params))
         assert answer.tokens.tolist() == tokens
         assert (answer.finish_reason, answer.stop_token) == (reason, stop)
     assert_no_leak(engine)
@@ -67,7 +67,7 @@ def test_drafts_change_nothing(name, kind, model, expected):
     alone = prompts(8)[3]
     params, tokens, reason, stop = expected[name, 3]
     for _ in range(2):
-        answer = engine.run(TextRequest(alone, params, speculation))
+        answer = engine.run(TextQuery(alone, params, speculation))
         assert answer.tokens.tolist() == tokens
         assert (answer.finish_reason, answer.stop_token) == (reason, stop)
     requests, wanted = among_others(name, speculation)
@@ -92,7 +92,7 @@ def test_drafts_change_nothing_with_packed_weights():
         drafter = TableDrafter("mixed", {tuple(prompt.tolist()): tokens})
         engine = engine_for(model, drafters={"table": drafter})
         for _ in range(3):
-            answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+            answer = engine.run(TextQuery(prompt, params, Speculation("table")))
             assert answer.tokens.tolist() == tokens
 
 
@@ -106,7 +106,7 @@ def test_context_limit_inside_the_tree(kind):
         assert reason == "length" and len(tokens) == min(limit, 16 - len(prompt))
         drafter = TableDrafter(kind, {tuple(prompt.tolist()): tokens})
         engine = engine_for(model, drafters={"table": drafter})
-        answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+        answer = engine.run(TextQuery(prompt, params, Speculation("table")))
         assert answer.tokens.tolist() == tokens and answer.finish_reason == "length"
 
 
@@ -120,10 +120,10 @@ def test_end_of_text_inside_the_tree(model):
         first = tokens.index(stop)
         engine = engine_for(model, drafters={"table": drafter})
         params = SamplingParams(seed=1, max_tokens=12, stop_token_ids=(stop,))
-        answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+        answer = engine.run(TextQuery(prompt, params, Speculation("table")))
         assert answer.tokens.tolist() == tokens[:first]
         assert (answer.finish_reason, answer.stop_token) == ("stop", stop)
-        again = engine.run(TextRequest(prompt, params))
+        again = engine.run(TextQuery(prompt, params))
         assert again.tokens.tolist() == tokens[:first]
         assert_no_leak(engine)
 
@@ -134,7 +134,7 @@ def test_every_rule_is_greedy_at_temperature_0(rule, model, expected):
     prompt = prompts(8)[2]
     drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
     engine = engine_for(model, drafters={"table": drafter})
-    answer = engine.run(TextRequest(prompt, params, Speculation("table", rule)))
+    answer = engine.run(TextQuery(prompt, params, Speculation("table", rule)))
     assert answer.tokens.tolist() == tokens
     assert answer.counts.num_accepted_tokens > 0
 
@@ -145,7 +145,7 @@ def test_other_rules_run_to_the_end(rule, model):
     prompt = prompts(8)[2]
     drafter = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
     engine = engine_for(model, drafters={"table": drafter})
-    request = TextRequest(prompt, SamplingParams(max_tokens=30), Speculation("table", rule))
+    request = TextQuery(prompt, SamplingParams(max_tokens=30), Speculation("table", rule))
     first, second = engine.run(request), engine.run(request)
     assert first.tokens.tolist() == second.tokens.tolist() and len(first.tokens) == 30
     assert_no_leak(engine)
@@ -155,8 +155,8 @@ def test_a_rule_that_would_be_biased_fails_its_request_alone(model, expected):
     prompt = prompts(8)[0]
     params, tokens, *_ = expected["hot", 0]
     engine = engine_for(model, drafters={"t": TableDrafter("right", {tuple(prompt.tolist()): []})})
-    bad = engine.submit(TextRequest(prompt, params, Speculation("t", "multi_step")))
-    good = engine.submit(TextRequest(prompt, params))
+    bad = engine.submit(TextQuery(prompt, params, Speculation("t", "multi_step")))
+    good = engine.submit(TextQuery(prompt, params))
     while engine.step():
         pass
     with pytest.raises(ValueError, match="biased"):
@@ -177,9 +177,9 @@ def test_drafter_and_listener_failures_stay_with_their_requests(model, expected)
     params, tokens, *_ = expected["warm", 1]
     prompt = prompts(8)[1]
     futures = [
-        engine.submit(TextRequest(prompt, params, Speculation("broken"))),
-        engine.submit(TextRequest(prompt, params, on_commit=listener)),
-        engine.submit(TextRequest(prompt, params)),
+        engine.submit(TextQuery(prompt, params, Speculation("broken"))),
+        engine.submit(TextQuery(prompt, params, on_commit=listener)),
+        engine.submit(TextQuery(prompt, params)),
     ]
     while engine.step():
         pass
@@ -199,12 +199,12 @@ def test_chunked_prefill_and_prefix_cache_change_nothing(model):
     beside = prompts(1, seed=6, low=30, high=31)[0]
     other, *_ = plain(model, beside.tolist(), params)
     for _ in range(2):
-        answers = engine.run_many([TextRequest(long, params), TextRequest(beside, params)])
+        answers = engine.run_many([TextQuery(long, params), TextQuery(beside, params)])
         assert [a.tokens.tolist() for a in answers] == [tokens, other]
     assert answers[0].timing.root_cached >= 36 and answers[0].timing.forwards == 10
     more = np.concatenate([long, tokens[:5]])
     longer, *_ = plain(model, more.tolist(), params)
-    answer = engine.run(TextRequest(more, params))
+    answer = engine.run(TextQuery(more, params))
     assert answer.tokens.tolist() == longer and answer.timing.root_cached >= 40
 
 
@@ -217,7 +217,7 @@ def test_preemption_loses_nothing(model):
         tokens, *_ = plain(model, prompt.tolist(), params)
         texts[tuple(prompt.tolist())] = tokens
         kind = "table" if number % 2 else "none"
-        requests.append(TextRequest(prompt, params, Speculation(kind), priority=number % 3))
+        requests.append(TextQuery(prompt, params, Speculation(kind), priority=number % 3))
         wanted.append(tokens)
     drafter = TableDrafter("mixed", texts)
     engine = engine_for(model, pages=30, drafters={"table": drafter})
@@ -241,7 +241,7 @@ def test_priority_is_served_first(model):
 
     for name, priority in (("late", 5), ("early", -1), ("middle", 0)):
         prompt = np.array([1, 2, 3])
-        engine.submit(TextRequest(prompt, params, priority=priority, on_commit=listen(name)))
+        engine.submit(TextQuery(prompt, params, priority=priority, on_commit=listen(name)))
     while engine.step():
         pass
     assert order == ["early", "early", "middle", "middle", "late", "late"]
@@ -253,7 +253,7 @@ def test_streaming_and_stopping_by_listener(model, expected):
     drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
     engine = engine_for(model, drafters={"table": drafter})
     news = []
-    request = TextRequest(prompt, params, Speculation("table", num_tokens=2), on_commit=news.append)
+    request = TextQuery(prompt, params, Speculation("table", num_tokens=2), on_commit=news.append)
     answer = engine.run(request)
     assert [t for n in news for t in n.tokens] == answer.tokens.tolist() == tokens
     assert [n.finish_reason for n in news] == [None] * (len(news) - 1) + ["length"]
@@ -265,7 +265,7 @@ def test_streaming_and_stopping_by_listener(model, expected):
         seen.extend(n.tokens)
         return len(seen) >= 4
 
-    answer = engine.run(TextRequest(prompt, params, Speculation("table"), on_commit=enough))
+    answer = engine.run(TextQuery(prompt, params, Speculation("table"), on_commit=enough))
     assert answer.finish_reason == "stop" and answer.stop_token is None
     assert answer.tokens.tolist() == tokens[: len(seen)] and len(seen) >= 4
 
@@ -279,7 +279,7 @@ def test_logprobs_of_written_tokens(model, expected):
     tokens = expected["everything", 4][1]
     drafter = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
     engine = engine_for(model, drafters={"table": drafter})
-    answer = engine.run(TextRequest(prompt, params, Speculation("table")))
+    answer = engine.run(TextQuery(prompt, params, Speculation("table")))
     assert answer.tokens.tolist() == tokens and len(answer.logprobs) == len(tokens)
     assert answer.counts.num_accepted_tokens > 0
     for i, report in enumerate(answer.logprobs):
@@ -294,7 +294,7 @@ def test_counts_of_a_draft(model, expected):
     prompt = prompts(8)[0]
     drafter = TableDrafter("right", {tuple(prompt.tolist()): tokens})
     engine = engine_for(model, drafters={"table": drafter})
-    answer = engine.run(TextRequest(prompt, params, Speculation("table", num_tokens=3)))
+    answer = engine.run(TextQuery(prompt, params, Speculation("table", num_tokens=3)))
     # 12 tokens in steps of at most 3 drafted and 1 more, the first together with the prompt.
     assert answer.timing.forwards == 3
     assert (answer.counts.num_drafts, answer.counts.num_draft_tokens) == (3, 9)
@@ -305,21 +305,21 @@ def test_counts_of_a_draft(model, expected):
 def test_wrong_requests_are_refused(model):
     engine = engine_for(model, pages=8)
     for request, error, message in (
-        (TextRequest(np.array([], dtype=np.int64)), ValueError, "at least one token"),
-        (TextRequest(np.arange(64) % 40), PromptTooLong, "64 tokens; the model has 64"),
-        (TextRequest(np.array([1, 40])), ValueError, r"1\.\.40; the vocabulary has 40"),
+        (TextQuery(np.array([], dtype=np.int64)), ValueError, "at least one token"),
+        (TextQuery(np.arange(64) % 40), PromptTooLong, "64 tokens; the model has 64"),
+        (TextQuery(np.array([1, 40])), ValueError, r"1\.\.40; the vocabulary has 40"),
         (
-            TextRequest(np.array([1]), SamplingParams(logit_bias={41: 1.0})),
+            TextQuery(np.array([1]), SamplingParams(logit_bias={41: 1.0})),
             ValueError,
             "sampling parameter",
         ),
         (
-            TextRequest(np.array([1]), SamplingParams(max_tokens=60)),
+            TextQuery(np.array([1]), SamplingParams(max_tokens=60)),
             RequestTooLarge,
             "16 pages of 4 tokens, the pool has 8",
         ),
-        (TextRequest(np.array([1]), speculation=Speculation("medusa")), ValueError, "drafter"),
-        (TextRequest(np.array([1]), speculation=Speculation("none", "x")), ValueError, "verifier"),
+        (TextQuery(np.array([1]), speculation=Speculation("medusa")), ValueError, "drafter"),
+        (TextQuery(np.array([1]), speculation=Speculation("none", "x")), ValueError, "verifier"),
     ):
         with pytest.raises(error, match=message):
             engine.submit(request)
@@ -333,9 +333,9 @@ def test_wrong_requests_are_refused(model):
 
 def test_deadlines(model):
     engine = engine_for(model)
-    late = engine.submit(TextRequest(np.array([1, 2]), deadline_s=time.monotonic() - 1))
+    late = engine.submit(TextQuery(np.array([1, 2]), deadline_s=time.monotonic() - 1))
     slow = engine.submit(
-        TextRequest(
+        TextQuery(
             np.array([1, 2]),
             SamplingParams(max_tokens=50),
             deadline_s=time.monotonic() + 0.05,
@@ -367,7 +367,7 @@ def test_soak_with_cancels(count, model):
         fields["min_tokens"] = min(fields.get("min_tokens", 0), length)
         drafted = Speculation("table" if random.random() < 0.7 else "none")
         place = int(random.integers(40))
-        request = TextRequest(
+        request = TextQuery(
             pool[place], SamplingParams(**fields), drafted, priority=int(random.integers(3))
         )
         futures.append((place, repr(request.params), engine.submit(request)))
@@ -410,5 +410,5 @@ def test_stories(kind, packed):
         pack_weights(model)
     engine = engine_for(model, drafters={"table": drafter})
     params = SamplingParams(temperature=0.0, max_tokens=len(whole) - len(prompt))
-    answer = engine.run(TextRequest(np.array(prompt), params, Speculation("table")))
+    answer = engine.run(TextQuery(np.array(prompt), params, Speculation("table")))
     assert tokenizer.decode([*prompt, *answer.tokens.tolist()]) == text

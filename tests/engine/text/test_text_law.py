@@ -8,11 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.noise import DRAFT, gumbel_of_tokens, step_keys
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -100,7 +100,7 @@ def test_law_of_the_text(rule, drawing, texts):
     )
     fields = {"max_tokens": length, "logit_bias": ONLY}
     requests = [
-        TextRequest(prompt, SamplingParams(seed=seed, **fields), Speculation("drawn", rule))
+        TextQuery(prompt, SamplingParams(seed=seed, **fields), Speculation("drawn", rule))
         for seed in range(texts)
     ]
     answers = engine.run_many(requests)
@@ -136,10 +136,10 @@ def test_text_and_recommendations_share_the_engine():
     items, trie = recommender(0, "children")
     model = drawn_model(2)
     roots = [history(items, events, events) for events in (2, 5, 9)]
-    slates = [RecommendRequest(root, trie, 5, 10) for root in roots]
+    slates = [SlateQuery(root, trie, 5, 10) for root in roots]
     random = np.random.default_rng(0)
     texts = [
-        TextRequest(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))
+        TextQuery(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))
         for i in range(4)
     ]
     config = EngineConfig(kv_bytes=4 * 2**20)

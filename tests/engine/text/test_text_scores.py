@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.request import Root, TextScoreRequest
+from recserve.core.request import Root, TextScoreQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.inputs import NodeInputs
-from recserve.speculation.completion import TextRequest
+from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits
 
 
 def request_of(root: list[int], texts: list[list[int]], labels: tuple[int, ...]):
     keys = np.array(root, np.int64)
-    return TextScoreRequest(
+    return TextScoreQuery(
         Root(NodeInputs(torch.from_numpy(keys)), keys),
         np.array([token for text in texts for token in text], np.int64),
         np.cumsum([0, *map(len, texts)]),
@@ -50,7 +50,7 @@ def test_pages_and_prefixes_are_shared_with_the_texts_of_the_model():
     model, rng = drawn_model(), random.Random(5)
     engine = build_engine(EngineModels(text=model), EngineConfig(page_size=4))
     prompt = drawn(rng, 24, 25)
-    engine.run(TextRequest(np.array(prompt), SamplingParams(temperature=0, max_tokens=4)))
+    engine.run(TextQuery(np.array(prompt), SamplingParams(temperature=0, max_tokens=4)))
     request = request_of(prompt, [[1, 2], [3]], (4, 5))
     first, again = engine.run(request), engine.run(request)
     assert first.timing.root_cached >= 20 and again.timing.root_computed == 0
@@ -69,11 +69,11 @@ def test_texts_and_scores_at_the_same_time_differ_in_nothing():
             requests.append(request_of(drawn(rng, 2, 20), [drawn(rng, 1, 6)] * 2, (1, 2)))
         else:
             params = SamplingParams(seed=number, max_tokens=8)
-            requests.append(TextRequest(np.array(drawn(rng, 2, 20)), params))
+            requests.append(TextQuery(np.array(drawn(rng, 2, 20)), params))
     together = build_engine(EngineModels(text=model), EngineConfig(page_size=4)).run_many(requests)
     for request, found in zip(requests, together, strict=True):
         alone = build_engine(EngineModels(text=model)).run(request)
-        if isinstance(request, TextRequest):
+        if isinstance(request, TextQuery):
             assert found.tokens.tolist() == alone.tokens.tolist()
         else:
             np.testing.assert_allclose(found.values, alone.values, atol=2e-5)

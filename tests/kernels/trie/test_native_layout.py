@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels import dispatch
 from recserve.kernels.cpu import native
@@ -88,7 +88,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch):
     offsets = torch.ones(trie.num_levels, dtype=torch.int64)
     model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", "children")
     sequences = tuple(
-        Sequence(RecommendRequest(draw_root(model, 1, b), trie, 3, width - b), *[None] * 7)
+        Sequence(SlateQuery(draw_root(model, 1, b), trie, 3, width - b), *[None] * 7)
         for b in range(batch)
     )
     for level in range(1, trie.num_levels):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels import dispatch
@@ -49,7 +49,7 @@ def asked_of(model, trie, form, seed=0):
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
         root = draw_root(model, 1 + 2 * i, i)
-        requests.append(RecommendRequest(root, trie, k, width, **fields))
+        requests.append(SlateQuery(root, trie, k, width, **fields))
     return requests
 
 
@@ -98,7 +98,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, monkeypatch
     excluded = draw.choice(changed.rows.numpy(), 3)
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
-            RecommendRequest(
+            SlateQuery(
                 draw_root(model, 4, width), changed.overlay, k, width, strategy, excluded,
                 dense_weight=dense_weight,
             )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import LikelihoodRequest, RecommendRequest, Root
+from recserve.core.request import LikelihoodQuery, Root, SlateQuery
 from recserve.kernels.trie.trie import build_trie
 from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.kernels.trie.trie_tree import tree_of_nodes
@@ -145,8 +145,8 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
         excluded = draw.choice(changed.rows.numpy(), 3)
         fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
         fields["dense_weight"] = dense_weight
-        asked.append(RecommendRequest(root, changed.overlay, **fields))
-        expected.append(RecommendRequest(root, rebuilt, allowed=AllowedItems.of(live), **fields))
+        asked.append(SlateQuery(root, changed.overlay, **fields))
+        expected.append(SlateQuery(root, rebuilt, allowed=AllowedItems.of(live), **fields))
     for mine, theirs in zip(engine.run_many(asked), engine.run_many(expected), strict=True):
         assert mine.rows.tolist() == theirs.rows.tolist()
         assert live[mine.rows].all()
@@ -159,6 +159,6 @@ def test_likelihoods_are_those_of_the_rebuilt_trie(changed):
     root = Root(NodeInputs(tokens), tokens.numpy())
     tries = (changed.overlay, changed.rebuilt)
     mine, theirs = engine.run_many(
-        [LikelihoodRequest(root, trie, changed.rows.numpy()) for trie in tries]
+        [LikelihoodQuery(root, trie, changed.rows.numpy()) for trie in tries]
     )
     torch.testing.assert_close(mine.values, theirs.values)

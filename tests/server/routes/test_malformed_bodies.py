@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from recserve.schemas.scoring import RerankBody
+from recserve.schemas.scoring import RerankRequest
 from recserve.server.decoding import MalformedBody, decode
 from recserve.server.errors import row_of
 
-BODY = msgspec.json.Decoder(RerankBody)
+BODY = msgspec.json.Decoder(RerankRequest)
 
 
 @pytest.mark.parametrize(

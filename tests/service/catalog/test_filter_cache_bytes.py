@@ -10,7 +10,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
-from recserve.schemas.items import ItemsBody
+from recserve.schemas.items import ItemsRequest
 from recserve.service import Service, ServiceOptions
 from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.tiny_bundle import shared_bundle
@@ -56,7 +56,7 @@ def service(tmp_path):
 def test_varied_filters_after_a_change_stay_within_the_bound(service):
     """One changed item and filters of 24 kB, none twice: as much memory as the cache may have."""
     ids = service.runtime.snapshot.catalog.items.ids
-    service.put_items(ItemsBody(items=[{"item_id": ids[7], "categories": ["Care"]}]))
+    service.put_items(ItemsRequest(items=[{"item_id": ids[7], "categories": ["Care"]}]))
     snapshot = service.runtime.snapshot
     snapshot.asked.capacity_bytes = CAPACITY_BYTES
     assert snapshot.items.num_records == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recserve.schemas.items import RollbackBody
+from recserve.schemas.items import RollbackRequest
 from recserve.service.catalog import kept_versions as module
 from recserve.service.catalog import live_items as live_items_module
 from recserve.service.catalog.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
@@ -88,7 +88,7 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
     service.items._folding.join()
     service.hide_item("a1")
     folded = service.runtime.snapshot.base_trie
-    answer = service.rollback_items(RollbackBody(catalog_version=wanted.catalog_version))
+    answer = service.rollback_items(RollbackRequest(catalog_version=wanted.catalog_version))
     assert answer.restored == wanted.catalog_version
     assert service.runtime.snapshot.base_trie is not folded
     assert scores(slate(service)) == pytest.approx(expected, abs=1e-5)

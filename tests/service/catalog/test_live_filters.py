@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
-from recserve.schemas.items import Exclude, RecommendBody, RollbackBody
+from recserve.schemas.items import Exclude, RecommendRequest, RollbackRequest
 from recserve.service.catalog import live_items as live_items_module
 from recserve.service.catalog.filter_cache import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.live_catalogues import base_of, item_like, put, slate
@@ -58,7 +58,7 @@ def assert_filtered(service):
 
 def _body(service, **fields):
     history = base_of(service).items.ids[:3]
-    return RecommendBody(history=history, k=700, beam_width=700, **fields)
+    return RecommendRequest(history=history, k=700, beam_width=700, **fields)
 
 
 def test_answers_follow_every_change(service, monkeypatch):
@@ -82,7 +82,7 @@ def test_answers_follow_every_change(service, monkeypatch):
     assert_filtered(service)
     put(service, {"item_id": ids[11]})
     assert_filtered(service)
-    service.rollback_items(RollbackBody(catalog_version=first.catalog_version))
+    service.rollback_items(RollbackRequest(catalog_version=first.catalog_version))
     assert_filtered(service)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 3)
     put(service, *[item_like(service, f"late-{n}", 30 * n, price=float(n)) for n in range(9)])

@@ -18,8 +18,14 @@ from recserve.config import ServerConfig
 from recserve.engine.items.graph_search import SearchShape
 from recserve.engine.items.search_graphs import SearchGraphs, SearchLimits
 from recserve.features.catalog.item_journal import ItemJournal, JournalEntry, JournalError
-from recserve.schemas.events import EventBody, EventsBody
-from recserve.schemas.items import Candidate, RankBody, RecommendBody, RollbackBody, UserRef
+from recserve.schemas.events import EventInput, EventsRequest
+from recserve.schemas.items import (
+    Candidate,
+    RankRequest,
+    RecommendRequest,
+    RollbackRequest,
+    UserRef,
+)
 from recserve.server.app import create_app
 from recserve.service.catalog import live_items as live_items_module
 from recserve.service.errors import UnknownItem, UnknownVersion
@@ -30,7 +36,9 @@ from tests.support.tiny_bundle import shared_bundle
 
 def rank(service, *ids, scorer="ranker", history=None):
     history = base_of(service).items.ids[:3] if history is None else history
-    body = RankBody(history=history, candidates=[Candidate(item_id=i) for i in ids], scorer=scorer)
+    body = RankRequest(
+        history=history, candidates=[Candidate(item_id=i) for i in ids], scorer=scorer
+    )
     return service.rank(body)
 
 
@@ -124,7 +132,7 @@ def test_attributes_are_checked_and_filtered_by(service):
 def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     ids = base_of(service).items.ids
     far = base_of(service).vectors[300]
-    service.add_events(EventsBody(events=[EventBody(user_id="me", item_id=ids[4])]))
+    service.add_events(EventsRequest(events=[EventInput(user_id="me", item_id=ids[4])]))
     counts = rank(service, ids[4], scorer="ranker").items[0].score
     put(service, {"item_id": ids[4], "embedding": far.tolist()})
     now = service.item(ids[4])
@@ -135,7 +143,7 @@ def test_a_new_vector_gives_a_new_place_and_keeps_the_history(service):
     everything = scores(slate(service))
     assert len(everything) == 500 and ids[4] in everything
     assert rank(service, ids[4], scorer="ranker").items[0].score != counts
-    mine = service.recommend(RecommendBody(user=UserRef(id="me"), k=600, beam_width=600))
+    mine = service.recommend(RecommendRequest(user=UserRef(id="me"), k=600, beam_width=600))
     assert ids[4] not in {i.item_id for i in mine.items} and len(mine.items) == 499
     # The same vector again changes nothing but the version.
     row = service.runtime.snapshot.rows.get(ids[4])
@@ -149,14 +157,14 @@ def test_hidden_items_are_answered_nowhere_and_can_come_back(service):
     service.hide_item(ids[9])
     for fields in ({}, {"dense_weight": 1.0}, {"filter": {"range": ["price", 0, None]}}):
         assert ids[9] not in {i.item_id for i in slate(service, **fields).items}
-    popular = service.recommend(RecommendBody(history=[], k=600)).items
+    popular = service.recommend(RecommendRequest(history=[], k=600)).items
     assert len(popular) == 499 and ids[9] not in {i.item_id for i in popular}
     assert rank(service, ids[9], ids[3]).missing_item_ids == [ids[9]]
     with pytest.raises(UnknownItem):
         service.item(ids[9])
     with pytest.raises(UnknownItem):
         service.hide_item(ids[9])
-    rejected = service.add_events(EventsBody(events=[EventBody(user_id="x", item_id=ids[9])]))
+    rejected = service.add_events(EventsRequest(events=[EventInput(user_id="x", item_id=ids[9])]))
     assert len(rejected.rejected) == 1
     # What a user did with it still counts, and scores of the others stay what they were.
     with_it = slate(service, history=[ids[9], ids[1]])
@@ -193,7 +201,7 @@ def test_rollback_restores_what_was(service):
     put(service, item_like(service, "two"), {"item_id": ids[2], "title": "other"})
     put(service, {"item_id": ids[3], "embedding": base_of(service).vectors[80].tolist()})
     service.hide_item(ids[5])
-    answer = service.rollback_items(RollbackBody(catalog_version=first))
+    answer = service.rollback_items(RollbackRequest(catalog_version=first))
     assert answer.restored == first and answer.catalog_version == first[:-1] + "5"
     found = slate(service)
     assert found.catalog_version == answer.catalog_version
@@ -201,10 +209,10 @@ def test_rollback_restores_what_was(service):
     assert service.item(ids[2]).title == base_of(service).items.titles[2]
     put(service, item_like(service, "three"))
     assert set(scores(slate(service))) == set(expected) | {"three"}
-    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert set(scores(slate(service))) == set(ids)
     with pytest.raises(UnknownVersion, match="there are"):
-        service.rollback_items(RollbackBody(catalog_version="none"))
+        service.rollback_items(RollbackRequest(catalog_version="none"))
 
 
 def test_rows_of_other_versions_do_not_touch_the_scores(service):
@@ -215,7 +223,7 @@ def test_rows_of_other_versions_do_not_touch_the_scores(service):
     put(service, *[item_like(service, f"n{n}", embedding=vector.tolist()) for n in range(5)])
     moved = [{"item_id": f"n{n}", "embedding": (-vector).tolist()} for n in range(5)]
     put(service, *moved)
-    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert scores(slate(service, dense_weight=5.0)) == pytest.approx(first, abs=1e-5)
 
 
@@ -273,7 +281,7 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     assert folded is not first.base_trie
     recorded(folded)
     monkeypatch.setattr(live_items_module, "MAX_OVERLAY", 8192)
-    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
+    service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
     assert service.runtime.snapshot.base_trie is first.base_trie
     recorded(first.base_trie)
 
@@ -293,7 +301,7 @@ def test_changes_survive_a_restart(tmp_path):
         service.hide_item(ids[2])
         back = put(service, {"item_id": ids[3], "embedding": [0.5] * 16}).catalog_version
         put(service, item_like(service, "undone"))
-        service.rollback_items(RollbackBody(catalog_version=back))
+        service.rollback_items(RollbackRequest(catalog_version=back))
         expected = slate(service, dense_weight=0.5)
         there = service.item("kept")
         journal = service.items.journal
@@ -304,34 +312,34 @@ def test_changes_survive_a_restart(tmp_path):
         assert found.catalog_version == expected.catalog_version
         assert service.item("kept") == there and service.item(ids[1]).title == "other"
         assert put(service, item_like(service, "later")).catalog_version.endswith(".6")
-        service.rollback_items(RollbackBody(catalog_version=expected.catalog_version))
+        service.rollback_items(RollbackRequest(catalog_version=expected.catalog_version))
         assert scores(slate(service, dense_weight=0.5)) == pytest.approx(scores(found), abs=1e-5)
 
 
 def test_deleting_a_user_forgets_roots_of_earlier_versions(service):
     ids = base_of(service).items.ids
-    service.add_events(EventsBody(events=[EventBody(user_id="me", item_id=i) for i in ids[:3]]))
-    ask = RecommendBody(user=UserRef(id="me"), k=5, explain=True)
+    service.add_events(EventsRequest(events=[EventInput(user_id="me", item_id=i) for i in ids[:3]]))
+    ask = RecommendRequest(user=UserRef(id="me"), k=5, explain=True)
     service.recommend(ask)
     assert service.recommend(ask).explanation.root_tokens_computed == 0
     put(service, {"item_id": ids[1], "embedding": [0.5] * 16})
     service.delete_user("me")
-    service.rollback_items(RollbackBody(catalog_version=base_of(service).version))
-    again = RecommendBody(history=ids[:3], k=5, explain=True)
+    service.rollback_items(RollbackRequest(catalog_version=base_of(service).version))
+    again = RecommendRequest(history=ids[:3], k=5, explain=True)
     assert service.recommend(again).explanation.root_tokens_cached == 0
 
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from recserve.schemas.items import ItemsBody
+from recserve.schemas.items import ItemsRequest
 from recserve.service import Service, ServiceOptions
 bundle, folder = sys.argv[1:]
 options = ServiceOptions(journal=Path(folder) / "items")
 service = Service.open(bundle, f"lmdb:{folder}/store", "cpu", options)
 n = 0
 while True:
-    answer = service.put_items(ItemsBody(items=[{"item_id": f"w{n}", "title": "Rose"}]))
+    answer = service.put_items(ItemsRequest(items=[{"item_id": f"w{n}", "title": "Rose"}]))
     if answer.rejected:  # the semantic ids near a rose are taken: nothing more to lose
         time.sleep(60)
     n += 1

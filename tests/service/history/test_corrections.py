@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.schemas.events import EventBody, EventsBody
+from recserve.schemas.events import EventInput, EventsRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.background_work import settled
 from tests.support.live_server import live
@@ -183,10 +183,10 @@ def test_warm_goes_on_with_the_new_history(opened, ids):
 def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
     with opened() as one:
         engine = one.runtime.engine
-        first = [EventBody(**event(ids, n)) for n in range(5)]
-        correction = EventsBody(events=[EventBody(**removal(0))])
+        first = [EventInput(**event(ids, n)) for n in range(5)]
+        correction = EventsRequest(events=[EventInput(**removal(0))])
         with engine.held():
-            one.add_events(EventsBody(events=first, warm=True))
+            one.add_events(EventsRequest(events=first, warm=True))
             futures = [waiting.future for waiting in engine.background_queue]
             correcting = threading.Thread(target=one.add_events, args=(correction,))
             correcting.start()  # it waits for the engine, to forget the roots there are
@@ -201,7 +201,7 @@ def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
 
 def test_events_at_the_end_forget_nothing_and_read_nothing(opened, ids, monkeypatch):
     def add(*events):
-        return one.add_events(EventsBody(events=[EventBody(**event) for event in events]))
+        return one.add_events(EventsRequest(events=[EventInput(**event) for event in events]))
 
     with opened() as one:
         add(*[event(ids, n) for n in range(5)])
@@ -254,9 +254,9 @@ def test_corrections_are_judged_one_by_one(opened, ids):
             "correction: expected replace or remove, got 'Remove'",
         ]
         said = client.get("/openapi.json").json()["components"]["schemas"]
-        assert "corrected" in said["EventsAnswer"]["required"]
-        assert said["EventBody"]["required"] == ["user_id"]
-        kinds = said["EventBody"]["properties"]["correction"]["anyOf"]
+        assert "corrected" in said["EventsResponse"]["required"]
+        assert said["EventInput"]["required"] == ["user_id"]
+        kinds = said["EventInput"]["properties"]["correction"]["anyOf"]
         assert {"type": "string", "enum": ["replace", "remove"]} in kinds
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from recserve.batch.together import together
 from recserve.metrics import ShadowCounts
-from recserve.schemas.items import RecommendBody
+from recserve.schemas.items import RecommendRequest
 from recserve.search.draft_plan import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
 from recserve.service.recommend.auto_strategy import Chooser
 from tests.support.tiny_bundle import shared_bundle
 
-ALL = ("beam", "dense", "nezha", "parallel", "speculative")
+ALL = ("beam", "dense", "nezha", "rpg", "speculative")
 
 
 def in_ms(milliseconds: float) -> float:
@@ -24,8 +24,8 @@ def in_ms(milliseconds: float) -> float:
     [
         (ALL, "speculative"),
         (("beam", "nezha"), "beam"),
-        (("beam", "parallel"), "beam"),
-        (("parallel",), "parallel"),
+        (("beam", "rpg"), "beam"),
+        (("rpg",), "rpg"),
     ],
 )
 def test_without_hurry_it_is_the_exact_one(there, exact):
@@ -75,7 +75,7 @@ def service(tmp_path):
 
 def test_an_answer_says_that_it_was_hurried(service):
     history = list(service.runtime.snapshot.catalog.items.ids[:5])
-    body = RecommendBody(history=history, k=5)
+    body = RecommendRequest(history=history, k=5)
     calm = service.begin_recommend(body, deadline_s=in_ms(60_000)).wait()
     assert calm.exact and "hurried" not in calm.degraded
     chooser = service.recommendations.chooser
@@ -90,7 +90,7 @@ def test_an_answer_says_that_it_was_hurried(service):
 
 def test_a_shadow_compares_and_changes_nothing(service):
     history = list(service.runtime.snapshot.catalog.items.ids[:5])
-    body = RecommendBody(history=history, k=5, strategy="beam")
+    body = RecommendRequest(history=history, k=5, strategy="beam")
     alone = service.recommend(body)
     service.compare_with("speculative", 1.0)
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
     for plan in (NO_DRAFT, UNCALIBRATED):
         strategy.only = plan
         for asked in ("auto", "speculative"):
-            answer = service.recommend(RecommendBody(history=history, k=5, strategy=asked))
+            answer = service.recommend(RecommendRequest(history=history, k=5, strategy=asked))
             found[plan, asked] = answer.strategy
             assert answer.exact
     assert found == {
@@ -133,5 +133,5 @@ def test_auto_says_beam_where_nothing_was_drafted(service):
 def test_a_batch_job_has_beam_search_for_auto(service):
     """What it answers must not depend on the clock."""
     history = list(service.runtime.snapshot.catalog.items.ids[:5])
-    bodies = [RecommendBody(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
+    bodies = [RecommendRequest(history=history, k=5, strategy=s) for s in ("auto", "speculative")]
     assert [a.strategy for a in together(service)(bodies)] == ["beam", "speculative"]

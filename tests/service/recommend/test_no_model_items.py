@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recserve.core.request import Slate
-from recserve.schemas.items import Diversity, Exclude, RecommendBody
+from recserve.schemas.items import Diversity, Exclude, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
@@ -22,7 +22,7 @@ def service(tmp_path_factory):
 
 def body(service, **fields):
     history = service.runtime.snapshot.catalog.items.ids[:3]
-    return RecommendBody(**{"history": history, "exclude": Exclude(seen=False)} | fields)
+    return RecommendRequest(**{"history": history, "exclude": Exclude(seen=False)} | fields)
 
 
 def finding(service, rows, monkeypatch, exact=True):

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from recserve.core.request import DeadlineExceeded, WarmRequest
-from recserve.schemas.events import EventBody, EventsBody
-from recserve.schemas.items import RecommendBody, UserRef
+from recserve.core.request import DeadlineExceeded, PrewarmQuery
+from recserve.schemas.events import EventInput, EventsRequest
+from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions
 from recserve.service.recommend import prewarm
 from tests.support.background_work import settled
@@ -33,7 +33,7 @@ def service(opened):
 
 def events(service, user, count=9, first=0):
     ids = service.runtime.snapshot.catalog.items.ids[first : first + count]
-    return EventsBody(events=[EventBody(user_id=user, item_id=i) for i in ids], warm=True)
+    return EventsRequest(events=[EventInput(user_id=user, item_id=i) for i in ids], warm=True)
 
 
 def warm(service, user, **fields):
@@ -42,7 +42,7 @@ def warm(service, user, **fields):
 
 
 def ask(service, user, **fields):
-    return service.recommend(RecommendBody(user=UserRef(id=user), **fields))
+    return service.recommend(RecommendRequest(user=UserRef(id=user), **fields))
 
 
 def slate(answer):
@@ -76,7 +76,7 @@ def test_the_roots_are_computed(opened, monkeypatch):
     with opened() as service:
         found = submitted(service, monkeypatch)
         warm(service, "me")
-        assert [type(request).__name__ for request in found] == ["WarmRequest"] * 2
+        assert [type(request).__name__ for request in found] == ["PrewarmQuery"] * 2
         answer = ask(service, "me", explain=True)
         assert answer.explanation.root_tokens_computed == 0
         same_as_beam(service, "me", answer)
@@ -94,7 +94,7 @@ def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch
             futures.append([w.future for w in list(engine.background_queue)[-2:]])
         assert [f.cancelled() for pair in futures for f in pair] == [True] * 4 + [False] * 2
     settled(service)
-    assert len(found) == 6 and isinstance(found[-1], WarmRequest)
+    assert len(found) == 6 and isinstance(found[-1], PrewarmQuery)
     assert not service.item_parts.prewarm._under_way
     answer = ask(service, "me", explain=True)
     assert answer.explanation.root_tokens_computed == 0

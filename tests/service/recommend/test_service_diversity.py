@@ -10,7 +10,13 @@ import pytest
 from recserve.core.prefix_groups import PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import TrieOverlay
-from recserve.schemas.items import Diversity, Exclude, InvalidRequest, ItemsBody, RecommendBody
+from recserve.schemas.items import (
+    Diversity,
+    Exclude,
+    InvalidRequest,
+    ItemsRequest,
+    RecommendRequest,
+)
 from recserve.service import Service
 from recserve.service.recommend.diversity import ListedItems, caps_of
 from tests.support.live_server import live
@@ -75,7 +81,7 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
     rows = {item: row for row, item in enumerate(ids)}
     body = {"history": ids[:4] if history == "known" else ["gone"], "exclude": Exclude(seen=False)}
     answer = service.recommend(
-        RecommendBody(**body, k=30, diversity=Diversity(category=1, prefix=(0, 4)))
+        RecommendRequest(**body, k=30, diversity=Diversity(category=1, prefix=(0, 4)))
     )
     found = [rows[item.item_id] for item in answer.items]
     assert len(set(found)) == 30 and "fewer_than_k" not in answer.degraded
@@ -85,7 +91,7 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
     sources = [item.source for item in answer.items]
     assert sources == sorted(sources)  # model before popular
     total = len({path for found in catalog.items.categories for path in found})
-    every = service.recommend(RecommendBody(**body, k=500, diversity=Diversity(category=1)))
+    every = service.recommend(RecommendRequest(**body, k=500, diversity=Diversity(category=1)))
     assert len(every.items) <= total and "fewer_than_k" in every.degraded
 
 
@@ -94,7 +100,7 @@ def test_the_model_fills_the_slate(service, strategy):
     """Popular items come only where the model has none left that keeps to the caps."""
     catalog = service.runtime.snapshot.catalog
     for level, k in ((0, 10), (1, 20)):
-        body = RecommendBody(
+        body = RecommendRequest(
             history=catalog.items.ids[:4], k=k, beam_width=k, strategy=strategy,
             exclude=Exclude(seen=False), diversity=Diversity(prefix=(level, 1)),
         )  # fmt: skip
@@ -122,7 +128,7 @@ def test_groups_of_a_live_catalogue(changing):
         items = [{"item_id": i, "title": "x", "categories": c} for i, c in said.items()]
         if number:
             items = [{"item_id": ids[3], "title": "y", "categories": old[3]}]
-        service.put_items(ItemsBody(items=items))
+        service.put_items(ItemsRequest(items=items))
     service.hide_item(ids[9])
     now = service.runtime.snapshot
     assert isinstance(now.trie, TrieOverlay)
@@ -153,10 +159,10 @@ def test_slates_of_a_live_catalogue(changing):
         ]
         moved = rng.choice(ids, 20, replace=False).tolist()
         items += [{"item_id": i, "title": "x", "categories": ["One > Only"]} for i in moved]
-        service.put_items(ItemsBody(items=items))
+        service.put_items(ItemsRequest(items=items))
         service.hide_item(ids[number])
         for diversity in (Diversity(category=1), Diversity(prefix=(1, 1), category=2)):
-            body = RecommendBody(
+            body = RecommendRequest(
                 history=ids[4:8], k=12, beam_width=12, exclude=Exclude(seen=False),
                 diversity=diversity,
             )  # fmt: skip
@@ -187,13 +193,13 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     counted(monkeypatch, CatalogVersion, "record", lambda version, row: records.append(row))
     counted(monkeypatch, ListedItems, "read", lambda lists: listed.append(len(lists)))
     looked_at = Looked(service.runtime.snapshot.items.log)
-    body = RecommendBody(
+    body = RecommendRequest(
         history=ids[4:8], k=6, beam_width=6, exclude=Exclude(seen=False),
         diversity=Diversity(category=1, prefix=(0, 1)),
     )  # fmt: skip
     for number in range(6):
         items = [{"item_id": i, "title": f"{number}", "categories": ["One"]} for i in ids[20:60]]
-        service.put_items(ItemsBody(items=items))
+        service.put_items(ItemsRequest(items=items))
         prefixes.clear(), records.clear()
         service.recommend(body)
         assert prefixes and max(prefixes) <= 12 and len(records) <= 60

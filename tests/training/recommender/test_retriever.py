@@ -16,7 +16,7 @@ from recserve.features.tables.events import EventLog
 from recserve.models.config import DecoderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.recommender import Recommender, RecommenderConfig, save_recommender
-from recserve.schemas.items import RecommendBody
+from recserve.schemas.items import RecommendRequest
 from recserve.service import Service
 from recserve.training.evaluation.evaluation import evaluate_bundle
 from recserve.training.item_drafters.draft_head import train_drafter
@@ -188,7 +188,7 @@ def two_outcomes(folder) -> Bundle:
 def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
     bundle = two_outcomes(tmp_path / "data")
     store = f"lmdb:{tmp_path}/store"
-    body = RecommendBody(history=Bundle.open(bundle.root).catalog().items.ids[:5], k=10)
+    body = RecommendRequest(history=Bundle.open(bundle.root).catalog().items.ids[:5], k=10)
     with Service.open(bundle.root, store, "cpu") as service:
         assert service.runtime.engine.strategies == ("beam",)
         before, version = service.recommend(body), service.runtime.model_version
@@ -223,7 +223,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
         shares = {}
         for mix in ({"repin": 2.0}, {"click": 1.0}, {"repin": 3.0, "click": 3.0}):
             histories = [[ids[n], ids[300 + n], ids[20 + n // 2]] for n in range(0, 40, 2)]
-            bodies = [RecommendBody(history=h, k=10, outcome=mix) for h in histories]
+            bodies = [RecommendRequest(history=h, k=10, outcome=mix) for h in histories]
             answers = [service.recommend(body) for body in bodies]
             assert {answer.strategy for answer in answers} == {"dense"}
             shares["+".join(mix)] = np.mean([shares_of(answer) for answer in answers], axis=0)

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from recserve.core.request import Continuation, RecommendRequest, Result
+from recserve.core.request import Continuation, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
@@ -27,7 +27,7 @@ from recserve.search.strategies.beam import request_of
 
 
 @dataclass(frozen=True)
-class ParallelSearch:
+class RpgSearch:
     """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
     each request as many as `_wanted` says.
     """
@@ -36,10 +36,11 @@ class ParallelSearch:
     best: Tensor
 
 
-class ParallelStrategy(RecommendStrategy):
+class RpgStrategy(RecommendStrategy):
     """Level heads over the whole catalogue or along the item graph."""
 
-    name = "parallel"
+    name = "rpg"
+    aliases = ("parallel",)
     auto = "fallback"
     missing = "this recommender has no level heads; train it with a recipe that has"
 
@@ -54,7 +55,7 @@ class ParallelStrategy(RecommendStrategy):
         """For a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
-    def start(self, sequences: Seq[Sequence]) -> ParallelSearch:
+    def start(self, sequences: Seq[Sequence]) -> RpgSearch:
         """The whole answer."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
@@ -65,9 +66,9 @@ class ParallelStrategy(RecommendStrategy):
         best = best_items(asked, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
-        return ParallelSearch(tuple(sequences), best)
+        return RpgSearch(tuple(sequences), best)
 
-    def finish(self, state: ParallelSearch) -> Seq[Result | Continuation]:
+    def finish(self, state: RpgSearch) -> Seq[Result | Continuation]:
         """Slates."""
         best = state.best.cpu()
         counts = (best != NOTHING).sum(1).tolist()
@@ -81,6 +82,6 @@ class ParallelStrategy(RecommendStrategy):
         return answers
 
 
-def _wanted(request: RecommendRequest) -> int:
+def _wanted(request: SlateQuery) -> int:
     """Items to find: k, and where caps may leave some out as many as a beam search would keep."""
     return request.width if request.caps else request.k

@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 from torch import Tensor
 
-from recserve.core.request import RecommendRequest
+from recserve.core.request import SlateQuery
 from recserve.kernels.trie.trie_view import TrieView
 
 
@@ -36,7 +36,7 @@ class CachedDraft:
     trimmed: bool = False
 
     @staticmethod
-    def of(request: RecommendRequest, nodes: Tensor) -> CachedDraft:
+    def of(request: SlateQuery, nodes: Tensor) -> CachedDraft:
         """Returns the draft of a request whose slate these nodes proved."""
         return CachedDraft(
             weakref.ref(request.trie),
@@ -47,7 +47,7 @@ class CachedDraft:
             nodes.clone(),  # a view would keep the tensor of the whole step alive
         )
 
-    def fits(self, request: RecommendRequest) -> bool:
+    def fits(self, request: SlateQuery) -> bool:
         """Returns whether a request on the same root is the same; only a plain one can be."""
         return (
             self.trie() is request.trie
@@ -59,13 +59,13 @@ class CachedDraft:
 
 
 @dataclass
-class RootNotes:
+class PrefixMetadata:
     """Notes of one cached root. draft: that of its newest slate, None: there is none."""
 
     draft: CachedDraft | None = None
 
 
-def is_plain(request: RecommendRequest) -> bool:
+def is_plain(request: SlateQuery) -> bool:
     """Returns whether a request has neither filter nor caps, whose drafts are not cached."""
     return request.allowed is None and not request.caps
 

@@ -1,4 +1,4 @@
-"""Strategy `parallel`: the engine against a plain loop, and product ids from data to answer."""
+"""Strategy `rpg`: the engine against a plain loop, and product ids from data to answer."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.core.allowed import AllowedItems
-from recserve.core.request import LikelihoodRequest, RecommendRequest
+from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
@@ -19,7 +19,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
-from recserve.schemas.items import Candidate, InvalidRequest, RankBody, RecommendBody, UserRef
+from recserve.schemas.items import Candidate, InvalidRequest, RankRequest, RecommendRequest, UserRef
 from recserve.search import item_graph as draft_graph
 from recserve.service import Service
 from recserve.training import item_graph as training_graph
@@ -80,7 +80,7 @@ def test_exhaustive_mode_equals_a_plain_loop(form):
     for history in ([], [3], list(range(20))):
         root = root_of(model, history)
         expected = plain_scores(model, root)
-        slate = engine.run(RecommendRequest(root, trie, 200, 10, "parallel"))
+        slate = engine.run(SlateQuery(root, trie, 200, 10, "rpg"))
         np.testing.assert_allclose(slate.scores, -np.sort(-expected), atol=1e-5)
         np.testing.assert_allclose(expected[slate.rows], slate.scores, atol=1e-5)
         assert sorted(slate.rows.tolist()) == list(range(trie.num_items))
@@ -99,9 +99,7 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
         excluded = rng.integers(0, trie.num_items, 30)
         root = root_of(model, [n, n + 1])
         for used in (None, graph):
-            requests.append(
-                RecommendRequest(root, trie, 60, 60, "parallel", excluded, allowed, graph=used)
-            )
+            requests.append(SlateQuery(root, trie, 60, 60, "rpg", excluded, allowed, graph=used))
     together = engine.run_many(requests)
     for request, slate in zip(requests, together, strict=True):
         usable = np.ones(trie.num_items, dtype=bool)
@@ -126,7 +124,7 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     full = replace(graph, neighbours=near)
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        RecommendRequest(root_of(model, h), trie, 10, width, "parallel", np.array(h), graph=used)
+        SlateQuery(root_of(model, h), trie, 10, width, "rpg", np.array(h), graph=used)
         for h in ([1], [5, 6, 7])
         for width in (10, 30)
         for used in (None, full)
@@ -153,7 +151,7 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
     engine = build_engine(EngineModels(model), SMALL)
     slates = engine.run_many(
         [
-            RecommendRequest(root_of(model, [1, 2]), trie, 10, 10, "parallel", graph=used)
+            SlateQuery(root_of(model, [1, 2]), trie, 10, 10, "rpg", graph=used)
             for used in (None, ItemGraph(near, graph.entries))
         ]
     )
@@ -167,7 +165,7 @@ def test_a_catalogue_of_one_item():
     graph = ItemGraph(torch.full((1, 1), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     engine = build_engine(EngineModels(model), SMALL)
     for used in (None, graph):
-        request = RecommendRequest(root_of(model, [0]), trie, 3, 3, "parallel", graph=used)
+        request = SlateQuery(root_of(model, [0]), trie, 3, 3, "rpg", graph=used)
         assert engine.run(request).rows.tolist() == [0]
         nothing = replace(request, excluded=np.array([0]))
         assert engine.run(nothing).rows.tolist() == []
@@ -177,9 +175,9 @@ def test_it_shares_a_batch_with_beam_search():
     model, trie, graph = make("items-dot")
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        RecommendRequest(root_of(model, [n, 2 * n]), trie, 5, 10, name, graph=graph)
+        SlateQuery(root_of(model, [n, 2 * n]), trie, 5, 10, name, graph=graph)
         for n in range(3)
-        for name in ("beam", "parallel")
+        for name in ("beam", "rpg")
     ]
     for request, slate in zip(requests, engine.run_many(requests), strict=True):
         alone = build_engine(EngineModels(model), SMALL).run(request)
@@ -190,12 +188,12 @@ def test_it_shares_a_batch_with_beam_search():
 def test_a_model_of_level_heads_alone_offers_what_it_learned():
     model, trie, _ = make("items-cosine")
     engine = build_engine(EngineModels(model), SMALL)
-    assert engine.strategies == ("parallel",)
+    assert engine.strategies == ("rpg",)
     root = root_of(model, [4, 9])
     with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('parallel',\)"):
-        engine.run(RecommendRequest(root, trie, 5, 5))
+        engine.run(SlateQuery(root, trie, 5, 5))
     rows = np.array([7, 0, 7, 79])
-    requests = [LikelihoodRequest(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
+    requests = [LikelihoodQuery(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
     for request, scores in zip(requests, engine.run_many(requests), strict=True):
         expected = plain_scores(model, request.root)[rows]
         np.testing.assert_allclose(scores.values[:, 0], expected, atol=1e-5)
@@ -248,7 +246,7 @@ def test_training_lowers_the_loss_and_beats_popularity(product):
     bundle = Bundle.open(path)
     bundle.verify()
     assert "recommender/item_graph.safetensors" in bundle.manifest.files
-    found = {s: evaluate_bundle(bundle, "test", s, (10,)) for s in ("auto", "parallel")}
+    found = {s: evaluate_bundle(bundle, "test", s, (10,)) for s in ("auto", "rpg")}
     assert found["auto"].strategy == "exhaustive"
     exhaustive, walked = (e.columns["kept"]["ndcg@10"] for e in found.values())
     assert walked > 0.9 * exhaustive
@@ -262,18 +260,18 @@ def test_the_service_answers_from_it(product, tmp_path):
     with Service.open(product[0], f"lmdb:{tmp_path}/history", "cpu") as service:
         assert service.runtime.snapshot.graph is not None
         user = UserRef(id=service.samples(1, 1)["users"][0])
-        answer = service.recommend(RecommendBody(user=user, k=8, explain=True))
-        assert answer.strategy == "parallel" and not answer.exact and answer.rounds == 0
+        answer = service.recommend(RecommendRequest(user=user, k=8, explain=True))
+        assert answer.strategy == "rpg" and not answer.exact and answer.rounds == 0
         assert len(answer.items) == 8 and {item.source for item in answer.items} == {"model"}
         seen = {event.item_id for event in service.history(user.id).events}
         assert not seen & {item.item_id for item in answer.items}
         scores = [item.score for item in answer.items]
         assert scores == sorted(scores, reverse=True) and answer.explanation.nodes == 0
         candidates = [Candidate(item_id=item.item_id) for item in reversed(answer.items)]
-        body = RankBody(user=user, candidates=candidates, scorer="likelihood")
+        body = RankRequest(user=user, candidates=candidates, scorer="likelihood")
         ranked = service.rank(body)
         assert [item.item_id for item in ranked.items] == [item.item_id for item in answer.items]
         with pytest.raises(InvalidRequest, match="there are auto, parallel, got 'beam'"):
-            service.recommend(RecommendBody(user=user, strategy="beam"))
+            service.recommend(RecommendRequest(user=user, strategy="beam"))
         with pytest.raises(InvalidRequest, match="has no use for it"):
-            service.recommend(RecommendBody(user=user, dense_weight=1.0))
+            service.recommend(RecommendRequest(user=user, dense_weight=1.0))

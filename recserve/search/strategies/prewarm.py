@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from recserve.core.request import Result, Warmed
+from recserve.core.request import Prewarmed, Result
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 
 
-class WarmStrategy(Strategy):
+class PrewarmStrategy(Strategy):
     """Nothing hangs under the root: no tree, no round."""
 
     def start(self, sequences: Seq[Sequence]) -> tuple[Sequence, ...]:
@@ -18,4 +18,4 @@ class WarmStrategy(Strategy):
 
     def finish(self, state: tuple[Sequence, ...]) -> list[Result]:
         """What it took."""
-        return [Warmed(sequence.timing) for sequence in state]
+        return [Prewarmed(sequence.timing) for sequence in state]
