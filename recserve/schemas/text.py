@@ -78,7 +78,7 @@ class StreamOptions(_Body, frozen=True, kw_only=True):
 
 
 class TextBody(_Body, frozen=True, kw_only=True):
-    """What both routes take; None: the default of docs/api.md."""
+    """What both routes take; None: the default of docs/reference/http.md."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
