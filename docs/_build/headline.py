@@ -136,8 +136,8 @@ def draw(parts: list[Panel]) -> None:
             ax.annotate(
                 number(value, about), (value, place), (4, 0), textcoords="offset points", va="center"
             )
-        better = "lower is better" if part.unit == "ms" else "higher is better"
-        ax.set_title(f"{part.title}, {part.unit} ({better})", loc="left", fontsize=9.5, weight="bold")
+        unit = "ms, log scale ↓" if part.unit == "ms" else f"{part.unit} ↑"
+        ax.set_title(f"{part.title} ({unit})", loc="left", fontsize=9.5, weight="bold", x=-0.3)
         if part.unit == "ms":
             ax.set_xscale("log")
             ax.set_xlim(min(values) / 2, max(values) * 2.2)
