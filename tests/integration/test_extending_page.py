@@ -7,11 +7,11 @@ import tomllib
 import pytest
 import torch
 from recserve.features.history.stores import open_store
-from recserve.search.strategies.registry import strategy_classes
 
 from recserve.features.history.history import StoredEvent, StoreOptions
 from recserve.kernels.tree import from_parents
 from recserve.schemas.items import RecommendBody
+from recserve.search.strategies.registry import strategy_classes
 from recserve.service import Service
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext

@@ -11,6 +11,7 @@ import typer.main
 
 from recserve.cli import app
 from recserve.config import ServerConfig
+from recserve.search.strategies.registry import strategy_classes
 from tests.support.paths import ROOT
 
 # Typer carries its own copy of click; BadParameter is the public end of its errors.
@@ -199,6 +200,13 @@ def test_generated_reference_pages_describe_the_package():
     assert "| `recserve_request_seconds` | histogram |" in filled["metrics"]
     assert "| `recserve_illegal_items_total` | counter |" in filled["metrics"]
     assert "::: recserve.Service" in filled["python"]
+
+
+def test_the_strategies_of_the_guide_are_those_of_the_registry():
+    guide = (ROOT / "docs" / "guides" / "recommend.md").read_text(encoding="utf-8")
+    table = guide.partition("\n## Choose a strategy")[2].partition("\n`auto` takes")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert named == set(strategy_classes())
 
 
 def test_the_readme_shows_the_picture_and_every_room():
