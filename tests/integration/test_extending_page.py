@@ -81,7 +81,7 @@ def test_the_rule_follows_the_likeliest_tokens(installed):
     logits[0, 4] = logits[1, 6] = 1.0
     numbers = torch.tensor([0])
     scored = ScoredTrees(tree, 2, lambda nodes: logits[nodes], numbers, numbers + 5, 10)
-    accepted = rules.verifiers()["likeliest"]().verify(scored)
+    accepted = rules.verifiers()["likeliest"].verify(scored)
     assert accepted.lengths.tolist() == [1] and accepted.bonus.tolist() == [6]
 
 
