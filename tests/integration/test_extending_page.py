@@ -6,9 +6,9 @@ import tomllib
 
 import pytest
 import torch
-from recserve.features.history.stores import open_store
 
 from recserve.features.history.history import StoredEvent, StoreOptions
+from recserve.features.history.stores import open_store
 from recserve.kernels.tree import from_parents
 from recserve.schemas.items import RecommendBody
 from recserve.search.strategies.registry import strategy_classes
