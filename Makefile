@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 TRITON := triton==3.6.0
 RUNTIME := $(VENV)/.installed-runtime
 DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
 
 # What stands in for another machine, by the name of the tier: the instruction sets of the C sources,
 # of torch's kernels and of oneDNN; no C sources; no C compiler.
@@ -30,7 +31,7 @@ $(error TIER is '$(TIER)'; choose one of $(TIERS))
 endif
 PYTEST = OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow check format install redis newest-triton cuda-versions clean
+.PHONY: demo test test-all test-slow check format install docs package redis newest-triton cuda-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -54,6 +55,14 @@ format: $(DEV)
 	$(BIN)/ruff format
 
 install: $(DEV)
+
+# The site, in build/site; any warning is an error. The reference pages come from the installed package.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# An sdist, and a wheel that is built from the sdist, in dist/.
+package: $(DEV)
+	$(BIN)/python -m build
 
 # The Redis store is tested against a real server; without one its tests skip loudly, and fail where CI is set.
 redis:
@@ -93,4 +102,9 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): $(RUNTIME)
 	@echo "installing the development tools"
 	@$(PIP) --editable '.[train,dev]' $$($(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || echo $(TRITON))
+	@touch $@
+
+$(DOCS): $(RUNTIME)
+	@echo "installing the documentation tools"
+	@$(PIP) --editable '.[docs]'
 	@touch $@

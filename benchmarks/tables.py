@@ -1,6 +1,6 @@
 """Put measured figures into a page: the tables between its markers are made from JSON.
 
-    python -m benchmarks.tables docs/performance.md recommend=A.json recommend=B.json rank=C.json
+    python -m benchmarks.tables docs/results/performance.md recommend=A.json rank=C.json
 
 A block starts with `<!-- figures: recommend -->` and ends with `<!-- end -->`; what lies between
 is replaced. Several files of one name follow each other.

@@ -1,4 +1,4 @@
-"""Settings of `recserve serve`, one schema: flag over RECSERVE_* environment over YAML file."""
+"""Settings of `recserve serve`: one schema, read from flags, environment and a YAML file."""
 
 from __future__ import annotations
 
@@ -29,30 +29,52 @@ class ConfigError(ValueError):
 
 
 class ServerConfig(BaseSettings):
-    """What `recserve serve` can be told. `bundle`, `llm` or both are required.
+    """The settings of `recserve serve`. `bundle`, `llm` or both are required.
 
-    llm: a Hugging Face folder of a language model. llm_name: what `model` says in a request, None:
-    the folder's name. llm_dtype: "auto" is the fastest here; None is the folder's own type, or
-    float32 on a CPU where that is faster. chat_template: a file to use instead of
-    the folder's. drafters: `NAME`, or `NAME=DIR` for one with weights; the first is the one of
-    requests that name none. text_timeout_ms: most time for a text, unless the request says less.
-    store: `lmdb:PATH` or `redis://...`; None: an LMDB folder beside the bundle. journal: folder for
-    changes of items; None: beside the bundle. api_keys: a client
-    sends one of them as `Authorization: Bearer KEY`; without any, only a loopback address is bound
-    unless `insecure`. signing_key: signs attribution tokens; None: drawn at start, so that tokens
-    do not outlive the process. max_queue: requests waiting for the engine before 429.
-    max_connections: clients connected at once; further ones get 503. header_timeout_s: time from
-    the connection, or from a request's first byte, to its last header. body_timeout_s: time from
-    there to the end of its body.
-    drain_delay_s: how long a draining server still answers `ready` with 503 before it stops
-    listening. threads: of torch, None: its own choice. load_aware: texts are drafted as
-    far as the load lets it pay. graphs: text steps are recorded as CUDA graphs at start, None:
-    where there is CUDA. invariant: no bit of an answer depends on other requests, on drafts or on
-    what is cached; CPU only. dtype: of the recommender's weights and of its cache; "auto" is the
-    fastest here. kv_dtype: of
-    every model's cache, None: as the model computes. shadow: a strategy that is compared with the
-    answers given, on `shadow_share` of them. warm_drafts: deprecated, without
-    effect: events with `warm` compute the user's root alone.
+    Attributes:
+        bundle: Folder of the bundle to serve.
+        llm: Hugging Face folder of a language model to serve.
+        llm_name: Name of the language model in requests. By default the folder's name.
+        llm_dtype: Type of the language model's weights. `auto` takes the fastest on this machine.
+            By default the folder's own type, or float32 on a CPU where that is faster.
+        chat_template: Jinja file to use instead of the chat template in the model's folder.
+        drafters: `NAME`, or `NAME=DIR` for a drafter with weights. The first one drafts for
+            requests that name none.
+        text_timeout_ms: Deadline of a text request that names none.
+        host: Address to listen on. Other than loopback it needs `api_keys` or `insecure`.
+        port: Port to listen on; 0 takes a free one.
+        store: History store, `lmdb:PATH` or `redis://...`. By default an LMDB folder beside the
+            bundle.
+        journal: Folder for changes of items. By default a folder beside the bundle.
+        device: Where the models run.
+        api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
+            `Authorization: Bearer KEY`.
+        insecure: True allows an address that others can reach without any key.
+        signing_key: Key that signs attribution tokens. By default a new one at each start, so
+            that tokens end with the process.
+        max_body_bytes: Largest accepted request body.
+        default_timeout_ms: Deadline of a recommendation or ranking that names none.
+        kv_bytes: Size of the KV cache of each model.
+        kv_dtype: `fp8` stores keys and values in 8 bits. By default the model's own type.
+        max_queue: Requests that may wait for the engine. A further one gets 429.
+        max_connections: Clients connected at the same time. A further one gets 503.
+        header_timeout_s: Time from a connection, or from a request's first byte, to the last
+            header.
+        body_timeout_s: Time from the last header to the end of the body.
+        drain_delay_s: Time for which a draining server still accepts connections and answers
+            `ready` with 503.
+        drain_timeout_s: Time that running requests have to finish before the process ends.
+        threads: Threads of torch. By default torch's own choice.
+        dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
+            machine.
+        load_aware: True drafts for texts only as far as the current load makes it pay.
+        graphs: True captures CUDA graphs at start. By default true where there is CUDA.
+        invariant: True makes every answer independent of other requests, drafts and caches, to
+            the bit. CPU only.
+        shadow: Strategy that is compared with the given answers in idle time.
+        shadow_share: Share of the answers that are compared.
+        warm_drafts: Deprecated and without effect. A warm event computes the user's prefix alone.
+        access_log: True logs one line for each request.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)

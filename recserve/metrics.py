@@ -1,4 +1,4 @@
-"""Prometheus collectors, named as in docs/api.md; every label comes from a closed set."""
+"""Prometheus collectors of one server. Every label comes from a closed set."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _EngineCollector(Collector):
         depth.add_metric([], gauges.queue_depth)
         yield depth
         behind = GaugeMetricFamily(
-            "recserve_background_depth", "Roots and drafts to be made before anybody asks"
+            "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
         )
         behind.add_metric([], gauges.background)
         yield behind
@@ -99,7 +99,7 @@ class _EngineCollector(Collector):
         yield pages
         tokens = CounterMetricFamily(
             "recserve_prefix_cache_tokens",
-            "Root tokens found in the prefix cache or not",
+            "Prefix tokens by whether the prefix cache had them",
             labels=["result"],
         )
         for result, count in gauges.prefix_tokens.items():
@@ -107,7 +107,7 @@ class _EngineCollector(Collector):
         yield tokens
         illegal = CounterMetricFamily(
             "recserve_illegal_items",
-            "Items of a model that do not exist or were excluded; must be 0",
+            "Items from a model that do not exist or were excluded; always 0",
         )
         illegal.add_metric([], gauges.illegal_items)
         yield illegal
@@ -117,26 +117,26 @@ class _EngineCollector(Collector):
         ):
             results = CounterMetricFamily(
                 f"recserve_graph_{name}",
-                f"{said} that were replayed, or why they were launched one by one",
+                f"{said} replayed as a CUDA graph, or the reason why not",
                 labels=["result"],
             )
             for result, count in counted.items():
                 results.add_metric([result], count)
             yield results
         for name, said, taken in (
-            ("seconds", "Seconds that recording a step or search took", gauges.graph_seconds),
-            ("bytes", "Device memory that a recorded step or search took", gauges.graph_bytes),
+            ("seconds", "Seconds that capturing a CUDA graph took", gauges.graph_seconds),
+            ("bytes", "Device memory of a captured CUDA graph, in bytes", gauges.graph_bytes),
         ):
             record = GaugeMetricFamily(f"recserve_graph_record_{name}", said, labels=["bucket"])
             for bucket, value in taken.items():
                 record.add_metric([bucket], value)
             yield record
         for name, said in (
-            ("answers", "Answers compared with those of a shadow strategy"),
-            ("shared", "Sum over them of the share of items in both slates"),
-            ("identical", "Those with the same items in the same order"),
-            ("given_seconds", "Engine time of the answers that were given"),
-            ("seconds", "Engine time of the shadow's, which find the root cached"),
+            ("answers", "Answers compared with a shadow strategy"),
+            ("shared", "Sum over compared answers of the share of items in both slates"),
+            ("identical", "Compared answers with the same items in the same order"),
+            ("given_seconds", "Engine time of the compared answers"),
+            ("seconds", "Engine time of the shadow strategy, with the prefix cached"),
         ):
             family = CounterMetricFamily(f"recserve_shadow_{name}", said, labels=["strategy"])
             for strategy, counts in gauges.shadow.items():
@@ -162,7 +162,7 @@ class Metrics:
         self.reasons = frozenset(reasons)
         self.request_seconds = Histogram(
             "recserve_request_seconds",
-            "Time from the first byte of a request to the last of its answer",
+            "Time from the first byte of a request to the last byte of its response",
             ["route", "strategy", "arm"],
             buckets=SECONDS,
             registry=self.registry,
@@ -176,7 +176,7 @@ class Metrics:
         )
         self.failed = Counter(
             "recserve_requests_failed",
-            "Requests that got no answer of a model",
+            "Requests without a successful response",
             ["reason"],
             registry=self.registry,
         )
@@ -187,7 +187,7 @@ class Metrics:
             registry=self.registry,
         )
         self.tokens = Counter(
-            "recserve_text_tokens", "Tokens read and written", ["kind"], registry=self.registry
+            "recserve_text_tokens", "Prompt and completion tokens", ["kind"], registry=self.registry
         )
         self.first_token = Histogram(
             "recserve_first_token_seconds",
@@ -198,10 +198,14 @@ class Metrics:
         self._drafts = {
             name: Counter(f"recserve_spec_{name}", text, labels, registry=self.registry)
             for name, text, labels in (
-                ("drafts", "Drafts that were scored", ["drafter"]),
-                ("draft_tokens", "Tokens of those drafts", ["drafter"]),
-                ("accepted_tokens", "Tokens of them that were kept", ["drafter"]),
-                ("accepted_per_position", "The same by place", ["drafter", "position"]),
+                ("drafts", "Drafts that were verified", ["drafter"]),
+                ("draft_tokens", "Tokens in those drafts", ["drafter"]),
+                ("accepted_tokens", "Accepted tokens of those drafts", ["drafter"]),
+                (
+                    "accepted_per_position",
+                    "Accepted tokens by position in the draft",
+                    ["drafter", "position"],
+                ),
             )
         }
         # A reason that never happened must still be there to alert on.

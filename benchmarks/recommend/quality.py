@@ -1,4 +1,4 @@
-"""Train and evaluate every model of docs/quality.md and write its table and its plot.
+"""Train and evaluate every model of docs/results/quality.md and write its table and its plot.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recommend.quality --data DIR --work /tmp/quality
 
@@ -116,7 +116,7 @@ def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The table of docs/quality.md: a row per model and way, both columns."""
+    """The table of docs/results/quality.md: a row per model and way, both columns."""
     heads = [f"{name.upper()} {column}" for column in ("kept", "filtered") for name in METRICS]
     lines = ["| model | slates | minutes | " + " | ".join(heads) + " |"]
     lines.append("|" + " --- |" * (3 + len(heads)))

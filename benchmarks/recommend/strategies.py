@@ -3,7 +3,7 @@
     python -m benchmarks.recommend.strategies --json A.json           # beams 50, 256
     python -m benchmarks.recommend.strategies --threads 1 --clock cpu # on a busy machine
     python -m benchmarks.recommend.strategies --bundle B              # a bundle's own heads
-    python -m benchmarks.tables docs/performance.md strategies=A.json
+    python -m benchmarks.tables docs/results/performance.md strategies=A.json
 
 Drawn heads say what `nezha`, `rpg` and `dense` cost; what their answers are worth, and how
 many rounds `speculative` and `specgr` save, only trained ones can say (`recserve evaluate

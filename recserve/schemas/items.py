@@ -1,7 +1,7 @@
 """Bodies and answers of every route, once: HTTP, the commands and the service speak these.
 
 Decoding checks types and bounds in one pass (msgspec), which is what makes 500 candidates cheap.
-Names are the contract's: see docs/api.md.
+Names are the contract's: see docs/reference/http.md.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
 
 
 class TextRequest(StrictStruct, frozen=True, kw_only=True):
-    """What both routes take; None: the default of docs/api.md."""
+    """What both routes take; None: the default of docs/reference/http.md."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None

@@ -10,7 +10,7 @@ from recserve.bundle.bundle import ITEM_GRAPH
 from recserve.features.vectors.item_graph import ItemLinks, link_items
 from recserve.models.recommender import Recommender
 
-# Below this a search costs more than it saves: docs/parallel.md has the times.
+# Below this a search costs more than it saves: docs/results/quality.md has the times.
 MIN_ITEMS = 32_768
 
 

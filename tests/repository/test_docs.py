@@ -1,5 +1,7 @@
 """The pages tell the truth: commands parse, links lead somewhere, no path is one machine's."""
 
+import ast
+import importlib.util
 import re
 import shlex
 
@@ -8,6 +10,8 @@ import typer
 import typer.main
 
 from recserve.cli import app
+from recserve.config import ServerConfig
+from recserve.search.strategies.registry import strategy_classes
 from tests.support.paths import ROOT
 
 # Typer carries its own copy of click; BadParameter is the public end of its errors.
@@ -143,8 +147,70 @@ def test_machine_paths_are_found():
     ]
 
 
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NAMED_PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|png|svg)\b")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_examples_are_python(page):
+    for block in PYTHON.findall(page.read_text(encoding="utf-8")):
+        ast.parse(block)
+
+
+def test_pages_named_in_the_sources_are_there():
+    """Docstrings and comments may name a page by its path in the checkout."""
+    sources = [p for top in ("recserve", "benchmarks", "tests") for p in (ROOT / top).rglob("*.py")]
+    missing = {
+        f"{source.relative_to(ROOT)}: {name}"
+        for source in sources
+        for name in NAMED_PAGE.findall(source.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    found = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == found
+
+
+def test_generated_reference_pages_describe_the_package():
+    """What fills the markers of the reference pages when the site is built."""
+    source = ROOT / "docs" / "_build" / "site_pages.py"
+    spec = importlib.util.spec_from_file_location("site_pages", source)
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    filled = {
+        name: site.on_page_markdown(f"<!-- generated: {name} -->") for name in site.GENERATORS
+    }
+    for name, page in (
+        ("cli", "cli"),
+        ("configuration", "configuration"),
+        ("metrics", "metrics"),
+        ("python", "python-api"),
+    ):
+        text = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+        assert f"<!-- generated: {name} -->" in text
+    assert "## recserve serve" in filled["cli"] and "`--bundle`" in filled["cli"]
+    for key, field in ServerConfig.model_fields.items():
+        (row,) = re.findall(rf"^\| `{key}` \|.*$", filled["configuration"], re.MULTILINE)
+        meaning = row.split(" | ")[-1].strip(" |")
+        assert field.description or meaning, f"{key}: say in ServerConfig what it is"
+    assert "| `recserve_request_seconds` | histogram |" in filled["metrics"]
+    assert "| `recserve_illegal_items_total` | counter |" in filled["metrics"]
+    assert "::: recserve.Service" in filled["python"]
+
+
+def test_the_strategies_of_the_guide_are_those_of_the_registry():
+    guide = (ROOT / "docs" / "guides" / "recommend.md").read_text(encoding="utf-8")
+    table = guide.partition("\n## Choose a strategy")[2].partition("\n`auto` takes")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert named == set(strategy_classes())
+
+
 def test_the_readme_shows_the_picture_and_every_room():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "docs/tree.svg" in LINK.findall(text)
+    assert "docs/images/token-tree.svg" in LINK.findall(text)
     folders = {p.parent.name for p in (ROOT / "recserve").glob("*/*.py")}
     assert not {name for name in folders if f"{name}/" not in text}

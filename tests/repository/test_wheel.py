@@ -1,8 +1,12 @@
-"""The wheel works without the checkout: C sources, playground, types and the command are in it."""
+"""The sdist builds a wheel, and the wheel works without the checkout.
+
+C sources, the playground, types and the command are in it.
+"""
 
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,23 +26,39 @@ print(library.find_compiler() is None or native.library() is not None)
 """
 
 
+SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the wheel's content, built from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory) -> Path:
+    """The sdist of a copy of the sources, links at the top included."""
+    folder = tmp_path_factory.mktemp("sdist")
     copy = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, check=True,
     ).stdout.decode().split("\0")  # fmt: skip
     for name in files:
-        source = ROOT / name
-        if name and source.is_file() and not source.is_symlink():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes(source.read_bytes())
+        source, copied = ROOT / name, copy / name
+        if not name or not source.exists():
+            continue
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            copied.symlink_to(source.readlink())
+        else:
+            copied.write_bytes(source.read_bytes())
+    subprocess.run([sys.executable, "-c", SDIST, str(folder)], cwd=copy, check=True)
+    (built,) = folder.glob("recserve-*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(sdist, tmp_path_factory) -> Path:
+    """A folder with the content of the wheel that the sdist builds."""
+    folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     options = ["--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(folder), str(copy)], check=True)
+    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(folder), str(sdist)], check=True)
     (wheel,) = folder.glob("recserve-*.whl")
     site = folder / "site"
     subprocess.run([*pip, "install", *options, "--target", str(site), str(wheel)], check=True)
@@ -52,6 +72,16 @@ def run(site: Path, folder: Path, *command: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_sdist_holds_what_builds_the_wheel_and_no_link(sdist):
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    names = {member.name.partition("/")[2] for member in members}
+    assert {"LICENSE", "README.md", "pyproject.toml", "constraints.txt"} <= names
+    tops = {name.partition("/")[0] for name in names if "/" in name}
+    assert tops == {"recserve", "recserve.egg-info"}
 
 
 def test_the_package_works_in_an_empty_folder(installed, tmp_path):

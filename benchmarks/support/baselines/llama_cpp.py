@@ -1,7 +1,7 @@
 """llama.cpp on the same weights: the model as a GGUF file, and greedy decoding by its C interface.
 
 Both packages are optional: without `gguf` and `llama-cpp-python` (built for this processor, see
-docs/text.md) the benchmark says so and goes on.
+docs/results/text.md) the benchmark says so and goes on.
 """
 
 from __future__ import annotations

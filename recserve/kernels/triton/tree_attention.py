@@ -11,7 +11,7 @@ the bytes: it is decoded in registers, on the way from shared memory to the prod
 
 One machine code for each BLOCK_Q (blocks of 16, 32, 64 and 128 rows) and for parts or results; all
 other constants are the model's, and what changes from step to step is not specialised.
-`attention_launch.py` chooses; docs/kernels.md counts what that is on a Hopper.
+`attention_launch.py` chooses; docs/results/kernels.md counts what that is on a Hopper.
 Twin: `reference.tree_attention`. Sources: FlashAttention-2, arXiv 2307.08691; flash-decoding's
 split.
 """
