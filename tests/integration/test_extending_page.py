@@ -10,7 +10,7 @@ import torch
 from recserve.features.history.history import StoredEvent, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.kernels.tree import from_parents
-from recserve.schemas.items import RecommendBody
+from recserve.schemas.items import RecommendRequest
 from recserve.search.strategies.registry import strategy_classes
 from recserve.service import Service
 from recserve.speculation.draft import Budget
@@ -89,7 +89,7 @@ def test_the_strategy_is_served(installed, tmp_path):
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu") as service:
         ids = service.runtime.snapshot.catalog.items.ids
         answer = service.recommend(
-            RecommendBody(history=list(ids[:3]), k=4, strategy="first_items")
+            RecommendRequest(history=list(ids[:3]), k=4, strategy="first_items")
         )
     assert [item.item_id for item in answer.items] == list(ids[3:7]) and not answer.exact
 
