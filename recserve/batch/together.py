@@ -6,7 +6,7 @@ while the engine is paused between two steps. Batch composition, and so every ou
 depends on the requests alone.
 
 For the same reason `auto` means `beam` wherever beam search is available. Outside of batch jobs
-`auto` depends on measured draft times, and so on the clock.
+`auto` depends on measured response times, and so on the clock.
 """
 
 from __future__ import annotations

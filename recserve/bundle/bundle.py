@@ -203,7 +203,7 @@ class Bundle:
     def digest(self, section: str) -> str:
         """Returns the sha256 of a trained model's weights.
 
-        A model that was made for exactly these weights is identified by it.
+        Draft heads and retrievers record it, because they fit exactly these weights.
         """
         return self.manifest.files[f"{section}/model.safetensors"].sha256
 
