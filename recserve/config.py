@@ -134,7 +134,7 @@ class ServerConfig(BaseSettings):
     @model_validator(mode="after")
     def _something_to_serve(self) -> ServerConfig:
         if self.bundle is None and self.llm is None:
-            raise ValueError("bundle: is required, or llm, or both")
+            raise ValueError("bundle: is required unless llm is set")
         if self.llm is None:
             for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
@@ -146,7 +146,7 @@ class ServerConfig(BaseSettings):
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
                 f"host {self.host} can be reached from outside and no api_keys are set; "
-                "set api_keys, bind 127.0.0.1, or say insecure: true"
+                "set api_keys, bind 127.0.0.1, or set insecure: true"
             )
         return self
 
@@ -204,7 +204,9 @@ def is_loopback(host: str) -> bool:
 def _unknown(key: str, shown: str) -> str:
     near = difflib.get_close_matches(key, ServerConfig.model_fields, 1)
     hint = (
-        f"did you mean {near[0]}?" if near else f"there are {', '.join(ServerConfig.model_fields)}"
+        f"did you mean {near[0]}?"
+        if near
+        else f"known keys: {', '.join(ServerConfig.model_fields)}"
     )
     return f"unknown key {shown}; {hint}"
 

@@ -108,7 +108,7 @@ class _EngineCollector(Collector):
         yield pages
         tokens = CounterMetricFamily(
             "recserve_prefix_cache_tokens",
-            "Prefix tokens by whether the prefix cache had them",
+            "Prefix tokens by whether the prefix cache held them",
             labels=["result"],
         )
         for result, count in gauges.prefix_tokens.items():
@@ -195,7 +195,7 @@ class Metrics:
         )
         self.rounds = Histogram(
             "recserve_recommend_rounds",
-            "Tree forwards per recommendation",
+            "Forward passes over token trees per recommendation",
             buckets=ROUNDS,
             registry=self.registry,
         )

@@ -75,7 +75,7 @@ class Defaults:
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
-            raise ValueError(f"k is {self.k}; it must be from 1 to {MAX_K}")
+            raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Generator:
 
     def __init__(self, recommend: Recommend, defaults: Defaults, in_flight: int = 64) -> None:
         if in_flight < 1:
-            raise ValueError(f"in_flight is {in_flight}; at least 1 request must be under way")
+            raise ValueError(f"in_flight is {in_flight}; expected at least 1")
         self.recommend = recommend
         self.defaults = defaults
         self.in_flight = in_flight

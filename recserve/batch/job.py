@@ -146,8 +146,12 @@ def check(job: Job) -> tuple[int, tuple[str, ...]]:
     free = not job.output.exists() or (job.output.is_dir() and not any(job.output.iterdir()))
     replaceable = job.overwrite and (job.output / MANIFEST).is_file()
     if not free and not replaceable:
-        hint = f"it holds no {MANIFEST}" if job.overwrite else "an earlier job's needs --overwrite"
-        raise OutputExists(f"{job.output} is there and not empty; name another folder ({hint})")
+        hint = (
+            f"--overwrite needs a folder with a {MANIFEST}"
+            if job.overwrite
+            else "--overwrite replaces the output of an earlier job"
+        )
+        raise OutputExists(f"{job.output} is not empty; choose another folder ({hint})")
     return rows, unused
 
 

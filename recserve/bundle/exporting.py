@@ -43,16 +43,16 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     if model.config.normalization != "vocabulary":
         raise BundleError(
             f"{bundle.root}: scores are normalised over {model.config.normalization}, which a "
-            "Llama cannot say; only a recommender trained with --input codes is exported"
+            "Llama cannot express; train a recommender with --input codes to export it"
         )
     if model.config.input != "codes":
         raise BundleError(
-            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama has no "
-            "place for; train one with --input codes"
+            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama cannot "
+            "read; train one with --input codes"
         )
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} is not empty; name a new folder")
+        raise FileExistsError(f"{out} is not empty; choose a new folder")
     catalog = bundle.catalog()
     tokens = catalog.index.codes.astype(np.int32) + np.array(model.config.level_offsets, np.int32)
     lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])

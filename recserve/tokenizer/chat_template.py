@@ -117,7 +117,7 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) 
 
 
 def _refuse(message: str) -> NoReturn:
-    raise TemplateError(f"the chat template refuses this: {str(message)[:200]}")
+    raise TemplateError(f"the chat template rejects the messages: {str(message)[:200]}")
 
 
 def _now(form: str) -> str:

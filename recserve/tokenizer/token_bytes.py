@@ -40,7 +40,7 @@ def token_bytes(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> lis
     else:
         raise UnsupportedTokenizer(
             f"the decoder of tokenizer.json is {' + '.join(sorted(kinds)) or 'missing'}; only "
-            "byte-level BPE and SentencePiece with byte fallback are done here"
+            "byte-level BPE and SentencePiece with byte fallback are supported"
         )
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, number in vocabulary.items():

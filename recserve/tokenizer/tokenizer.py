@@ -117,7 +117,7 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(raw)
     except ValueError as error:
-        raise UnsupportedTokenizer(f"{file} is no tokeniser: {error}") from error
+        raise UnsupportedTokenizer(f"{file} is not a tokeniser: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end: str) -> Tokenize
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     if found != vocab_size:
         raise ValueError(
-            f"the text gives {found} tokens, not {vocab_size}; give more text or ask for a smaller "
+            f"the text yields {found} tokens, not {vocab_size}; give more text or choose a smaller "
             "vocabulary"
         )
     return tokenizer

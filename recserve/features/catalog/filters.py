@@ -159,7 +159,7 @@ class ItemFilters:
         elif operator in OPERATORS:
             self._check_leaf(operator, operand, here)
         else:
-            raise FilterError(here, f"unknown operator; there are {', '.join(OPERATORS)}")
+            raise FilterError(here, f"unknown operator; known operators: {', '.join(OPERATORS)}")
 
     def _check_leaf(self, operator: str, operand: Any, here: str) -> None:
         """Checks field and operands of `eq`, `in` and `range`."""
@@ -169,7 +169,7 @@ class ItemFilters:
             raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.fields)}"
+            hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
             raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES

@@ -161,4 +161,4 @@ def _alike(value: Any, converted: Any, kind: Any) -> bool:
 
 def _listed(schema: pa.Schema) -> str:
     """Names the attributes of a catalogue, for messages."""
-    return f"there are {', '.join(schema.names)}" if schema.names else "this catalogue has none"
+    return f"known: {', '.join(schema.names)}" if schema.names else "this catalogue has none"

@@ -44,9 +44,7 @@ def changed(
     rows = version.known_rows([*(change.record.item_id for change in changes), *hidden])
     for change, row in zip(changes, rows, strict=False):
         if change.vector is None and row < 0:
-            raise ValueError(
-                f"item {change.record.item_id[:80]!r} is new and came without a vector"
-            )
+            raise ValueError(f"item {change.record.item_id[:80]!r} is new and has no vector")
     for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
         if row < 0:
             raise ValueError(f"no item {item_id[:80]!r} in the catalogue")

@@ -275,10 +275,10 @@ def unpack(data: bytes) -> np.ndarray:
         raise CorruptHistory(f"stored history has {len(data)} bytes; the header alone has 16")
     magic, version, dtype_code, count, checksum = HEADER.unpack_from(data)
     if (magic, version, dtype_code) != (MAGIC, VERSION, DTYPE_CODE):
-        raise CorruptHistory(f"stored history is of format {magic!r} {version}.{dtype_code}")
+        raise CorruptHistory(f"stored history has format {magic!r} {version}.{dtype_code}")
     body = memoryview(data)[HEADER.size :]
     if len(body) != count * EVENT_DTYPE.itemsize:
-        raise CorruptHistory(f"stored history names {count} events but has {len(body)} bytes")
+        raise CorruptHistory(f"stored history declares {count} events but has {len(body)} bytes")
     if _checksum(data[:8], body) != checksum:
         raise CorruptHistory("stored history does not match its checksum")
     return np.frombuffer(body, dtype=EVENT_DTYPE)

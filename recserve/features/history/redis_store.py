@@ -134,7 +134,7 @@ end
 if revised then return {table.concat(flags), stored} end
 return table.concat(flags)
 """
-assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script spells these sizes out"
+assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script hard-codes these sizes"
 
 
 class RedisStore(HistoryStore):

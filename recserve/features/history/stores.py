@@ -42,7 +42,7 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
         known = ", ".join(sorted(registered))
         raise ValueError(
             f"store scheme is {scheme[:20]!r}; expected lmdb:PATH, redis://... or unix://... "
-            f"(schemes here: {known})"
+            f"(known schemes: {known})"
         )
     store: type[HistoryStore] = registered[scheme].load()
     return store.open(url, options)

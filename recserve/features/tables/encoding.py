@@ -35,7 +35,7 @@ def window_start(num_events: int, max_items: int, block: int) -> int:
         ValueError: Unless 1 <= block <= max_items.
     """
     if not 1 <= block <= max_items:
-        raise ValueError(f"block is {block}; expected 1..max_items, which is {max_items}")
+        raise ValueError(f"block is {block}; expected 1..{max_items} (max_items)")
     return max(0, -(-(num_events - max_items) // block) * block)
 
 

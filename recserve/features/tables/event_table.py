@@ -69,7 +69,7 @@ def read_events(
     columns.judge(check)
     kept = np.flatnonzero(check.kept)
     if not kept.size:
-        raise SchemaError(f"{path}: no usable rows are left of {table.num_rows}")
+        raise SchemaError(f"{path}: no usable rows among {table.num_rows}")
     return columns.log(kept), check.report(tuple(n for n in table.column_names if n not in COLUMNS))
 
 
@@ -172,8 +172,8 @@ class _Columns:
             "duplicate event",
             "item_id",
             lambda r: (
-                f"user {users[r].as_py()!r} has item {self.item_ids[r].as_py()!r} "
-                f"at this {clock} before"
+                f"user {users[r].as_py()!r} already has item {self.item_ids[r].as_py()!r} "
+                f"at this {clock}"
             ),
         )
         if clock == "position":
@@ -181,7 +181,7 @@ class _Columns:
                 _repeats((user_codes, self.positions), check.kept),
                 "duplicate position",
                 clock,
-                lambda r: f"user {users[r].as_py()!r} has position {self.positions[r]} before",
+                lambda r: f"user {users[r].as_py()!r} already has position {self.positions[r]}",
             )
 
     def _judge_order(self, check: RowCheck, user_codes: np.ndarray) -> None:
@@ -201,7 +201,7 @@ class _Columns:
             unordered,
             f"unordered {clock}",
             clock,
-            lambda r: f"older than the row before it of user {users[r].as_py()!r}",
+            lambda r: f"older than the previous row of user {users[r].as_py()!r}",
         )
 
 

@@ -121,7 +121,7 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
         repeated,
         "duplicate item_id",
         "item_id",
-        lambda row: f"{ids[row].as_py()!r} appeared before",
+        lambda row: f"{ids[row].as_py()!r} is already in an earlier row",
     )
     if "title" in table.column_names:
         titles = pc.fill_null(text_column(table, path, "title"), "")
@@ -133,7 +133,7 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
             checked = checked.append_column(name, table.column(name))
     kept = checked.filter(pa.array(check.kept))
     if kept.num_rows == 0:
-        raise SchemaError(f"{path}: no usable rows are left of {rows}")
+        raise SchemaError(f"{path}: no usable rows among {rows}")
     return item_table(kept), check.report()
 
 

@@ -153,7 +153,7 @@ def read_table(path: Path) -> pa.Table:
             meta = file.metadata
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             if size > MAX_TABLE_BYTES:
-                raise SchemaError(f"{path}: {size} bytes unpacked; the bound is {MAX_TABLE_BYTES}")
+                raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
             table = file.read()
     except (pa.ArrowException, OSError) as error:
         raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error

@@ -92,7 +92,7 @@ class GrownIndex:
             gone: [g] ascending gone rows of the next version.
             vectors_of: Returns unit vectors of rows.
         """
-        assert self.num_later == self.later.rows.count, "another version has followed this one"
+        assert self.num_later == self.later.rows.count, "another version already extends this one"
         lacking = np.concatenate([self.left_out, np.arange(self.num_rows, num_rows)])
         out = are_among(lacking, gone)
         rows = lacking[~out]

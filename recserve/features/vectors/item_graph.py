@@ -105,7 +105,7 @@ def link_items(
     """
     items, levels = codes.shape
     if len(codebooks) != levels or not items:
-        raise ValueError(f"codes are {codes.shape}; codebooks name {len(codebooks)} levels")
+        raise ValueError(f"codes are {codes.shape}; expected [items, {len(codebooks)}]")
     if edges < 1:
         raise ValueError(f"edges is {edges}; expected at least 1")
     books = [_unit(book) for book in codebooks]

@@ -99,7 +99,7 @@ class SemanticIdIndex:
             first = int(np.flatnonzero(same)[0])
             one, two = self.item_ids[self.order[first]], self.item_ids[self.order[first + 1]]
             raise ValueError(
-                f"items {one!r} and {two!r} share a semantic id; they need a level more"
+                f"items {one!r} and {two!r} share a semantic id; add a level to separate them"
             )
 
     @property
