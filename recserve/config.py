@@ -1,4 +1,4 @@
-"""Settings of `recserve serve`: one schema, read from flags, environment and a YAML file."""
+"""Settings of `recserve serve`, read from flags, environment and a YAML file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pydantic_settings import (
 )
 
 ENV_PREFIX = "RECSERVE_"
-# RECSERVE_KERNELS and RECSERVE_ISA: recserve/kernels reads them where there is no server too.
+# recserve/kernels reads RECSERVE_KERNELS and RECSERVE_ISA itself, also without a server.
 KERNEL_KEYS = ("kernels", "isa")
 MIN_KEY_LENGTH = 16
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or out of range; the message names it, its bound and what came."""
+    """A setting is unknown or out of range; the message names setting, bound and value."""
 
 
 class ServerConfig(BaseSettings):
@@ -38,26 +38,26 @@ class ServerConfig(BaseSettings):
         llm_dtype: Type of the language model's weights. `auto` takes the fastest on this machine.
             By default the folder's own type, or float32 on a CPU where that is faster.
         chat_template: Jinja file to use instead of the chat template in the model's folder.
-        drafters: `NAME`, or `NAME=DIR` for a drafter with weights. The first one drafts for
-            requests that name none.
-        text_timeout_ms: Deadline of a text request that names none.
-        host: Address to listen on. Other than loopback it needs `api_keys` or `insecure`.
+        drafters: `NAME`, or `NAME=DIR` for a drafter with weights. The first one is the default
+            of requests.
+        text_timeout_ms: Default deadline of a text request.
+        host: Address to listen on. An address other than loopback needs `api_keys` or `insecure`.
         port: Port to listen on; 0 takes a free one.
-        store: History store, `lmdb:PATH` or `redis://...`. By default an LMDB folder beside the
+        store: History store, `lmdb:PATH` or `redis://...`. By default an LMDB folder next to the
             bundle.
-        journal: Folder for changes of items. By default a folder beside the bundle.
+        journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
-        insecure: True allows an address that others can reach without any key.
-        signing_key: Key that signs attribution tokens. By default a new one at each start, so
-            that tokens end with the process.
+        insecure: True allows an address that other machines can reach without any key.
+        signing_key: Key that signs attribution tokens. By default a new key at each start, so
+            that tokens of an earlier process are invalid.
         max_body_bytes: Largest accepted request body.
-        default_timeout_ms: Deadline of a recommendation or ranking that names none.
+        default_timeout_ms: Default deadline of a recommendation or ranking.
         kv_bytes: Size of the KV cache of each model.
         kv_dtype: `fp8` stores keys and values in 8 bits. By default the model's own type.
-        max_queue: Requests that may wait for the engine. A further one gets 429.
-        max_connections: Clients connected at the same time. A further one gets 503.
+        max_queue: Most requests that may wait for the engine. Another request gets 429.
+        max_connections: Most clients connected at the same time. Another client gets 503.
         header_timeout_s: Time from a connection, or from a request's first byte, to the last
             header.
         body_timeout_s: Time from the last header to the end of the body.
@@ -67,13 +67,13 @@ class ServerConfig(BaseSettings):
         threads: Threads of torch. By default torch's own choice.
         dtype: Type of the recommender's weights and KV cache. `auto` takes the fastest on this
             machine.
-        load_aware: True drafts for texts only as far as the current load makes it pay.
-        graphs: True captures CUDA graphs at start. By default true where there is CUDA.
-        invariant: True makes every answer independent of other requests, drafts and caches, to
-            the bit. CPU only.
-        shadow: Strategy that is compared with the given answers in idle time.
-        shadow_share: Share of the answers that are compared.
-        warm_drafts: Deprecated and without effect. A warm event computes the user's prefix alone.
+        load_aware: True drafts text only as far as drafting pays under the current load.
+        graphs: True captures CUDA graphs at start. By default true on CUDA.
+        invariant: True makes every response bitwise independent of other requests, drafts and
+            caches. CPU only.
+        shadow: Strategy whose slates are compared with served slates in idle time.
+        shadow_share: Share of served slates that are compared.
+        warm_drafts: Deprecated and without effect. A warm event computes only the user's prefix.
         access_log: True logs one line for each request.
     """
 
@@ -117,7 +117,7 @@ class ServerConfig(BaseSettings):
     @field_validator("api_keys", "drafters", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """The environment gives one string: parts between commas."""
+        """Splits the environment's single string at commas."""
         return (
             [k.strip() for k in value.split(",") if k.strip()] if isinstance(value, str) else value
         )
@@ -134,7 +134,7 @@ class ServerConfig(BaseSettings):
     @model_validator(mode="after")
     def _something_to_serve(self) -> ServerConfig:
         if self.bundle is None and self.llm is None:
-            raise ValueError("bundle: is required, or llm, or both")
+            raise ValueError("bundle: is required unless llm is set")
         if self.llm is None:
             for name in ("llm_name", "llm_dtype", "chat_template", "drafters"):
                 if getattr(self, name):
@@ -146,15 +146,20 @@ class ServerConfig(BaseSettings):
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
                 f"host {self.host} can be reached from outside and no api_keys are set; "
-                "set api_keys, bind 127.0.0.1, or say insecure: true"
+                "set api_keys, bind 127.0.0.1, or set insecure: true"
             )
         return self
 
     @classmethod
     def load(cls, flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
-        """Settings from flags (None: not given), the environment and a YAML file, in this order.
+        """Loads the settings. Flags override the environment, which overrides the file.
 
-        Raises ConfigError for an unreadable file, an unknown key or a value out of range.
+        Args:
+            flags: Values by setting. None means that the flag was not given.
+            file: YAML file of settings.
+
+        Raises:
+            ConfigError: If the file is unreadable, a key is unknown or a value is out of range.
         """
         for name in os.environ:
             if name.upper().startswith(ENV_PREFIX):
@@ -187,7 +192,7 @@ class ServerConfig(BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -199,13 +204,15 @@ def is_loopback(host: str) -> bool:
 def _unknown(key: str, shown: str) -> str:
     near = difflib.get_close_matches(key, ServerConfig.model_fields, 1)
     hint = (
-        f"did you mean {near[0]}?" if near else f"there are {', '.join(ServerConfig.model_fields)}"
+        f"did you mean {near[0]}?"
+        if near
+        else f"known keys: {', '.join(ServerConfig.model_fields)}"
     )
     return f"unknown key {shown}; {hint}"
 
 
 def _words(error: Any) -> str:
-    """One of pydantic's findings as: setting, bound, what came."""
+    """Formats a pydantic error as setting, bound and value."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return _unknown(name, name)

@@ -1,4 +1,4 @@
-"""Prometheus collectors of one server. Every label comes from a closed set."""
+"""Prometheus collectors of one server. The values of every label come from a closed set."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-# Drafted tokens deeper than this count with the last place.
+# Tokens at this draft position or deeper count at the last one, POSITIONS - 1.
 POSITIONS = 32
 ROUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 
 
 @dataclass
 class ShadowCounts:
-    """What comparing a strategy with given answers found.
+    """Running sums of the comparison of a shadow strategy with served slates.
 
-    answers: compared ones. shared: sum over them of the share of items in both slates. identical:
-    slates with the same items in the same order. given_seconds, seconds: of the engine, queue left
-    out, for the slates that were given and for the shadow's, whose root is cached by then.
+    Attributes:
+        answers: Slates that were compared.
+        shared: Sum over compared slates of the share of items that are in both.
+        identical: Compared slates with the same items in the same order.
+        given_seconds: Engine time of the served slates, without their time in the queue.
+        seconds: Engine time of the shadow slates, whose prefix is already cached.
     """
 
     answers: int = 0
@@ -39,13 +42,19 @@ class ShadowCounts:
 
 @dataclass(frozen=True)
 class Gauges:
-    """What is read from the engine at scrape time.
+    """Engine figures that are read at scrape time.
 
-    queue_depth: requests waiting. kv_pages: pages by state. prefix_tokens: root tokens by result.
-    illegal_items: items answered by a model that do not exist or were excluded. shadow: by the
-    strategy that is compared. graph_steps, graph_searches: text steps and searches for items by
-    what became of them; graph_seconds, graph_bytes: what recording each took, by its bucket.
-    background: requests that nobody waits for, waiting or running.
+    Attributes:
+        queue_depth: Requests that wait for the engine.
+        illegal_items: Items from a model that do not exist or were excluded. Always 0.
+        kv_pages: Pages of the KV pool, by state.
+        prefix_tokens: Prefix tokens, by whether the prefix cache held them.
+        shadow: Comparison with served slates, by shadow strategy.
+        graph_steps: Text steps, by graph replay or by the reason why none was replayed.
+        graph_searches: Item searches, by graph replay or by the reason why none was replayed.
+        graph_seconds: Capture time of each CUDA graph, by bucket.
+        graph_bytes: Device memory of each CUDA graph, by bucket.
+        background: Precomputation requests that are waiting or running.
     """
 
     queue_depth: int = 0
@@ -61,7 +70,7 @@ class Gauges:
 
 
 class Drafted(Protocol):
-    """What drafting did; speculation/completion.py counts it."""
+    """Draft counts of one text request; speculation/completion.py implements it."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -70,7 +79,7 @@ class Drafted(Protocol):
 
 
 class _EngineCollector(Collector):
-    """Asks for the engine's figures when Prometheus asks, so that its loop counts nothing."""
+    """Reads the engine's figures at scrape time, so that the engine loop exports nothing."""
 
     def __init__(self, read: Callable[[], Gauges | None]) -> None:
         self.read = read
@@ -99,7 +108,7 @@ class _EngineCollector(Collector):
         yield pages
         tokens = CounterMetricFamily(
             "recserve_prefix_cache_tokens",
-            "Prefix tokens by whether the prefix cache had them",
+            "Prefix tokens by whether the prefix cache held them",
             labels=["result"],
         )
         for result, count in gauges.prefix_tokens.items():
@@ -145,9 +154,13 @@ class _EngineCollector(Collector):
 
 
 class Metrics:
-    """The collectors of one server. A route or reason outside its set counts as `other`.
+    """The collectors of one server. Unknown routes and reasons count as `other`.
 
-    routes: path templates; set once all routes are known.
+    Attributes:
+        registry: Registry of all collectors.
+        routes: Path templates that are known. The server sets them after adding its routes.
+        strategies: Names of decoding strategies. Any other name counts as `none`.
+        reasons: Failure reasons that are counted by name.
     """
 
     def __init__(
@@ -182,7 +195,7 @@ class Metrics:
         )
         self.rounds = Histogram(
             "recserve_recommend_rounds",
-            "Tree forwards per recommendation",
+            "Forward passes over token trees per recommendation",
             buckets=ROUNDS,
             registry=self.registry,
         )
@@ -208,34 +221,40 @@ class Metrics:
                 ),
             )
         }
-        # A reason that never happened must still be there to alert on.
+        # Export every reason at 0 from the start, so that alert rules can refer to it.
         for reason in self.reasons:
             self.failed.labels(reason)
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
         self.registry.register(_EngineCollector(engine))
 
     def request(self, route: str | None, strategy: str, seconds: float) -> None:
-        """Count one request; `strategy` is `none` where no model answered."""
+        """Counts one request.
+
+        Args:
+            route: Path template, or None if no route matched.
+            strategy: Decoding strategy, or `none` if no strategy answered.
+            seconds: Time from the first byte of the request to the last byte of the response.
+        """
         known = route if route in self.routes else "other"
         used = strategy if strategy in self.strategies else "none"
         self.request_seconds.labels(known, used, ARMS[0]).observe(seconds)
 
     def failure(self, reason: str) -> None:
-        """Count one failed request."""
+        """Counts one failed request."""
         self.failed.labels(reason if reason in self.reasons else "other").inc()
 
     def stages(self, milliseconds: Mapping[str, float]) -> None:
-        """Count the stages of one answered request."""
+        """Counts the stage times of one successful request, in milliseconds by stage."""
         for stage, histogram in self._stages.items():
             histogram.observe(milliseconds[stage] / 1e3)
 
     def text_tokens(self, prompt: int, written: int) -> None:
-        """Count the tokens of one text request."""
+        """Counts prompt and completion tokens of one text request."""
         self.tokens.labels("prompt").inc(prompt)
         self.tokens.labels("completion").inc(written)
 
     def drafted(self, drafter: str, counts: Drafted) -> None:
-        """Count what drafting did for one text request; `drafter` is one that was loaded."""
+        """Counts the drafts of one text request. `drafter` is the name of a loaded drafter."""
         if not counts.num_drafts:
             return
         self._drafts["drafts"].labels(drafter).inc(counts.num_drafts)
@@ -246,5 +265,5 @@ class Metrics:
             by_position.labels(drafter, min(place, POSITIONS - 1)).inc(accepted)
 
     def page(self) -> bytes:
-        """All collectors in Prometheus' text format."""
+        """Returns all collectors in Prometheus' text format."""
         return generate_latest(self.registry)

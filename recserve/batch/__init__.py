@@ -1,1 +1,1 @@
-"""Answers for many users at once: Parquet in, Parquet out."""
+"""Offline batch jobs that compute slates for many users, from Parquet to Parquet."""

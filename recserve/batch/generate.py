@@ -1,7 +1,8 @@
-"""The callable of a batch job: a table of users in, slates and refused rows out.
+"""Turns a table of users into a table of slates and a table of rejected rows.
 
-It knows no file, so that any runner that maps tables can use it: the local one or a cluster's.
-Columns in: `user_id` and, per row and optional, `history`, `k`, `strategy`, `exclude_seen`.
+The generator reads and writes no files, so any runner that maps tables can call it, local or
+distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy` and
+`exclude_seen` are optional, and so is each of their values.
 """
 
 from __future__ import annotations
@@ -55,7 +56,17 @@ Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a row gets that does not say it itself. Raises ValueError if k is out of range."""
+    """Request settings for rows that do not set them.
+
+    Attributes:
+        k: Number of items in a slate, from 1 to MAX_K.
+        strategy: Decoding strategy.
+        exclude_seen: True leaves out items that are in the user's history.
+        beam_width: Beam width of every request. None uses the service's default.
+
+    Raises:
+        ValueError: If `k` is out of range.
+    """
 
     k: int = 50
     strategy: str = "auto"
@@ -64,22 +75,35 @@ class Defaults:
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_K:
-            raise ValueError(f"k is {self.k}; it must be from 1 to {MAX_K}")
+            raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
 
 
 @dataclass(frozen=True)
 class Generated:
-    """answers: schema ANSWERS, users in the order of the input. errors: schema ERRORS."""
+    """Result of one table of users.
+
+    Attributes:
+        answers: Slates with schema ANSWERS, with users in input order.
+        errors: Rejected rows with schema ERRORS, in input order.
+    """
 
     answers: pa.Table
     errors: pa.Table
 
 
 def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
-    """Names of the columns that nothing reads.
+    """Checks the columns of an input file.
 
-    schema: Arrow schema of the input. Raises SchemaError, naming file and column, if `user_id` is
-    missing or a known column has another type.
+    Args:
+        schema: Arrow schema of the input.
+        path: Path of the input, for error messages.
+
+    Returns:
+        Names of the input columns that are ignored.
+
+    Raises:
+        SchemaError: If `user_id` is missing or a known column has the wrong type. The message names
+            file and column.
     """
     empty = schema.empty_table()
     for name, (accepts, expected) in COLUMNS.items():
@@ -89,16 +113,18 @@ def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
 
 
 class Generator:
-    """Slates for a table of users.
+    """Computes slates for a table of users.
 
-    recommend: bodies to answers in the same order. A ValueError in the place of an answer refuses
-    that row; any other exception ends the job.
-    in_flight: bodies given to it at once.
+    Attributes:
+        recommend: Maps requests to responses in the same order. A ValueError in place of a response
+            rejects that row. Any other exception ends the job.
+        defaults: Settings for rows that do not set them.
+        in_flight: Number of requests passed to `recommend` at once, at least 1.
     """
 
     def __init__(self, recommend: Recommend, defaults: Defaults, in_flight: int = 64) -> None:
         if in_flight < 1:
-            raise ValueError(f"in_flight is {in_flight}; at least 1 request must be under way")
+            raise ValueError(f"in_flight is {in_flight}; expected at least 1")
         self.recommend = recommend
         self.defaults = defaults
         self.in_flight = in_flight
@@ -106,9 +132,15 @@ class Generator:
     def __call__(
         self, users: pa.Table, first_row: int = 0, done: Callable[[int], None] | None = None
     ) -> Generated:
-        """users: checked by check_schema. first_row: input row of its first row, for the errors.
+        """Returns slates and rejected rows of a table.
 
-        done: told the number of rows after each group of requests.
+        Args:
+            users: Table whose schema passed `check_schema`.
+            first_row: Input row number of the table's first row, used in ERRORS.
+            done: Called with the number of rows after each group of requests.
+
+        Raises:
+            Exception: Whatever `recommend` returned in place of a response, other than ValueError.
         """
         answers: list[tuple[str, RecommendResponse]] = []
         errors: list[dict[str, Any]] = []
@@ -121,6 +153,7 @@ class Generator:
                     numbers.append(i)
                 except ValueError as error:
                     errors.append(_refused(first_row + start + i, row, error))
+            # `numbers` maps each request to its row, because invalid rows made no request.
             for i, result in zip(numbers, self.recommend(bodies), strict=True):
                 result = _judged(result)
                 if isinstance(result, ValueError):
@@ -135,12 +168,13 @@ class Generator:
         return Generated(_answer_table(answers), pa.Table.from_pylist(errors, schema=ERRORS))
 
     def _groups(self, users: pa.Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yields the first row and the rows of each group, with known columns only."""
         known = users.select([name for name in users.column_names if name in COLUMNS])
         for start in range(0, users.num_rows, self.in_flight):
             yield start, known.slice(start, self.in_flight).to_pylist()
 
     def _body(self, row: dict[str, Any]) -> RecommendRequest:
-        """The request of one row. Raises ValueError for a null id or a value out of range."""
+        """Returns the request of one row. Raises ValueError for an invalid row."""
         if row["user_id"] is None:
             raise ValueError("user_id: is null")
 
@@ -162,7 +196,7 @@ class Generator:
 
 
 def _judged(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
-    """A slate made without the history it should have used is no slate of this user."""
+    """Turns a slate that was computed without the user's history into an error."""
     if isinstance(result, RecommendResponse):
         if "history_unavailable" in result.degraded:
             return StoreUnavailable("the history store does not answer")

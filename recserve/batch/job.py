@@ -1,7 +1,8 @@
-"""A batch job on one machine: input file to parts, one manifest line per part, all or nothing.
+"""Runs a batch job on one machine: reads one file and writes parts with a manifest.
 
-Everything is written into a folder beside the output and renamed at the end, so that whoever reads
-the output never sees half a job. Part names and bytes depend on input, bundle and options only.
+The job writes into a hidden folder next to the output and renames that folder at the end. A reader
+of the output therefore never sees a partial job. Part names and bytes depend on input, bundle and
+options only.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ ERRORS_FOLDER = "_errors"
 
 
 class OutputExists(ValueError):
-    """The output is there already and may not be replaced."""
+    """The output folder is not empty and may not be replaced."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. rows_per_part: input rows of a part. overwrite: replace an earlier job's output.
+    """Input, output and options of one batch job.
 
-    Raises ValueError if rows_per_part is below 1.
+    Attributes:
+        input: Parquet file of users.
+        output: Folder for the parts and the manifest.
+        rows_per_part: Input rows of a part, at least 1.
+        overwrite: True replaces the output of an earlier job.
+
+    Raises:
+        ValueError: If `rows_per_part` is below 1.
     """
 
     input: Path
@@ -49,7 +57,16 @@ class Job:
 
 @dataclass(frozen=True)
 class JobPart:
-    """One line of the manifest. first_row, users: its input rows. rows: its answer rows."""
+    """One part, as a line of the manifest.
+
+    Attributes:
+        part: File name of the part.
+        first_row: Input row number of the part's first user.
+        users: Number of input rows.
+        rows: Number of rows in the part's file.
+        errors: Number of rejected input rows.
+        sha256: Hash of the part's file, 64 hex digits.
+    """
 
     part: str
     first_row: int
@@ -61,7 +78,14 @@ class JobPart:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the job is: input rows done and in all, refused rows, seconds since the start."""
+    """Progress of a running job.
+
+    Attributes:
+        done: Input rows processed.
+        total: Input rows in all.
+        errors: Input rows rejected in parts that are complete.
+        seconds: Time since the start.
+    """
 
     done: int
     total: int
@@ -71,7 +95,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """What the job did. unused_columns: input columns that nothing reads."""
+    """Result of a finished job.
+
+    Attributes:
+        parts: Manifest lines in input order.
+        seconds: Duration of the job.
+        unused_columns: Input columns that were ignored.
+    """
 
     parts: tuple[JobPart, ...]
     seconds: float
@@ -79,25 +109,29 @@ class Report:
 
     @property
     def users(self) -> int:
-        """Input rows."""
+        """Number of input rows."""
         return sum(part.users for part in self.parts)
 
     @property
     def rows(self) -> int:
-        """Answer rows."""
+        """Number of output rows."""
         return sum(part.rows for part in self.parts)
 
     @property
     def errors(self) -> int:
-        """Refused input rows."""
+        """Number of rejected input rows."""
         return sum(part.errors for part in self.parts)
 
 
 def check(job: Job) -> tuple[int, tuple[str, ...]]:
-    """Rows of the input and its unused columns; call it before a model is loaded.
+    """Checks input and output of a job. Call it before a model is loaded.
 
-    Raises SchemaError for an input that cannot be read or has wrong columns, OutputExists if the
-    output is there and is neither empty nor an earlier job's that may be replaced.
+    Returns:
+        The number of input rows, and the names of ignored columns.
+
+    Raises:
+        SchemaError: If the input is unreadable or empty, or has a missing or mistyped column.
+        OutputExists: If the output exists, is not empty, and may not be replaced.
     """
     if not job.input.is_file():
         raise SchemaError(f"{job.input}: no such file")
@@ -112,13 +146,26 @@ def check(job: Job) -> tuple[int, tuple[str, ...]]:
     free = not job.output.exists() or (job.output.is_dir() and not any(job.output.iterdir()))
     replaceable = job.overwrite and (job.output / MANIFEST).is_file()
     if not free and not replaceable:
-        hint = f"it holds no {MANIFEST}" if job.overwrite else "an earlier job's needs --overwrite"
-        raise OutputExists(f"{job.output} is there and not empty; name another folder ({hint})")
+        hint = (
+            f"--overwrite needs a folder with a {MANIFEST}"
+            if job.overwrite
+            else "--overwrite replaces the output of an earlier job"
+        )
+        raise OutputExists(f"{job.output} is not empty; choose another folder ({hint})")
     return rows, unused
 
 
 def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> Report:
-    """The whole job. Raises what `check` and the generator raise; then no output is left."""
+    """Runs a whole job.
+
+    Args:
+        job: Input, output and options.
+        generate: Computes the slates of one part.
+        progress: Called after each group of requests.
+
+    Raises:
+        Exception: Whatever `check` or `generate` raises. No new output is left then.
+    """
     total, unused = check(job)
     started = time.monotonic()
     done = errors = 0
@@ -140,18 +187,20 @@ def run(job: Job, generate: Generator, progress: Callable[[Progress], None]) -> 
                 manifest.write(json.dumps(asdict(parts[-1])) + "\n")
             manifest.flush()
             os.fsync(manifest.fileno())
+        # `new_folder` renames only onto a free path.
         if job.output.exists():
             shutil.rmtree(job.output)
     return Report(tuple(parts), time.monotonic() - started, unused)
 
 
 def _slices(job: Job) -> Iterator[tuple[int, pa.Table]]:
-    """(first row, table) of each part, read one part at a time."""
+    """Yields the first row and the table of each part, reading one part at a time."""
     with pq.ParquetFile(job.input) as file:
         first_row = 0
         waiting: list[pa.RecordBatch] = []
         rows = 0
         for batch in file.iter_batches(batch_size=job.rows_per_part):
+            # A batch can end in the middle of a part: its rest waits for the next batch.
             while rows + batch.num_rows >= job.rows_per_part:
                 need = job.rows_per_part - rows
                 yield first_row, pa.Table.from_batches([*waiting, batch.slice(0, need)])

@@ -1,9 +1,12 @@
-"""Slates of a group of users, computed in one batch whatever the clock does.
+"""Computes a group of slates in one deterministic engine batch.
 
-Sums in floating point depend in their last bits on what shares a forward. The engine takes what has
-arrived when it steps, so a group is handed over while it is held between two steps: then the batch,
-and with it every byte of the answers, is a function of the requests alone. For the same reason
-`auto` is `beam` where there is beam search: whether a draft pays is learned from the clock.
+The last bits of a floating-point sum depend on the requests that share a forward pass. The engine
+normally batches the requests that have arrived when it steps. This module therefore submits a group
+while the engine is paused between two steps. Batch composition, and so every output byte, then
+depends on the requests alone.
+
+For the same reason `auto` means `beam` wherever beam search is available. Outside of batch jobs
+`auto` depends on measured response times, and so on the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +23,11 @@ from recserve.service.recommend.auto_strategy import AUTO, BEAM
 
 
 def together(service: Service) -> Recommend:
-    """A Generator's `recommend` over this service; nobody else may use the service meanwhile."""
+    """Returns a Generator's `recommend` for a service.
+
+    Args:
+        service: Service that receives no other requests while the job runs.
+    """
 
     def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
         with service.runtime.engine.held():
@@ -31,6 +38,7 @@ def together(service: Service) -> Recommend:
 
 
 def _begin(service: Service, body: RecommendRequest) -> Pending[RecommendResponse] | Exception:
+    """Submits a request and returns its pending response, or the error that rejected it."""
     if body.strategy == AUTO and BEAM in service.runtime.engine.strategies:
         body = structs.replace(body, strategy=BEAM)
     try:

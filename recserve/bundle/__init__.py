@@ -1,1 +1,1 @@
-"""The artifact on disk: build, open, export."""
+"""Bundles on disk: build, open and export the artifact that a server loads."""

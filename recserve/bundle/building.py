@@ -1,4 +1,4 @@
-"""From Parquet to a bundle: read, make vectors, quantise, index, write."""
+"""Builds a bundle from Parquet files: vectors, semantic ids, catalogue and events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,25 @@ from recserve.features.vectors.vectors import (
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What `recserve build` takes.
+    """Options of `recserve build`.
 
-    embeddings: the user's item vectors instead of text vectors. levels, codes: of the quantiser,
-    the disambiguation level excluded. text_dim, collaborative_dim: sizes of the two parts of an
-    item vector; 0 leaves the part out (a user's own vectors replace the text part).
-    collaborative_weight: of the second against the first.
-    Raises ValueError naming the option, its bound and what came.
+    Attributes:
+        items: Parquet file of items.
+        events: Parquet file of events.
+        out: Folder of the new bundle.
+        embeddings: File of the user's own item vectors. None makes vectors from the items' text.
+        quantizer: `residual` or `product`.
+        levels: Quantiser levels, without the disambiguation level.
+        codes: Codes per quantiser level.
+        text_dim: Size of the text part of an item vector. 0 leaves the part out. Without effect if
+            `embeddings` is given.
+        collaborative_dim: Size of the collaborative part. 0 leaves the part out.
+        collaborative_weight: Weight of the collaborative part relative to the other part.
+        seed: Seed of all random choices.
+        on_bad_rows: `error` stops at an invalid row, `skip` drops and counts it.
+
+    Raises:
+        ValueError: If an option is out of range. The message names option, bound and value.
     """
 
     items: Path
@@ -77,9 +89,21 @@ class BuildOptions:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built.
+    """Result of a build.
 
-    codes: collisions and codebook use. reconstruction_error: share of the vectors' variance lost.
+    Attributes:
+        out: Folder of the bundle.
+        catalog_version: Version of the catalogue, derived from its content.
+        num_items: Number of items.
+        num_users: Number of users.
+        num_events: Number of events.
+        vector_dim: Size of an item vector.
+        codebook_sizes: Codes per level, disambiguation level included.
+        codes: Collisions and codebook use.
+        reconstruction_error: Share of the vectors' variance that quantisation loses.
+        bad_items: Rejected or changed rows of the item file.
+        bad_events: Rejected or changed rows of the event file.
+        seconds: Duration of the build.
     """
 
     out: Path
@@ -97,12 +121,20 @@ class BuildReport:
 
 
 def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> BuildReport:
-    """Build a bundle and say what came out.
+    """Builds a bundle.
 
-    Everything is written beside `out` and moved there when it is complete: a build that fails
-    leaves nothing.
-    Raises SchemaError or BadRowError for the input, BundleError if `out` is in use, ValueError
-    for an option.
+    The build writes into a hidden folder next to `out` and renames it when complete. A failed build
+    leaves nothing behind.
+
+    Args:
+        options: Inputs, output and quantiser settings.
+        log: Called with each line of progress.
+
+    Raises:
+        SchemaError: If an input file is unreadable or has wrong columns.
+        BadRowError: If a row is invalid and `on_bad_rows` is "error".
+        BundleError: If `out` is not empty.
+        ValueError: If an option does not fit the data.
     """
     started = time.monotonic()
     out = Path(options.out)
@@ -114,6 +146,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
 
+    # Held-out events must influence neither vectors nor popularity.
     train = events.leave_one_out().train
     encoder, vectors = _vectors(options, items, bad_items, train)
     popularity = train.popularity(len(items))
@@ -159,7 +192,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
 def _vectors(
     options: BuildOptions, items: ItemTable, bad_items: BadRows, train: EventLog
 ) -> tuple[TextEncoder | None, np.ndarray]:
-    """The fitted text encoder, if there is one, and [I, F] item vectors."""
+    """Returns the fitted text encoder, or None without one, and [I, F] float32 item vectors."""
     encoder = None
     if options.embeddings is not None:
         content = read_vectors(options.embeddings, items.ids, bad_items)
@@ -177,7 +210,7 @@ def _vectors(
 def _record(
     options: BuildOptions, events: EventLog, codes: CodeReport, error: float
 ) -> dict[str, Any]:
-    """The manifest's section: options without the paths of this machine, and the figures."""
+    """Returns the manifest's build section: options without local paths, and figures."""
     kept = {
         name: value
         for name, value in asdict(options).items()

@@ -1,10 +1,10 @@
-"""The bundle: one folder with everything that serves, and a manifest of what each file must be.
+"""The bundle: one folder with everything that a server needs, described by a manifest.
 
     manifest.json  catalog.parquet  vectors.safetensors  events.parquet  quantizer/  text/
     recommender/  retriever/  ranker/  sasrec/  drafters/NAME/
 
-A bundle may come from a stranger: names are plain relative paths, links are refused, sizes are
-checked before a file is read, and nothing in it is ever executed.
+A bundle may come from an untrusted source. Names are plain relative paths, links are rejected, and
+sizes are checked before a file is read. Nothing in a bundle is ever executed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be. sha256: 64 hex digits. size: bytes."""
+    """Expected hash and size of a file.
+
+    Attributes:
+        sha256: 64 hex digits.
+        size: Size in bytes.
+    """
 
     sha256: str
     size: int
@@ -57,9 +62,12 @@ class FileEntry:
 class Manifest:
     """Contents of manifest.json.
 
-    files: every file by its name relative to the bundle. sections: what a build or a training
-    said of itself ("build", "recommender", "retriever", "ranker", "sasrec"); an untrained model
-    has no section.
+    Attributes:
+        model_version: Hash prefix of all trained weights, or `untrained`.
+        catalog_version: Hash prefix of the catalogue's files.
+        files: Expected hash and size of every file, by name relative to the bundle.
+        sections: Records of the build and of each training, by name. An untrained model has none.
+        format: Name and version of the format.
     """
 
     model_version: str
@@ -75,27 +83,27 @@ class Manifest:
 
     @property
     def recommender(self) -> dict[str, Any]:
-        """What the recommender's training recorded; empty when untrained."""
+        """Training record of the recommender; empty if untrained."""
         return self.sections.get("recommender", {})
 
     @property
     def ranker(self) -> dict[str, Any]:
-        """What the ranker's training recorded; empty when untrained."""
+        """Training record of the ranker; empty if untrained."""
         return self.sections.get("ranker", {})
 
     @property
     def sasrec(self) -> dict[str, Any]:
-        """What the SASRec baseline's training recorded; empty when untrained."""
+        """Training record of the SASRec baseline; empty if untrained."""
         return self.sections.get("sasrec", {})
 
     def to_json(self) -> str:
-        """Sorted, indented: the same manifest gives the same bytes."""
+        """Returns sorted, indented JSON; equal manifests give equal bytes."""
         files = {name: vars(entry) for name, entry in self.files.items()}
         return json.dumps(vars(self) | {"files": files}, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: bytes) -> Manifest:
-        """Read and check. Raises BundleError saying what is wrong."""
+        """Parses and checks a manifest. Raises BundleError naming the field that is wrong."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -125,7 +133,10 @@ class Manifest:
 
 
 class Bundle:
-    """An opened bundle. `open` checks format and sizes, `verify` every byte."""
+    """An opened bundle.
+
+    `open` checks the format and the file sizes. `verify` checks every byte.
+    """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.root = root
@@ -133,9 +144,10 @@ class Bundle:
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
-        """Read the manifest; every file it names must be there, plain and of its size.
+        """Opens a bundle and checks that each file in its manifest exists with its size.
 
-        Raises BundleError naming the file.
+        Raises:
+            BundleError: If a file is missing, is a link or has another size. The message names it.
         """
         root = Path(path)
         source = root / MANIFEST
@@ -150,7 +162,11 @@ class Bundle:
 
     @staticmethod
     def create(path: str | Path) -> Bundle:
-        """A bundle without files in a new or empty folder. Raises BundleError if it is not."""
+        """Returns a bundle without files in a new or empty folder.
+
+        Raises:
+            BundleError: If the folder is not empty.
+        """
         root = Path(path)
         root.mkdir(parents=True, exist_ok=True)
         if any(root.iterdir()):
@@ -158,7 +174,11 @@ class Bundle:
         return Bundle(root, Manifest(UNTRAINED, ""))
 
     def path(self, name: str) -> Path:
-        """Path of a file that the manifest names. Raises BundleError if it is not as described."""
+        """Returns the path of a file in the manifest.
+
+        Raises:
+            BundleError: If the manifest lacks the name, or the file differs from its description.
+        """
         entry = self.manifest.files.get(name)
         if entry is None:
             raise BundleError(f"{self.root}: the manifest names no {name}")
@@ -171,21 +191,24 @@ class Bundle:
         return path
 
     def has(self, section: str) -> bool:
-        """Whether the manifest has this section: `has("ranker")` says that one was trained."""
+        """Whether the manifest has a section; `has("ranker")` means that a ranker was trained."""
         return section in self.manifest.sections
 
     def directory(self, name: str) -> Path:
-        """A folder inside the bundle; it may not exist yet."""
+        """Returns the path of a folder inside the bundle, which may not exist yet."""
         if not NAME.fullmatch(name):
             raise BundleError(f"{name[:80]!r} is not a plain folder name")
         return self._inside(name)
 
     def digest(self, section: str) -> str:
-        """Of the weights of a trained model, for what was made to stand on just these."""
+        """Returns the sha256 of a trained model's weights.
+
+        Draft heads and retrievers record it, because they fit exactly these weights.
+        """
         return self.manifest.files[f"{section}/model.safetensors"].sha256
 
     def verify(self) -> None:
-        """Compare every file with its sha256. Raises BundleError naming the first that differs."""
+        """Compares every file with its sha256. Raises BundleError naming the first that differs."""
         for name, entry in self.manifest.files.items():
             path = self.path(name)
             found = _sha256(path)
@@ -193,7 +216,7 @@ class Bundle:
                 raise BundleError(f"{path}: sha256 is {found}; the manifest says {entry.sha256}")
 
     def catalog(self) -> Catalog:
-        """The catalogue. Raises BundleError if it is damaged."""
+        """Loads the catalogue. Raises BundleError if it is damaged."""
         try:
             return Catalog.load(
                 self.path(CATALOG), self.path(VECTORS), self.manifest.catalog_version
@@ -202,21 +225,21 @@ class Bundle:
             raise BundleError(f"{self.root}: catalogue: {error}") from error
 
     def events(self) -> EventLog:
-        """The events the bundle was built from. Raises BundleError if they are damaged."""
+        """Loads the events of the build. Raises BundleError if they are damaged."""
         try:
             return read_events(self.path(EVENTS), self._catalog.items)[0]
         except (ValueError, OSError) as error:
             raise BundleError(f"{self.root}: events: {error}") from error
 
     def quantizer(self) -> Quantizer:
-        """The frozen quantiser. Raises BundleError if it is damaged."""
+        """Loads the frozen quantiser. Raises BundleError if it is damaged."""
         try:
             return load_quantizer(self.directory(QUANTIZER))
         except (ValueError, OSError) as error:
             raise BundleError(f"{self.root}: quantizer: {error}") from error
 
     def text_encoder(self) -> TextEncoder | None:
-        """What turned text into the item vectors; None where the user brought the vectors."""
+        """Loads the text encoder of the build; None if the item vectors were supplied."""
         if f"{TEXT}/terms.json" not in self.manifest.files:
             return None
         try:
@@ -225,11 +248,13 @@ class Bundle:
             raise BundleError(f"{self.root}: text: {error}") from error
 
     def commit(self, section: str, values: Mapping[str, Any]) -> None:
-        """Record a section, hash what belongs to it and replace the manifest at once.
+        """Records a section, hashes its files and replaces the manifest atomically.
 
-        section: "build" hashes every file; a model's or drafter's name hashes its folder. Hidden
-        files and everything called `checkpoint*` stay outside the manifest. Readers see the
-        manifest before or after, never half.
+        Hidden files and files or folders named `checkpoint*` stay outside the manifest.
+
+        Args:
+            section: `build` hashes every file; the name of a model or drafter hashes its folder.
+            values: Contents of the section.
         """
         known = ("build", *MODELS, *DRAFTERS)
         if section not in known:
@@ -243,6 +268,7 @@ class Bundle:
         for path in sorted(start.rglob("*")):
             name = path.relative_to(self.root).as_posix()
             parts = name.split("/")
+            # Temporary files and training checkpoints are no part of the artifact.
             ours = not any(part.startswith((".", "checkpoint")) for part in parts)
             if ours and name != MANIFEST and self._inside(name).is_file():
                 files[name] = FileEntry(_sha256(path), path.stat().st_size)
@@ -262,7 +288,7 @@ class Bundle:
         return self.catalog()
 
     def _inside(self, name: str) -> Path:
-        """The path of a name, refusing links on the way. Names are checked by `_entry` or by us."""
+        """Returns the path of a checked name. Raises BundleError if a link is on the way."""
         path = self.root
         for part in name.split("/"):
             path = path / part
@@ -271,8 +297,9 @@ class Bundle:
         return path
 
     def _write(self) -> None:
-        """Replace the manifest; every file it names becomes as readable as the manifest itself,
-        since safetensors writes files that only their owner may read.
+        """Replaces the manifest and gives all its files the manifest's permissions.
+
+        safetensors writes files that only their owner can read.
         """
         temporary = self.root / f".{MANIFEST}.{os.getpid()}"
         with temporary.open("w", encoding="utf-8") as file:
@@ -291,6 +318,7 @@ class Bundle:
 
 
 def _entry(name: str, entry: Any) -> FileEntry:
+    """Checks one file entry of a manifest."""
     if not NAME.fullmatch(name) or name == MANIFEST:
         raise BundleError(f"{MANIFEST}: {name[:80]!r} is not a plain relative file name")
     if not isinstance(entry, dict) or set(entry) != {"sha256", "size"}:
@@ -309,4 +337,5 @@ def _sha256(path: Path) -> str:
 
 
 def _digest(hashes: Mapping[str, str]) -> str:
+    """Returns 12 hex digits of a hash over sorted names and hashes."""
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""A bundle's recommender as a Hugging Face Llama, with the tokens of every item beside it."""
+"""Exports a bundle's recommender as a Hugging Face Llama, with the tokens of every item."""
 
 from __future__ import annotations
 
@@ -19,12 +19,23 @@ CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"
 
 
 def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
-    """Write config.json, model.safetensors and items.parquet (item_id, tokens) into `out`.
+    """Writes config.json, model.safetensors and items.parquet (item_id, tokens).
 
-    A prompt is BOS and the tokens of the history's items, oldest first, at most
-    `max_history_items`; an item's score is the sum of full-vocabulary log-softmax over its tokens.
-    Raises BundleError without a recommender, or one that is not a plain Llama scored over the whole
-    vocabulary; FileExistsError where `out` holds something already. A failure leaves nothing.
+    A prompt is BOS followed by the tokens of at most `max_history_items` items, oldest first. An
+    item's score is the sum of the full-vocabulary log-softmax over its tokens. A failed export
+    leaves nothing behind.
+
+    Args:
+        bundle: Bundle with a trained recommender.
+        out: New or empty folder.
+
+    Returns:
+        Paths of the three files.
+
+    Raises:
+        BundleError: If there is no recommender, or it is not a plain Llama that is scored over the
+            whole vocabulary.
+        FileExistsError: If `out` is not empty.
     """
     if not bundle.has("recommender"):
         raise BundleError(f"{bundle.root}: no recommender was trained; train one first")
@@ -32,16 +43,16 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     if model.config.normalization != "vocabulary":
         raise BundleError(
             f"{bundle.root}: scores are normalised over {model.config.normalization}, which a "
-            "Llama cannot say; only a recommender trained with --input codes is exported"
+            "Llama cannot express; train a recommender with --input codes to export it"
         )
     if model.config.input != "codes":
         raise BundleError(
-            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama has no "
-            "place for; train one with --input codes"
+            f"{bundle.root}: this recommender reads item vectors or ids, which a Llama cannot "
+            "read; train one with --input codes"
         )
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} is not empty; name a new folder")
+        raise FileExistsError(f"{out} is not empty; choose a new folder")
     catalog = bundle.catalog()
     tokens = catalog.index.codes.astype(np.int32) + np.array(model.config.level_offsets, np.int32)
     lists = pa.FixedSizeListArray.from_arrays(tokens.ravel(), tokens.shape[1])
@@ -56,9 +67,12 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
 
 
 def as_language_model(model: Recommender) -> LanguageModel:
-    """A recommender of `codes` form over BOS and code tokens; the weights are shared, not copied.
+    """Returns a recommender of `codes` input as a language model over BOS and code tokens.
 
-    Raises ValueError for a model that reads more than tokens.
+    The two models share their weights.
+
+    Raises:
+        ValueError: If the model reads more than tokens.
     """
     c = model.config
     if c.input != "codes":

@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all."""
+"""Creates a folder atomically: it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from pathlib import Path
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` to write into; it becomes `out`, which must be free by then,
-    when the block ends. Nothing is left where the block fails.
+    """Yields a hidden temporary folder that is renamed to `out` when the block ends.
+
+    If the block raises, the temporary folder is deleted.
+
+    Args:
+        out: Path of the folder. It must be free when the block ends.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))

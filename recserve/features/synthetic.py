@@ -1,8 +1,8 @@
-"""Demo data with structure in it: what a model can learn in a minute, without anybody's data.
+"""Synthetic demo data whose structure a model can learn in a minute.
 
-Topics hold subtopics, subtopics hold items whose titles share words. A user likes a few topics,
-comes in sessions that stay in one topic, and goes from item to item along preferred successors. A
-few items take most of the events, and which ones they are drifts from quarter to quarter.
+Topics contain subtopics, and subtopics contain items whose titles share words. A user likes a few
+topics. A session stays in one topic and moves from item to item along preferred successors. A few
+items receive most of the events, and these items change from quarter to quarter.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ NEW_SESSION, FOLLOW, PURCHASE = 0.18, 0.75, 0.2
 
 @dataclass(frozen=True)
 class SyntheticOptions:
-    """Sizes of the data. mean_events: per user, before repeats are left out.
+    """Sizes of the data.
 
-    Raises ValueError naming the option, its bound and what came.
+    Attributes:
+        num_items: Number of items.
+        num_users: Number of users.
+        mean_events: Mean number of events per user, before repeated items are removed.
+        seed: Seed of all random choices.
+
+    Raises:
+        ValueError: If an option is out of range. The message names option, bound and value.
     """
 
     num_items: int = 2000
@@ -62,14 +69,19 @@ class SyntheticOptions:
 
 @dataclass(frozen=True)
 class SyntheticFiles:
-    """Where the Parquet files are."""
+    """Paths of the two Parquet files."""
 
     items: Path
     events: Path
 
 
 def write_synthetic(folder: str | Path, options: SyntheticOptions | None = None) -> SyntheticFiles:
-    """Write items.parquet and events.parquet; equal options give equal data."""
+    """Writes items.parquet and events.parquet; equal options give equal data.
+
+    Args:
+        folder: Folder of the files, created if needed.
+        options: Sizes of the data, or None for the defaults.
+    """
     options = options or SyntheticOptions()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +95,7 @@ def write_synthetic(folder: str | Path, options: SyntheticOptions | None = None)
 
 
 def _items(groups: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """One row per item; groups [I]: number of the item's subtopic over all topics."""
+    """Returns one row per item. `groups` [I] is the item's subtopic, counted over all topics."""
     ids, titles, categories, brands, prices = [], [], [], [], []
     for row, group in enumerate(groups.tolist()):
         topic = list(TOPICS)[group // len(SUBTOPICS)]
@@ -108,14 +120,14 @@ def _items(groups: np.ndarray, rng: np.random.Generator) -> pa.Table:
 def _events(
     options: SyntheticOptions, groups: np.ndarray, ids: pa.ChunkedArray, rng: np.random.Generator
 ) -> pa.Table:
-    """All users take their n-th step at once."""
+    """Draws the n-th event of all users at once."""
     num_topics, users = len(TOPICS), options.num_users
     topics = groups // len(SUBTOPICS)
     shares = _popularity(groups, rng)
     bounds = np.searchsorted(topics, np.arange(num_topics + 1))
     taste = rng.dirichlet(np.full(num_topics, 0.25), size=users).cumsum(axis=1)
     lengths = 5 + rng.poisson(options.mean_events - 5, size=users)
-    # A user's life covers a random part of the year, so that quarters see different events.
+    # Each user is active in a random part of the year, so quarters see different events.
     clock = rng.uniform(0, DAYS * 0.6, size=users)
     pace = rng.uniform(0.4, 1.0, size=users) * DAYS * 0.4 / lengths
     current = np.full(users, -1, dtype=np.int64)
@@ -127,6 +139,7 @@ def _events(
         period = np.minimum(clock[active] * PERIODS // DAYS, PERIODS - 1).astype(np.int64)
         drawn = (taste[active] < rng.random(active.size)[:, None]).sum(axis=1)
         stay = topics[np.maximum(current[active], 0)]
+        # A new session draws a topic by the user's taste; otherwise the session stays in its topic.
         topic = np.where(opens, np.minimum(drawn, num_topics - 1), stay)
         popular = _draw(shares, period, bounds[topic], bounds[topic + 1], rng)
         follow = ~opens & (rng.random(active.size) < FOLLOW)
@@ -137,7 +150,7 @@ def _events(
         steps.append((active, chosen, micros, bought))
     user, item, time, bought = (np.concatenate(column) for column in zip(*steps, strict=True))
     order = np.lexsort((time, user))
-    # Nobody comes back to an item: the first visit stays.
+    # Keep only a user's first event with each item.
     first = np.unique(user[order] * options.num_items + item[order], return_index=True)[1]
     order = order[np.sort(first)]
     names = pa.array([f"user{number:06d}" for number in range(users)])
@@ -153,7 +166,7 @@ def _events(
 
 
 def _popularity(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[PERIODS, I] running sum of item weights: few popular items, and others every quarter."""
+    """Returns [PERIODS, I] cumulative item weights; which items are popular changes by quarter."""
     base, trend = rng.normal(size=(2, groups.size))
     rows = []
     for period in range(PERIODS):
@@ -169,7 +182,18 @@ def _draw(
     last: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """[n] one item of each range `first : last`, by weight. sums [PERIODS, I], period [n]."""
+    """Draws one item of each range by weight.
+
+    Args:
+        sums: [PERIODS, I] cumulative item weights.
+        period: [n] quarter of each draw.
+        first: [n] first item of each range.
+        last: [n] end of each range, exclusive.
+        rng: Random generator.
+
+    Returns:
+        [n] item rows.
+    """
     low = np.where(first > 0, sums[period, np.maximum(first - 1, 0)], 0.0)
     target = low + rng.random(len(first)) * (sums[period, last - 1] - low)
     found = np.empty_like(first)
@@ -180,7 +204,7 @@ def _draw(
 
 
 def _successor(groups: np.ndarray, current: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[n] an item a few places on in the ring of the subtopic, near ones more often."""
+    """Returns [n] items a few places on in the subtopic's ring, close ones more often."""
     at = np.maximum(current, 0)
     first = np.searchsorted(groups, groups[at])
     size = np.searchsorted(groups, groups[at], side="right") - first

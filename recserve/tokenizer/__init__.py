@@ -1,1 +1,1 @@
-"""Text to token numbers and back: tokeniser, chat template, incremental text, stop strings."""
+"""Converts text to tokens and back: tokeniser, chat template, streaming and stop strings."""

@@ -1,7 +1,7 @@
-"""Chat templates: messages to a prompt, as the model's folder says, in a sandbox.
+"""Renders chat messages as a prompt with the model's own template, in a sandbox.
 
-A template is a program that came with the weights. It runs in jinja2's immutable sandbox, sees only
-the messages and names below, and what it writes is bounded.
+A template is an untrusted program that comes with the weights. It runs in jinja2's immutable
+sandbox, reads only the messages and the names below, and writes a bounded number of characters.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_PROMPT_CHARACTERS = 8 << 20
 
 
 class TemplateError(ValueError):
-    """A template is damaged, or refuses these messages; the words are for the client."""
+    """A template is damaged or rejects the messages; the message is shown to the client."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its content."""
+    """Renders the content of `{% generation %}`, which marks assistant text for training."""
 
     tags = {"generation"}
 
@@ -36,10 +36,18 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. special: `bos_token`, `eos_token` and the like, for the template."""
+    """One compiled chat template."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Raises TemplateError where the source does not parse."""
+        """Compiles a template.
+
+        Args:
+            source: Jinja source.
+            special: Special tokens by name, such as `bos_token`, which the template can use.
+
+        Raises:
+            TemplateError: If the source does not parse.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -60,10 +68,16 @@ class ChatTemplate:
         settings: Mapping[str, Any] | None = None,
         answer_follows: bool = True,
     ) -> str:
-        """The prompt. settings: further names for the template, such as `enable_thinking`.
+        """Returns the prompt of a chat.
 
-        answer_follows: end with the beginning of the assistant's turn.
-        Raises TemplateError where the template refuses, fails, or writes too much.
+        Args:
+            messages: Chat messages, oldest first.
+            settings: Further variables of the template, such as `enable_thinking`.
+            answer_follows: True ends the prompt with the start of the assistant's turn.
+
+        Raises:
+            TemplateError: If the template rejects the messages, fails, or writes more than
+                MAX_PROMPT_CHARACTERS.
         """
         names = {
             **(settings or {}),
@@ -103,7 +117,7 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) 
 
 
 def _refuse(message: str) -> NoReturn:
-    raise TemplateError(f"the chat template refuses this: {str(message)[:200]}")
+    raise TemplateError(f"the chat template rejects the messages: {str(message)[:200]}")
 
 
 def _now(form: str) -> str:

@@ -1,7 +1,8 @@
-"""Tokens to text while they come: no half characters, and nothing beyond a stop string.
+"""Streams tokens as text, without partial characters and up to the first stop string.
 
-The result does not depend on how many tokens come at once: a stop string counts when its last
-character is written, so a text drafted five tokens at a time ends where a plain one does.
+The result is independent of how many tokens arrive at once. A stop string ends the text as soon as
+its last character is decoded. A text that is drafted five tokens at a time therefore ends where a
+plain text ends.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed in a text that comes in pieces.
+    """Finds the first stop string that is completed in a text that arrives in pieces.
 
-    Each stop string walks along the text with its own automaton, so that a character costs the
-    same however long they are (Knuth, Morris and Pratt 1977).
+    Each stop string has its own automaton, so the cost of a character does not depend on the length
+    of the stop strings.
+
+    Attributes:
+        found: Stop string that ended the text. None while there is none.
+
+    Source: Knuth, Morris and Pratt 1977.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops: none of them empty."""
+        """stops: Stop strings, none of them empty."""
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
         self._held = ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """What may be shown now. Sets `found`, and then shows nothing from the stop string on."""
+        """Returns the text that can be shown now, without any part of a stop string.
+
+        Sets `found` once a stop string is complete; the text ends there.
+        """
         if not self._stops:
             return piece
         text = self._held + piece
@@ -34,17 +43,18 @@ class StopMatcher:
             if self.found is not None:
                 self._held = ""
                 return text[: end - len(self.found)]
+        # The last `keep` characters may be the start of a stop string.
         keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, once no more comes."""
+        """Returns the text that was held back, once no more text follows."""
         text, self._held = self._held, ""
         return text
 
     def _walk(self, character: str) -> None:
-        """One character on; of stop strings that end with it the longest is found."""
+        """Advances all automata by one character; the longest stop string that ends here wins."""
         for number, (stop, borders) in enumerate(self._stops):
             matched = self._matched[number]
             while matched and stop[matched] != character:
@@ -56,7 +66,10 @@ class StopMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """[len] for each beginning of a text, the longest shorter beginning that it ends with."""
+    """Returns the KMP failure table of a stop string.
+
+    Entry i is the length of the longest proper prefix of `stop[: i + 1]` that is also its suffix.
+    """
     borders = [0] * len(stop)
     length = 0
     for place in range(1, len(stop)):
@@ -68,16 +81,23 @@ def _borders(stop: str) -> list[int]:
 
 
 class Detokenizer:
-    """The text of one sequence, token by token.
+    """Converts the tokens of one sequence to text, one token at a time.
 
-    stops: strings that end it and are not part of it. min_tokens: stop strings are looked for in
-    what follows so many tokens.
+    Attributes:
+        num_tokens: Tokens pushed so far.
+        num_characters: Characters decoded so far, including those held back.
     """
 
     def __init__(
         self, table: Sequence[bytes], stops: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
-        """table: bytes that each token writes; numbers beyond it write nothing."""
+        """Starts an empty text.
+
+        Args:
+            table: Bytes that each token writes. Token ids beyond it write nothing.
+            stops: Strings that end the text and are not part of it.
+            min_tokens: Stop strings are searched only in text after this many tokens.
+        """
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
@@ -91,13 +111,16 @@ class Detokenizer:
         return self._matcher.found is not None
 
     def push(self, token: int) -> str:
-        """Text that can be shown after one more token. `num_characters` counts what was decoded."""
+        """Returns the text that can be shown after one more token."""
         piece = self._utf8.decode(self._table[token] if token < len(self._table) else b"")
         self.num_tokens += 1
         return self._next(piece)
 
     def finish(self) -> str:
-        """What was held back, once no more comes: half a character shows as U+FFFD."""
+        """Returns the text that was held back, once no more tokens follow.
+
+        An incomplete character becomes U+FFFD.
+        """
         if self.stopped:
             return ""
         shown = self._next(self._utf8.decode(b"", final=True))

@@ -1,4 +1,4 @@
-"""A bound on how much text one token can stand for, so that long texts are refused unencoded."""
+"""Bounds the text length of one token, so that overlong texts are rejected before encoding."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from recserve.tokenizer.token_bytes import ALPHABET
 
-# A token stands for at most as many bytes of normalised text as it is spelled with, if no step of
-# the tokeniser drops text. A normaliser may have shortened the text before that: normal forms and
-# lower case by 4 at most (a mathematical letter of 4 bytes becomes one of 1; checked for every
-# character and composite of Unicode 14). What only lengthens a text counts as 1. Anything else may
-# drop text and gives no bound.
+# If no step of the tokeniser drops text, a token covers at most as many bytes of normalised text as
+# it is spelled with. The normaliser may shorten the text before that. Normal forms and lower case
+# shorten it by a factor of 4 at most: a mathematical letter of 4 bytes becomes a letter of 1 byte.
+# That was checked for every character and composite of Unicode 14. A step that only lengthens text
+# has factor 1. Any other step may drop text and gives no bound.
 SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1}
 SPLITTERS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(0x100))
@@ -20,15 +20,15 @@ BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(0x100))
 def max_bytes_per_token(
     fields: Mapping[str, Any], vocabulary: Mapping[str, int], spelled: Sequence[bytes]
 ) -> int | None:
-    """Returns the most UTF-8 bytes of a text that one token can stand for.
+    """Returns the largest number of UTF-8 bytes of text that one token can cover.
 
     Args:
         fields: Contents of tokenizer.json.
-        vocabulary: Token to number, added tokens included.
-        spelled: Bytes that each token number writes.
+        vocabulary: Token id of each token, added tokens included.
+        spelled: Bytes that each token id writes.
 
     Returns:
-        None if there is no bound, because the tokeniser may drop text.
+        The bound in bytes. None if the tokeniser may drop text, because then there is no bound.
     """
     model, added = fields["model"], fields.get("added_tokens") or ()
     splitters = _steps(fields.get("pre_tokenizer"), "pretokenizers")
@@ -47,15 +47,15 @@ def max_bytes_per_token(
     ):
         return None
     sizes = [len(token) for token in spelled]
-    if not byte_level:  # SentencePiece's `▁` writes a space, but a text may hold the `▁` itself
+    if not byte_level:  # SentencePiece's `▁` writes a space, but a text may contain `▁` itself
         sizes += [len(token.encode()) for token in vocabulary]
-    # An added token that is normalised before it is compared may grow: a space to a `▁`.
+    # Normalisation can lengthen an added token: a space of 1 byte becomes a `▁` of 3.
     sizes += [3 * len(token["content"].encode()) for token in added if token.get("normalized")]
     return shrink * max(sizes)
 
 
 def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """A normaliser or pre-tokeniser as the list of what it does, sequences taken apart."""
+    """Returns the steps of a normaliser or pre-tokeniser, with nested sequences flattened."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -64,7 +64,7 @@ def _steps(part: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]
 
 
 def _shrink(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
-    """Returns by what factor they may shorten a text in bytes; None: by any."""
+    """Returns the largest factor by which normalisers shorten a text; None if unbounded."""
     factor = 1
     for step in normalizers:
         if step["type"] == "Replace":
@@ -79,5 +79,5 @@ def _shrink(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _keeps(splitter: Mapping[str, Any]) -> bool:
-    """Whether all text is still there after this pre-tokeniser."""
+    """Whether a pre-tokeniser preserves all text."""
     return splitter["type"] in SPLITTERS and splitter.get("behavior") != "Removed"

@@ -1,9 +1,10 @@
-"""What each token of a vocabulary writes, as bytes.
+"""Bytes that each token of a vocabulary writes.
 
-A character may be spread over tokens, so a token is bytes first and text only together with its
-neighbours. Two families: byte-level BPE (GPT-2, Llama 3, Qwen), whose tokens spell bytes in an
-alphabet of printable characters, and SentencePiece BPE (Llama 2), where `▁` is a space and `<0xE2>`
-a byte.
+A character can span several tokens, so a token is a byte string and not text. Two families are
+supported:
+
+- Byte-level BPE (GPT-2, Llama 3, Qwen) spells bytes in an alphabet of printable characters.
+- SentencePiece BPE (Llama 2) writes a space as `▁` and a byte as `<0xE2>`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 class UnsupportedTokenizer(ValueError):
-    """A tokenizer.json asks for something that is not done here."""
+    """tokenizer.json is missing, invalid or needs an unsupported feature."""
 
 
 def token_bytes(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[bytes]:
-    """Bytes of every token number up to the largest; empty for numbers without a token.
+    """Returns the bytes of every token id up to the largest; empty for unused ids.
 
-    fields: of tokenizer.json. vocabulary: token to number, added tokens included.
-    Raises UnsupportedTokenizer for a decoder of another family.
+    Args:
+        fields: Contents of tokenizer.json.
+        vocabulary: Token id of each token, added tokens included.
+
+    Raises:
+        UnsupportedTokenizer: If the decoder belongs to another family.
     """
     added = {token["content"] for token in fields.get("added_tokens") or ()}
     kinds = _decoders(fields.get("decoder"))
@@ -35,7 +40,7 @@ def token_bytes(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> lis
     else:
         raise UnsupportedTokenizer(
             f"the decoder of tokenizer.json is {' + '.join(sorted(kinds)) or 'missing'}; only "
-            "byte-level BPE and SentencePiece with byte fallback are done here"
+            "byte-level BPE and SentencePiece with byte fallback are supported"
         )
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, number in vocabulary.items():
@@ -44,12 +49,12 @@ def token_bytes(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> lis
 
 
 def shown(token: bytes) -> str:
-    """A token by itself as text; bytes that are no character are written `\\xe2`."""
+    """Returns a single token as text; bytes that are no character appear as `\\xe2`."""
     return token.decode("utf-8", "backslashreplace")
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> set[str]:
-    """Names of a decoder and of those inside it."""
+    """Returns the type names of a decoder and of all decoders inside it."""
     if decoder is None:
         return set()
     if decoder["type"] == "Sequence":
@@ -58,7 +63,9 @@ def _decoders(decoder: Mapping[str, Any] | None) -> set[str]:
 
 
 def _alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable character for each byte: itself where it has one, else from 256.
+    """Returns the byte of each printable character of byte-level BPE.
+
+    A printable byte is spelled as itself, the others as the characters from U+0100 on.
 
     Source: Radford et al. 2019, section 2.2.
     """

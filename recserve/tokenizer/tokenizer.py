@@ -1,4 +1,4 @@
-"""A model folder's tokeniser: tokenizer.json, and what its configuration files say of it."""
+"""Loads a model folder's tokeniser from tokenizer.json and its configuration files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to token numbers and back, for one model.
+    """Converts text to token ids and back, for one model.
 
-    literal: the same, but the names of special tokens in a text are only text. all_bytes,
-    text_bytes: what each token writes; special ones write nothing in the second. end_token: ends a
-    text. template: of chats. Either is None where the folder does not have it. max_bytes_per_token:
-    most UTF-8 bytes of a text that one token stands for; None: there is no bound.
+    Attributes:
+        tokenizer: Tokeniser that recognises the names of special tokens in a text.
+        literal: The same tokeniser, which treats names of special tokens as plain text.
+        all_bytes: Bytes that each token id writes.
+        text_bytes: The same, with no bytes for special tokens.
+        end_token: Token id that ends a text, or None if the folder names none.
+        template: Chat template, or None if the folder has none.
+        max_bytes_per_token: Most UTF-8 bytes of text that one token covers, or None without a
+            bound.
     """
 
     tokenizer: Tokenizer
@@ -37,9 +42,15 @@ class TextTokenizer:
 
     @staticmethod
     def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
-        """Read a Hugging Face folder. chat_template: a file to use instead of the folder's own.
+        """Loads the tokeniser of a Hugging Face folder.
 
-        Raises UnsupportedTokenizer or TemplateError naming what is wrong.
+        Args:
+            folder: Folder with tokenizer.json.
+            chat_template: Jinja file that replaces the folder's own chat template.
+
+        Raises:
+            UnsupportedTokenizer: If a file is missing, invalid or of another family.
+            TemplateError: If the chat template is missing or does not parse.
         """
         file = folder / "tokenizer.json"
         if not file.exists():
@@ -64,31 +75,40 @@ class TextTokenizer:
         )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token numbers. special: add what the model expects at the beginning, such as BOS."""
+        """Returns the token ids of a text.
+
+        Args:
+            text: Text in which names of special tokens count as special tokens.
+            special: True adds the tokens that the model expects around a text, such as BOS.
+        """
         return _encode(self.tokenizer, text, special)
 
     def encode_literal(self, text: str) -> list[int]:
-        """Token numbers of a text from elsewhere, which may not end a turn or begin one."""
+        """Returns the token ids of an untrusted text, in which no special token is recognised."""
         return _encode(self.literal, text, special=False)
 
     def min_tokens(self, text: str) -> int:
-        """Returns how many tokens a text has at least, without encoding it; 0 if there is no bound.
+        """Returns a lower bound on the number of tokens of a text, without encoding it.
 
-        A text of a megabyte takes most of a second to encode, and microseconds to refuse.
+        The result is 0 if no bound is known. Encoding a megabyte takes most of a second; this check
+        takes microseconds.
         """
         if self.max_bytes_per_token is None:
             return 0
         return -(-len(text.encode("utf-8", "surrogatepass")) // self.max_bytes_per_token)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of the tokens, special ones left out, as it reads after other text."""
+        """Returns the text of tokens, without special tokens.
+
+        Spaces at the start are kept, so the result can follow other text.
+        """
         table = self.text_bytes
         spelled = b"".join(table[token] for token in tokens if token < len(table))
         return spelled.decode("utf-8", "replace")
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    # `Tokenizer.encode` holds the GIL while it works, and with it the event loop; batches do not.
+    # `Tokenizer.encode` holds the GIL and so blocks the event loop. The batch function does not.
     numbers: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
     return numbers
 
@@ -97,7 +117,7 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(raw)
     except ValueError as error:
-        raise UnsupportedTokenizer(f"{file} is no tokeniser: {error}") from error
+        raise UnsupportedTokenizer(f"{file} is not a tokeniser: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -106,6 +126,7 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
 def _template(
     folder: Path, said: dict[str, Any], names: dict[str, str], file: Path | None
 ) -> ChatTemplate | None:
+    """Returns the template from `file`, chat_template.jinja or tokenizer_config.json."""
     beside = folder / "chat_template.jinja"
     source: Any = said.get("chat_template")
     if file is not None:
@@ -120,7 +141,7 @@ def _template(
 
 
 def _content(token: Any) -> str:
-    """A special token, which configuration files write as text or as an object."""
+    """Returns a special token, which configuration files write as a string or an object."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 

@@ -1,4 +1,4 @@
-"""Training a tokeniser: byte-level BPE, which has a token for every byte and so for every text."""
+"""Trains a byte-level BPE tokeniser, which can encode every text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ __all__ = ["Tokenizer", "train_tokenizer"]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, end: str) -> Tokenizer:
-    """A byte-level BPE of exactly what the texts hold; token 0 is `end`, which no text spells.
+    """Trains a byte-level BPE tokeniser without any normalisation.
 
-    Raises ValueError where the texts do not give so many tokens.
+    Args:
+        texts: Training texts.
+        vocab_size: Number of tokens, `end` and the 256 bytes included.
+        end: Special token with id 0 that ends a text. No merge of plain text produces it.
+
+    Raises:
+        ValueError: If the texts yield fewer tokens than `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -27,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end: str) -> Tokenize
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     if found != vocab_size:
         raise ValueError(
-            f"the text gives {found} tokens, not {vocab_size}; give more text or ask for a smaller "
+            f"the text yields {found} tokens, not {vocab_size}; give more text or choose a smaller "
             "vocabulary"
         )
     return tokenizer

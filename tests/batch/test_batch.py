@@ -212,7 +212,7 @@ def test_an_output_that_is_there_is_kept_unless_told(tmp_path):
     generator = Generator(recommend, Defaults(k=1))
     run(Job(source, output), generator, lambda p: None)
     (output / "mine.txt").write_text("x")
-    with pytest.raises(OutputExists, match="needs --overwrite"):
+    with pytest.raises(OutputExists, match="--overwrite replaces the output of an earlier job"):
         run(Job(source, output), generator, lambda p: None)
     assert (output / "mine.txt").exists()
     run(Job(source, output, overwrite=True), generator, lambda p: None)
@@ -224,7 +224,7 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("x")
     job = Job(source, tmp_path / "home", overwrite=True)
-    with pytest.raises(OutputExists, match="holds no _manifest.jsonl"):
+    with pytest.raises(OutputExists, match="needs a folder with a _manifest.jsonl"):
         run(job, Generator(recommend, Defaults()), lambda p: None)
     assert (tmp_path / "home" / "letter.txt").exists()
 
@@ -264,7 +264,7 @@ def test_columns_that_nothing_reads_are_named(tmp_path):
 
 @pytest.mark.parametrize("k", [0, 1001])
 def test_k_has_bounds(k):
-    with pytest.raises(ValueError, match=f"k is {k}; it must be from 1 to 1000"):
+    with pytest.raises(ValueError, match=f"k is {k}; expected 1..1000"):
         Defaults(k=k)
 
 

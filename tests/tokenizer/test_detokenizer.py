@@ -149,7 +149,7 @@ def test_end_token_and_template_come_from_the_folder(tmp_path):
     with pytest.raises(UnsupportedTokenizer, match="tokenizer_config.json is not JSON"):
         TextTokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UnsupportedTokenizer, match="tokenizer.json is no tokeniser"):
+    with pytest.raises(UnsupportedTokenizer, match="tokenizer.json is not a tokeniser"):
         TextTokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UnsupportedTokenizer, match="has no tokenizer.json"):

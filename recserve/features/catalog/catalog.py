@@ -1,4 +1,4 @@
-"""The catalogue: one immutable, versioned snapshot of the items and all that is known of them."""
+"""The catalogue: an immutable, versioned snapshot of all items."""
 
 from __future__ import annotations
 
@@ -25,23 +25,32 @@ METADATA_KEY = b"recserve"
 
 
 def item_key(item_id: str) -> int:
-    """Unsigned 64-bit key of an item id, the same in every process: how histories name items."""
+    """Returns the unsigned 64-bit key of an item id, which histories store in place of the id.
+
+    The key is the same in every process.
+    """
     return int.from_bytes(blake2b(item_id.encode(), digest_size=8).digest(), "little")
 
 
 def item_keys(item_ids: Sequence[str]) -> np.ndarray:
-    """[n] uint64 keys of item ids."""
+    """Returns [n] uint64 keys of item ids."""
     return np.fromiter(map(item_key, item_ids), dtype=np.uint64, count=len(item_ids))
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Everything the server knows about its items, by row.
+    """All items of a bundle, by row.
 
-    version: prefix of the content's hash. popularity [I] float32: training events per item.
-    vectors [I, F] float32.
-    Raises ValueError if the parts differ in their number of items or two ids have the same 64-bit
-    key.
+    Attributes:
+        version: Prefix of the content's hash.
+        items: Ids, titles, category paths and attributes of I items.
+        index: Semantic ids of the items.
+        popularity: [I] float32 training events per item.
+        vectors: [I, F] float32 item vectors.
+
+    Raises:
+        ValueError: If the parts differ in their number of items, or two ids have the same 64-bit
+            key.
     """
 
     version: str
@@ -72,15 +81,15 @@ class Catalog:
 
     @cached_property
     def keys(self) -> np.ndarray:
-        """[I] uint64 key of each item row."""
+        """[I] uint64 key of each item."""
         return item_keys(self.items.ids)
 
     def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
-        """[n] int32 row of each id, -1 where it is unknown."""
+        """Returns [n] int32 rows of item ids, -1 for unknown ids."""
         return self.index.rows_of(item_ids)
 
     def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
-        """[n] int32 row of each uint64 item key, -1 where it is unknown."""
+        """Returns [n] int32 rows of uint64 item keys, -1 for unknown keys."""
         known, rows = self._rows_by_key
         places = np.searchsorted(known, keys)
         places[places == len(known)] = 0
@@ -88,16 +97,17 @@ class Catalog:
 
     @cached_property
     def popular(self) -> np.ndarray:
-        """[I] int32 rows, most popular first, ties by row."""
+        """[I] int32 rows, most popular first; ties are in row order."""
         return np.argsort(-self.popularity, kind="stable").astype(np.int32)
 
     @cached_property
     def _rows_by_key(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ascending item keys [I] and the row of each."""
         rows = np.argsort(self.keys, kind="stable").astype(np.int32)
         return self.keys[rows], rows
 
     def save(self, table_path: Path, vectors_path: Path) -> None:
-        """Write catalog.parquet (items, semantic ids, popularity) and vectors.safetensors."""
+        """Writes items, semantic ids and popularity as Parquet, and vectors as safetensors."""
         flat = pa.array(self.index.codes.ravel(), pa.uint16())
         table = self.items.to_arrow()
         table = table.append_column(
@@ -114,7 +124,17 @@ class Catalog:
 
     @staticmethod
     def load(table_path: Path, vectors_path: Path, version: str) -> Catalog:
-        """Read what `save` wrote. Raises ValueError (SchemaError for a file) if it is damaged."""
+        """Reads what `save` wrote.
+
+        Args:
+            table_path: Parquet file of the items.
+            vectors_path: safetensors file of the vectors.
+            version: Version of the catalogue.
+
+        Raises:
+            SchemaError: If a file is damaged.
+            ValueError: If the parts do not fit each other.
+        """
         table = read_table(table_path)
         try:
             header = json.loads((table.schema.metadata or {})[METADATA_KEY])

@@ -1,9 +1,14 @@
-"""A version of a live catalogue: the bundle's catalogue and what changed since.
+"""One version of a live catalogue: the bundle's catalogue plus later changes.
 
-An item's row never changes what it means: its vector and semantic id stay. A new vector gives the
-item a new row, and the old one is gone; new words (title, categories, attributes) keep the row. So
-cached roots never go stale, and a request that began with a version ends with it. Rows of all
-versions live in one tail, records in one log; a version knows how far it reads.
+A row never changes its vector or its semantic id. A new vector gives the item a new row and retires
+the old one. New text (title, categories, attributes) leaves the row as it is. Cached prefixes
+therefore never become stale, and a request ends with the version that it began with.
+
+    rows:   0 ............. I-1 | I ............ num_rows-1 | later versions
+            bundle's catalogue  | tail, as this version sees it
+
+All versions share one append-only tail of rows and one append-only log of records. A version stores
+how much of each it can see.
 """
 
 from __future__ import annotations
@@ -24,10 +29,13 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class Tail:
-    """Rows after the bundle's, of all versions; only ever appended.
+    """Append-only rows after the bundle's rows, shared by all versions.
 
-    codes, vectors: as in Catalog. learned: the bundle's row whose events the row inherits, -1:
-    none.
+    Attributes:
+        ids: Item id of each row.
+        codes: [t, L] uint16 semantic ids.
+        vectors: [t, F] float32 item vectors.
+        learned: [t] int64 bundle row whose training events the row inherits, or -1.
     """
 
     def __init__(self, base: Catalog) -> None:
@@ -39,15 +47,24 @@ class Tail:
 
 @dataclass(frozen=True)
 class CatalogVersion:
-    """Immutable. number: change sets since the bundle; 0 is the bundle itself.
+    """An immutable version of the catalogue.
 
-    num_rows: rows of bundle and tail. visible: item id to row, of items that may be answered.
-    owners: bytes of a semantic id that the bundle lacks or that changed hands, to its row.
-    keys [p] uint64 ascending, key_rows [p]: rows of changed items by item key, hidden ones too.
-    gone [g] ascending: rows that must not be answered; successors [g]: the row that came last in
-    their place (which may be hidden now), -1: none did. owning: rows of the tail that have their
-    semantic id, ascending.
-    record_rows ascending, record_places: rows with a record in the log. num_records: of the log.
+    Attributes:
+        number: Number of change sets since the bundle. 0 is the bundle itself.
+        base: The bundle's catalogue of I items.
+        tail: Rows after the bundle's.
+        log: Records of changed items.
+        num_rows: Visible rows of bundle and tail together.
+        visible: Row of each item id that may be recommended.
+        owners: Row of each semantic id that is new or has changed owner, keyed by its bytes.
+        keys: [p] uint64 ascending keys of items with a tail row, hidden items included.
+        key_rows: [p] latest row of each key.
+        gone: [g] ascending rows that must not be recommended.
+        successors: [g] latest row that replaced the gone row, possibly hidden now, or -1.
+        owning: Ascending tail rows that own their semantic id.
+        record_rows: Ascending rows that have a record in the log.
+        record_places: Index of each such record in the log.
+        num_records: Visible records of the log.
     """
 
     number: int
@@ -68,40 +85,40 @@ class CatalogVersion:
 
     @property
     def name(self) -> str:
-        """What answers call it."""
+        """Version name in responses."""
         return f"{self.base.version}.{self.number}" if self.number else self.base.version
 
     @property
     def num_tail(self) -> int:
-        """Rows after the bundle's."""
+        """Number of rows after the bundle's rows."""
         return self.num_rows - len(self.base)
 
     @cached_property
     def codes(self) -> Extended:
-        """[num_rows, L] semantic ids."""
+        """[num_rows, L] uint16 semantic ids."""
         return Extended(self.base.index.codes, self.tail.codes.view(self.num_tail))
 
     @cached_property
     def vectors(self) -> Extended:
-        """[num_rows, F]."""
+        """[num_rows, F] float32 item vectors."""
         return Extended(self.base.vectors, self.tail.vectors.view(self.num_tail))
 
     @cached_property
     def learned(self) -> np.ndarray:
-        """[rows of the tail] the bundle's row whose events each inherits, -1: none."""
+        """[num_tail] int64 bundle row whose events each tail row inherits, or -1."""
         return self.tail.learned.view(self.num_tail)
 
     def learned_row(self, row: int) -> int:
-        """The bundle's row whose events a row inherits, -1: none."""
+        """Returns the bundle row whose training events a row inherits, or -1."""
         return row if row < len(self.base) else int(self.learned[row - len(self.base)])
 
     def item_id(self, row: int) -> str:
-        """Id of the item that a row is or was of."""
+        """Returns the id of the item that owns or owned a row."""
         known = len(self.base)
         return self.base.items.ids[row] if row < known else self.tail.ids[row - known]
 
     def record(self, row: int) -> ItemRecord:
-        """Title, categories and attributes in this version."""
+        """Returns title, categories and attributes of a row in this version."""
         at = int(np.searchsorted(self.record_rows, row))
         if at < self.record_rows.size and self.record_rows[at] == row:
             return self.log.records[int(self.record_places[at])]
@@ -110,16 +127,16 @@ class CatalogVersion:
         return ItemRecord(items.ids[row], items.titles[row], items.categories[row], said)
 
     def attributes(self, row: int) -> dict[str, Any]:
-        """All of the catalogue's columns, None where the item says nothing."""
+        """Returns all attribute columns of a row, None where the item has no value."""
         return dict.fromkeys(self.log.schema.names) | dict(self.record(row).attributes)
 
     def popularity(self, row: int) -> float:
-        """Training events of the item."""
+        """Returns the number of training events of a row's item."""
         learned = self.learned_row(row)
         return float(self.base.popularity[learned]) if learned >= 0 else 0.0
 
     def rows_of_keys(self, keys: np.ndarray) -> np.ndarray:
-        """[n] int64 row of each uint64 item key, hidden items too; -1 where it is unknown."""
+        """Returns [n] int64 rows of uint64 item keys, hidden items included, -1 if unknown."""
         rows = self.base.rows_of_keys(keys).astype(np.int64)
         if not self.keys.size:
             return rows
@@ -127,7 +144,10 @@ class CatalogVersion:
         return np.where(self.keys[at] == keys, self.key_rows[at], rows)
 
     def rows_by_key(self, item_ids: Sequence[str]) -> list[int]:
-        """Row of each item or of another with the same 64-bit key, hidden or not; -1: no such."""
+        """Returns the row of each item's 64-bit key, hidden or not, or -1.
+
+        The row may belong to another item with the same key; `check_key` detects that.
+        """
         rows = self.visible.get_many(item_ids)
         lacking = [place for place, row in enumerate(rows) if row < 0]
         if lacking:
@@ -137,7 +157,7 @@ class CatalogVersion:
         return rows
 
     def check_key(self, item_id: str, row: int) -> None:
-        """Raises ValueError where `rows_by_key` found the row of another item."""
+        """Raises ValueError if the row that `rows_by_key` returned belongs to another item."""
         if row >= 0 and self.item_id(row) != item_id:
             raise ValueError(
                 f"items {item_id!r} and {self.item_id(row)!r} have the same 64-bit "
@@ -145,9 +165,10 @@ class CatalogVersion:
             )
 
     def known_rows(self, item_ids: Sequence[str]) -> list[int]:
-        """Row of each item, hidden or not; -1 where it is unknown.
+        """Returns the row of each item, hidden or not, or -1 for an unknown item.
 
-        Raises ValueError for an unknown item whose 64-bit key another item has.
+        Raises:
+            ValueError: If an unknown item has the same 64-bit key as another item.
         """
         rows = self.rows_by_key(item_ids)
         for item_id, row in zip(item_ids, rows, strict=True):
@@ -155,21 +176,26 @@ class CatalogVersion:
         return rows
 
     def are_gone(self, rows: np.ndarray) -> np.ndarray:
-        """[n] bool: rows that must not be answered."""
+        """Returns [n] bool, True for rows that must not be recommended."""
         return are_among(rows, self.gone)
 
     def is_gone(self, row: int) -> bool:
-        """Whether a row must not be answered."""
+        """Whether a row must not be recommended."""
         return bool(self.are_gone(np.array(row)))
 
     def popular(self, count: int) -> np.ndarray:
-        """At least `count` rows that may be answered (all, if there are fewer), most popular first.
+        """Returns int64 rows that may be recommended, most popular first.
 
-        Items that came after the bundle stand last, in their order.
+        Items added after the bundle come last, in row order.
+
+        Args:
+            count: Least number of rows to return. Fewer are returned if the catalogue has fewer.
         """
+        # At most `gone.size` of the most popular rows are gone, so this many rows suffice.
         head = self.base.popular[: count + self.gone.size].astype(np.int64)
         if self.gone.size:
             at = np.minimum(np.searchsorted(self.gone, head), self.gone.size - 1)
+            # A replaced row passes its rank on to its successor.
             head = np.where(self.gone[at] == head, self.successors[at], head)
             head = head[(head >= 0) & ~self.are_gone(head)]
         if head.size >= count or not self.num_tail:
@@ -179,7 +205,12 @@ class CatalogVersion:
 
 
 def first_version(base: Catalog, rows: dict[str, int]) -> CatalogVersion:
-    """The bundle's own catalogue. rows: item id to row."""
+    """Returns version 0, the bundle's own catalogue.
+
+    Args:
+        base: The bundle's catalogue.
+        rows: Row of each item id.
+    """
     log = RecordLog(base.items.attributes.schema)
     return CatalogVersion(
         number=0,

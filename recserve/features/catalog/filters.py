@@ -1,9 +1,14 @@
-"""Item filters: a bounded tree of conditions to one bool per item.
+"""Item filters: a bounded tree of conditions, evaluated to one bool per item.
 
-`{"and": [F, ...]}`, `{"or": [F, ...]}`, `{"not": F}`, `{"eq": [field, value]}`,
-`{"in": [field, [value, ...]]}`, `{"range": [field, low, high]}` with both ends inside and null for
-an open end. A null attribute fulfils no condition. `category` holds for a whole path, a prefix of
-it and each of its parts.
+A filter F has one of these forms:
+
+- `{"and": [F, ...]}`, `{"or": [F, ...]}` and `{"not": F}` combine filters.
+- `{"eq": [field, value]}`: the field has the value.
+- `{"in": [field, [value, ...]]}`: the field has one of the values.
+- `{"range": [field, low, high]}`: low <= field <= high. A null end is open.
+
+A null attribute satisfies no condition. `category` matches a whole path, each prefix of a path and
+each part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +31,11 @@ OPERATORS = ("and", "or", "not", "eq", "in", "range")
 
 
 class FilterError(ValueError):
-    """A filter that cannot be used. param: the place in the tree, `and[1].eq`."""
+    """A filter is invalid.
+
+    Attributes:
+        param: Position in the filter tree, such as `and[1].eq`.
+    """
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -34,47 +43,56 @@ class FilterError(ValueError):
 
 
 class FilterColumns(Protocol):
-    """What filters read of n items: an ItemTable, or records."""
+    """Columns of n items that filters read, from an ItemTable or from records."""
 
     @property
     def ids(self) -> list[str]:
-        """Item ids."""
+        """[n] item ids."""
 
     @property
     def categories(self) -> list[list[str]]:
-        """Category paths."""
+        """[n] lists of category paths."""
 
     @property
     def attributes(self) -> pa.Table:
-        """The other columns."""
+        """Table of the other columns."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class TextColumn:
-    """A column of text or lists of text: the rows of each value."""
+    """A column of strings or of lists of strings.
+
+    Attributes:
+        rows: int32 rows of each value.
+    """
 
     rows: dict[str, np.ndarray]
 
     def equal(self, value: Any, out: np.ndarray) -> None:
-        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        """Sets `out` [I] where the column has the value. Raises ValueError for another type."""
         if not isinstance(value, str):
             raise ValueError(f"is compared with text, got {_shown(value)}")
         rows = self.rows.get(value)
-        if rows is not None:  # lists of item ids name few items of a segment
+        if rows is not None:  # most ids of an `in` list are not in this segment of the log
             out[rows] = True
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A column of numbers, or of booleans as 0 and 1; NaN where null. values [I] float64."""
+    """A column of numbers or booleans.
+
+    Attributes:
+        values: [I] float64, booleans as 0 and 1, NaN for null.
+        is_bool: True for a column of booleans.
+    """
 
     values: np.ndarray
     is_bool: bool
 
     def equal(self, value: Any, out: np.ndarray) -> None:
-        """Set `out` [I] where the column has the value. Raises ValueError for another type."""
+        """Sets `out` [I] where the column has the value. Raises ValueError for another type."""
         if isinstance(value, bool) != self.is_bool or not isinstance(value, int | float):
             kind = "true or false" if self.is_bool else "a number"
             raise ValueError(f"is compared with {kind}, got {_shown(value)}")
@@ -82,10 +100,13 @@ class Numbers:
 
 
 class ItemFilters:
-    """Filters over one catalogue version; safe to call from several threads.
+    """Evaluates filters over the items of one table. Thread-safe.
 
-    A field's column is made when it is first needed. Results are not cached here: the filters of
-    requests are cached in `service/catalog/filter_cache.py`, which knows what an entry weighs.
+    A field's column is built at its first use. Results are not cached here, but in
+    `service/catalog/filter_cache.py`, which knows the size of an entry.
+
+    Attributes:
+        fields: Names of the fields that filters may use.
     """
 
     def __init__(self, items: FilterColumns) -> None:
@@ -96,7 +117,7 @@ class ItemFilters:
         self.fields = (CATEGORY, ITEM_ID, *(n for n, kind in kinds.items() if _usable(kind)))
 
     def key(self, tree: Any) -> bytes:
-        """Checks a filter and returns bytes that are the same for the same filter.
+        """Checks a filter and returns a canonical key; equal filters have equal keys.
 
         Raises:
             FilterError: If the tree is too deep or large, or names an unknown operator or field.
@@ -105,7 +126,10 @@ class ItemFilters:
         return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
     def evaluate(self, tree: Any) -> np.ndarray:
-        """Returns [I] bool, the items that fulfil a filter for which `key` raises nothing.
+        """Returns [I] bool, True for items that satisfy a filter.
+
+        Args:
+            tree: Filter that `key` accepts.
 
         Raises:
             FilterError: If a value has the wrong type.
@@ -113,7 +137,7 @@ class ItemFilters:
         return self._evaluate(tree, "")
 
     def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
-        """Shape and bounds of the whole tree, before any of it is evaluated."""
+        """Checks shape and bounds of the whole tree, before any part is evaluated."""
         nodes[0] += 1
         if depth > MAX_DEPTH:
             raise FilterError(place, f"at most {MAX_DEPTH} levels, got more")
@@ -135,16 +159,17 @@ class ItemFilters:
         elif operator in OPERATORS:
             self._check_leaf(operator, operand, here)
         else:
-            raise FilterError(here, f"unknown operator; there are {', '.join(OPERATORS)}")
+            raise FilterError(here, f"unknown operator; known operators: {', '.join(OPERATORS)}")
 
     def _check_leaf(self, operator: str, operand: Any, here: str) -> None:
+        """Checks field and operands of `eq`, `in` and `range`."""
         size = 3 if operator == "range" else 2
         if not isinstance(operand, list) or len(operand) != size or not isinstance(operand[0], str):
             shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
             raise FilterError(here, f"expected [field, {shape}], got {_shown(operand)}")
         if operand[0] not in self.fields:
             near = difflib.get_close_matches(operand[0], self.fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.fields)}"
+            hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
             raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
@@ -208,7 +233,7 @@ class ItemFilters:
 
 
 def _number(value: float) -> float:
-    """As float64; integers beyond its range become infinite instead of an error."""
+    """Converts to float64; an integer beyond its range becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -216,6 +241,7 @@ def _number(value: float) -> float:
 
 
 def _texts(values: list[list[str]]) -> TextColumn:
+    """Builds a text column from the values of each row."""
     rows: dict[str, list[int]] = {}
     for row, found in enumerate(values):
         for value in found:
@@ -224,7 +250,7 @@ def _texts(values: list[list[str]]) -> TextColumn:
 
 
 def _parts(paths: list[str]) -> list[str]:
-    """Of each path `A > B`: `A`, `B` and `A > B`."""
+    """Returns `A`, `B` and `A > B` for each path `A > B`."""
     found: set[str] = set()
     for path in paths:
         parts = path.split(" > ")
@@ -250,7 +276,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """What came, in a few words; lists and objects by their size, however deep they are."""
+    """Returns a short form of a value: a list by its length, an object by its keys."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):

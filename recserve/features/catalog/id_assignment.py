@@ -1,8 +1,11 @@
-"""Semantic ids for vectors that came after the quantiser was fitted.
+"""Assigns semantic ids to vectors that were added after the quantiser was fitted.
 
-The frozen quantiser gives the codes. Where items share them, the disambiguation level tells them
-apart: an item keeps the code it has, else it takes the first that is free (nobody's, or a hidden
-item's). Where all are taken, the last quantised code moves to the next nearest that has room.
+The frozen quantiser gives the codes. The disambiguation level separates items with equal codes. An
+id is chosen in this order:
+
+1. The item's present id, if the new vector has the same codes.
+2. The first free id with these codes. An id is free if no item or only a hidden item has it.
+3. A free id whose last quantised code is another one, nearest to the vector first.
 """
 
 from __future__ import annotations
@@ -18,10 +21,16 @@ from recserve.features.vectors.semantic_ids import SemanticIdIndex
 
 
 class IdAssigner:
-    """Assigns semantic ids in the catalogue of one bundle."""
+    """Assigns semantic ids in the catalogue of one bundle.
+
+    Attributes:
+        index: Semantic ids of the bundle.
+        quantizer: Quantiser of the bundle.
+        room: Number of ids per code tuple, which is the size of the disambiguation level.
+    """
 
     def __init__(self, index: SemanticIdIndex, quantizer: Quantizer) -> None:
-        """Raises ValueError if the quantiser is not the one that the index was made with."""
+        """Raises ValueError if the index was not built with this quantiser."""
         self.index = index
         self.quantizer = quantizer
         quantised = index.codebook_sizes[: -1 if index.has_disambiguation else None]
@@ -35,10 +44,15 @@ class IdAssigner:
     def assign(
         self, version: CatalogVersion, vectors: np.ndarray, rows: Sequence[int]
     ) -> list[np.ndarray | None]:
-        """[L] uint16 for each vector, None where no id near it is free.
+        """Returns semantic ids that are distinct and free in a version.
 
-        vectors [n, F]. rows [n]: the row that the item has in this version, -1: none. The ids are
-        free in this version and distinct.
+        Args:
+            version: Version of the catalogue.
+            vectors: [n, F] item vectors.
+            rows: [n] row of each item in this version, -1 for a new item.
+
+        Returns:
+            n semantic ids [L] uint16, None where no id near the vector is free.
         """
         if not len(vectors):
             return []
@@ -60,7 +74,7 @@ class IdAssigner:
     def _own(
         self, version: CatalogVersion, codes: np.ndarray, row: int, taken: set[bytes]
     ) -> np.ndarray | None:
-        """The id that the item has, where its new vector leads to the same codes."""
+        """Returns the item's present id if the new vector has the same codes."""
         if row < 0:
             return None
         own = np.ascontiguousarray(version.codes[row], np.uint16)
@@ -74,10 +88,11 @@ class IdAssigner:
     def _free(
         self, version: CatalogVersion, codes: np.ndarray, rows: np.ndarray, taken: set[bytes]
     ) -> np.ndarray | None:
-        """The first free id of these codes. rows: of the bundle's items that have them."""
+        """Returns the first free id with these codes. `rows` are the bundle's items with them."""
         owners = {self.index.codes[row].tobytes(): row for row in rows.tolist()}
         stem = codes.astype(np.uint16).tobytes()
         for code in range(self.room):
+            # The id's bytes as uint16: the quantiser's codes, then the disambiguation code.
             last = code.to_bytes(2, sys.byteorder) if self.index.has_disambiguation else b""
             name = stem + last
             owner = version.owners.get(name)
@@ -89,7 +104,7 @@ class IdAssigner:
     def _near(
         self, version: CatalogVersion, codes: np.ndarray, vector: np.ndarray, taken: set[bytes]
     ) -> np.ndarray | None:
-        """A free id of other last codes, the nearest to the vector first."""
+        """Returns a free id with another last code, nearest to the vector first."""
         size = self.quantizer.codebook_sizes[-1]
         others = np.repeat(codes[None], size, axis=0)
         others[:, -1] = np.arange(size)

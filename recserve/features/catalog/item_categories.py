@@ -1,4 +1,4 @@
-"""Item categories as numbers: a path "A > B > C" is a category, and so are "A" and "A > B"."""
+"""Numbers item categories. A path "A > B > C" belongs to "A", "A > B" and "A > B > C"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CATEGORIES = 16
 
 
 def _prefixes(path: str) -> list[str]:
-    """ "A > B > C" is a category, and so are "A" and "A > B"."""
+    """Returns "A", "A > B" and "A > B > C" for the path "A > B > C"."""
     parts = path.split(PATH_SEPARATOR)
     return [PATH_SEPARATOR.join(parts[: i + 1]) for i in range(len(parts))]
 
@@ -23,7 +23,10 @@ def _item_categories(paths: Sequence[str]) -> set[str]:
 def category_vocabulary(
     categories: Sequence[Sequence[str]],
 ) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Names of all categories, sorted, with their weight log(items / items of it)."""
+    """Returns the sorted names of all categories, and their weights.
+
+    A category's weight is log(number of items / number of its items).
+    """
     counts: dict[str, int] = {}
     for paths in categories:
         for name in _item_categories(paths):
@@ -35,9 +38,16 @@ def category_vocabulary(
 def category_matrix(
     categories: Sequence[Sequence[str]], names: Sequence[str], weights: Sequence[float]
 ) -> np.ndarray:
-    """Categories of each item as numbers, [I, K] int32, rarest first, padded with G = len(names).
+    """Returns the category numbers of each item.
 
-    At most 16 per item, the rarest; categories that are not among the names are left out.
+    Args:
+        categories: Category paths of I items.
+        names: [G] known categories. Other categories are ignored.
+        weights: [G] weight of each known category.
+
+    Returns:
+        [I, K] int32, rarest first, padded with G. K is at most 16; an item keeps its rarest
+        categories.
     """
     number = {name: i for i, name in enumerate(names)}
     lists = [

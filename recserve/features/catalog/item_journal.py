@@ -1,9 +1,9 @@
-"""The journal of a live catalogue: every accepted change set, on disk before it is served.
+"""The journal of a live catalogue stores every accepted change set before it is served.
 
-One file per catalogue of a bundle, one line per change set: checksum and JSON. A line that a kill
-cut short was never answered for and is dropped; any other damage is an error. Now and then, and
-when a version is restored, the file is replaced by a short one of the same content. Whoever opens a
-bundle replays the journal, one process at a time may write to it.
+There is one file per catalogue of a bundle and one line per change set: checksum and JSON. A last
+line that a crash cut short was never acknowledged, so it is dropped. Any other damage is an error.
+From time to time, and when a version is restored, a shorter file with the same content replaces the
+file. A process that opens a bundle replays the journal. Only one process at a time may write to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ class JournalError(RuntimeError):
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One change set, as `number` of the catalogue's versions: items put, ids of items hidden."""
+    """One change set.
+
+    Attributes:
+        number: Number of the catalogue version that the change set makes.
+        changes: Items that are inserted or updated.
+        hidden: Ids of items that are hidden.
+    """
 
     number: int
     changes: tuple[ItemChange, ...] = ()
@@ -42,8 +48,12 @@ class JournalEntry:
 
 @dataclass
 class ItemJournal:
-    """path: of the file, which need not exist. length, num_changes: bytes and changes in it, as
-    read or written here.
+    """One journal file.
+
+    Attributes:
+        path: Path of the file, which need not exist.
+        length: Bytes of the file that this process has read or written.
+        num_changes: Changed items in these bytes.
     """
 
     path: Path
@@ -52,39 +62,45 @@ class ItemJournal:
     _file: IO[bytes] | None = field(default=None, repr=False)
 
     def read(self) -> list[JournalEntry]:
-        """Every change set, in order. Raises JournalError where the file is damaged."""
+        """Returns all change sets in order. Raises JournalError if the file is damaged."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")
         entries, self.length, self.num_changes = [], 0, 0
         for number, line in enumerate(lines):
             if number == len(lines) - 1:
-                break  # what follows the last line end: nothing, or a line cut short
+                break  # after the last line end: nothing, or a line that a crash cut short
             entries.append(_entry(line, self.path, number + 1))
             self.length += len(line) + 1
             self.num_changes += len(entries[-1])
         return entries
 
     def append(self, entry: JournalEntry) -> None:
-        """Write a change set through to the disk.
+        """Appends a change set and syncs it to disk.
 
-        Raises JournalError where another process writes, or has written since `read`.
+        Raises:
+            JournalError: If the file is not writable, another process holds it, or another process
+                has written since `read`.
         """
         file = self._opened()
         line = _line(entry)
         try:
             _write(file, line)
         except OSError as error:
-            # The line may be there in part: cut it off, or the next one would stand behind it.
+            # Remove a partially written line, or the next line would be appended to it.
             file.truncate(self.length)
             raise JournalError(f"{self.path}: not writable ({error})") from error
         self.length += len(line)
         self.num_changes += len(entry)
 
     def replace(self, entries: Sequence[JournalEntry]) -> None:
-        """Put these in the place of all that is there, at once.
+        """Replaces the whole file atomically.
 
-        Raises JournalError as `append` does; then nothing has changed.
+        Args:
+            entries: Change sets of the new file.
+
+        Raises:
+            JournalError: As in `append`. The file is unchanged then.
         """
         old = self._opened()
         beside = self.path.with_name(self.path.name + ".new")
@@ -104,12 +120,13 @@ class ItemJournal:
         self.num_changes = sum(map(len, entries))
 
     def close(self) -> None:
-        """Let others write."""
+        """Closes the file, so that another process can write."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _opened(self) -> IO[bytes]:
+        """Returns the file, opened and locked, after checking that no other process changed it."""
         if self._file is not None:
             return self._file
         try:
@@ -123,6 +140,7 @@ class ItemJournal:
         except OSError as error:
             file.close()
             raise JournalError(f"{self.path}: another process changes these items") from error
+        # `replace` renames a new file over the old one, so the lock may be on a deleted file.
         same = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         if not same or self.path.stat().st_size < self.length or b"\n" in self._unread():
             file.close()
@@ -132,13 +150,14 @@ class ItemJournal:
         return file
 
     def _unread(self) -> bytes:
+        """Returns the bytes after the part that this process knows."""
         with self.path.open("rb") as file:
             file.seek(self.length)
             return file.read()
 
 
 def _write(file: IO[bytes], data: bytes) -> None:
-    """All of it, on the disk: an unbuffered file may take a part first and refuse the rest."""
+    """Writes all bytes and syncs them. An unbuffered write may accept only a part."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
@@ -146,7 +165,7 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """What was created or renamed in a folder is on the disk."""
+    """Syncs a folder, so that files created or renamed in it survive a crash."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -155,6 +174,7 @@ def _sync(folder: Path) -> None:
 
 
 def _line(entry: JournalEntry) -> bytes:
+    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
     said: dict[str, Any] = {"number": entry.number}
     if entry.changes:
         said["put"] = [_said(change) for change in entry.changes]
@@ -165,6 +185,7 @@ def _line(entry: JournalEntry) -> bytes:
 
 
 def _said(change: ItemChange) -> dict[str, Any]:
+    """Returns an item change as JSON values."""
     said: dict[str, Any] = dict(vars(change.record))
     said["attributes"] = dict(change.record.attributes)
     if change.vector is not None and change.codes is not None:
@@ -175,6 +196,7 @@ def _said(change: ItemChange) -> dict[str, Any]:
 
 
 def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
+    """Parses a line. Raises JournalError if it is damaged."""
     text = line[9:]
     try:
         if int(line[:8], 16) != zlib.crc32(text):
@@ -187,6 +209,7 @@ def _entry(line: bytes, path: Path, number: int) -> JournalEntry:
 
 
 def _change(said: dict[str, Any]) -> ItemChange:
+    """Parses an item change."""
     record = ItemRecord(said["item_id"], said["title"], said["categories"], said["attributes"])
     if "vector" not in said:
         return ItemChange(record)

@@ -1,4 +1,4 @@
-"""Records: what an item says of itself (title, categories, attributes), as a log of changes."""
+"""Item records (title, categories, attributes) and an append-only log of their changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ SEGMENT = 1024
 
 @dataclass(frozen=True)
 class ItemRecord:
-    """One item in its latest words. attributes: of the catalogue's columns, absent where null."""
+    """The latest text and attributes of an item.
+
+    Attributes:
+        item_id: Id of the item.
+        title: Title.
+        categories: Category paths.
+        attributes: Values of the catalogue's attribute columns. A null value is absent.
+    """
 
     item_id: str
     title: str
@@ -29,7 +36,7 @@ class ItemRecord:
 
 @dataclass(frozen=True)
 class RecordTable:
-    """Records as columns; an item may be there more than once."""
+    """Records as columns for filters. An item may appear more than once."""
 
     ids: list[str]
     categories: list[list[str]]
@@ -37,7 +44,7 @@ class RecordTable:
 
     @staticmethod
     def of(records: Sequence[ItemRecord], schema: pa.Schema) -> RecordTable:
-        """schema: of the attributes."""
+        """Returns the columns of records. `schema` describes the attributes."""
         rows = [dict(record.attributes) for record in records]
         return RecordTable(
             [record.item_id for record in records],
@@ -50,9 +57,13 @@ class RecordTable:
 
 
 class RecordLog:
-    """Records in the order they came, only ever appended; a version knows a beginning of it.
+    """Append-only log of records. Each version of the catalogue sees a prefix of the log.
 
-    schema: of the catalogue's attributes.
+    Filters are built per segment of 1024 records, so a growing log costs little to filter.
+
+    Attributes:
+        schema: Arrow schema of the catalogue's attributes.
+        records: Records in the order in which they were added.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -68,7 +79,11 @@ class RecordLog:
         return len(self.records)
 
     def allowed(self, tree: Any, count: int) -> np.ndarray:
-        """Returns [count] bool, which of the first records fulfil a filter that has a key.
+        """Returns [count] bool, True for the first records that satisfy a filter.
+
+        Args:
+            tree: Filter that `ItemFilters.key` accepts.
+            count: Number of records.
 
         Raises:
             FilterError: If a value has the wrong type.
@@ -79,8 +94,9 @@ class RecordLog:
         return np.concatenate(parts)
 
     def of_category(self, path: str, count: int) -> list[int]:
-        """Places, ascending, of the first records that hold this whole category path; every record
-        is looked at once, whoever asks.
+        """Returns ascending places of the first `count` records that have a category path.
+
+        The whole path must match. All calls together read each record once.
         """
         with self._lock:
             for place in range(self._followed, count):
@@ -91,7 +107,7 @@ class RecordLog:
             return places[: bisect_left(places, count)]
 
     def _filters(self, count: int) -> list[ItemFilters]:
-        """Filters of all full segments, and of the rest."""
+        """Returns the filters of the full segments, then those of the partial last segment."""
         with self._lock:
             while (len(self._full) + 1) * SEGMENT <= len(self.records):
                 self._full.append(self._make(len(self._full) * SEGMENT, SEGMENT))
@@ -104,13 +120,15 @@ class RecordLog:
             return [*self._full, self._partial[1]]
 
     def _make(self, first: int, count: int) -> ItemFilters:
+        """Builds the filters of `count` records from `first` on."""
         return ItemFilters(RecordTable.of(self.records[first : first + count], self.schema))
 
 
 def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
-    """Attributes in the types of the catalogue's columns, nulls left out.
+    """Returns attributes converted to the types of the catalogue's columns, without nulls.
 
-    Raises ValueError naming an unknown attribute or a value of another type.
+    Raises:
+        ValueError: If an attribute is unknown or a value has the wrong type.
     """
     checked = {}
     for name, value in given.items():
@@ -132,11 +150,15 @@ def checked_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str,
 
 
 def _alike(value: Any, converted: Any, kind: Any) -> bool:
-    """Whether Arrow only changed the form: it cuts numbers, counts with truths and splits texts."""
+    """Whether Arrow kept the value and changed only its form.
+
+    Arrow truncates numbers, converts booleans to numbers and splits strings into lists.
+    """
     if pa.types.is_integer(kind) and converted != value:
         return False
     return isinstance(value, bool | list) == isinstance(converted, bool | list)
 
 
 def _listed(schema: pa.Schema) -> str:
-    return f"there are {', '.join(schema.names)}" if schema.names else "this catalogue has none"
+    """Names the attributes of a catalogue, for messages."""
+    return f"known: {', '.join(schema.names)}" if schema.names else "this catalogue has none"

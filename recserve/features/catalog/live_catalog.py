@@ -1,4 +1,4 @@
-"""Changes to a catalogue: every change set makes the next version, at the cost of the change."""
+"""Changes to a catalogue. Each change set makes the next version, at the cost of the change."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from recserve.features.catalog.item_records import ItemRecord, RecordLog
 
 @dataclass(frozen=True)
 class ItemChange:
-    """One item as it shall be. vector [F] and codes [L]: both, or neither to keep the item's
-    row.
+    """The new state of one item.
+
+    Attributes:
+        record: Title, categories and attributes.
+        vector: [F] new vector, or None to leave the item's row as it is.
+        codes: [L] new semantic id. It is given if and only if `vector` is given.
     """
 
     record: ItemRecord
@@ -26,17 +30,21 @@ class ItemChange:
 def changed(
     version: CatalogVersion, number: int, changes: Sequence[ItemChange], hidden: Sequence[str]
 ) -> CatalogVersion:
-    """The next version: some items put, some hidden; an item is named once at most.
+    """Returns the next version.
 
-    Raises ValueError for a change without a vector of an item that has none, or a hidden item that
-    is unknown.
+    Args:
+        version: The version to change. It stays valid.
+        number: Number of the new version.
+        changes: Items to insert or update.
+        hidden: Ids of items to hide. No item is named twice in `changes` and `hidden`.
+
+    Raises:
+        ValueError: If a new item has no vector, or a hidden item is unknown.
     """
     rows = version.known_rows([*(change.record.item_id for change in changes), *hidden])
     for change, row in zip(changes, rows, strict=False):
         if change.vector is None and row < 0:
-            raise ValueError(
-                f"item {change.record.item_id[:80]!r} is new and came without a vector"
-            )
+            raise ValueError(f"item {change.record.item_id[:80]!r} is new and has no vector")
     for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
         if row < 0:
             raise ValueError(f"no item {item_id[:80]!r} in the catalogue")
@@ -49,7 +57,10 @@ def changed(
 
 
 def restored(version: CatalogVersion, current: CatalogVersion, number: int) -> CatalogVersion:
-    """A version of earlier content under a new number. Rows that came since belong to nobody."""
+    """Returns an earlier version's content under a new number.
+
+    Rows that were added since stay in the tail and belong to no item.
+    """
     later = np.arange(version.num_rows, current.num_rows)
     return replace(
         version,
@@ -61,7 +72,7 @@ def restored(version: CatalogVersion, current: CatalogVersion, number: int) -> C
 
 
 def with_short_log(version: CatalogVersion) -> CatalogVersion:
-    """The same content, with a log of its own that holds its latest records only."""
+    """Returns the same content with a log of its own that holds only each row's latest record."""
     log = RecordLog(version.log.schema)
     log.records = [version.log.records[place] for place in version.record_places.tolist()]
     places = np.arange(len(log.records))
@@ -70,16 +81,21 @@ def with_short_log(version: CatalogVersion) -> CatalogVersion:
 
 @dataclass(frozen=True)
 class Difference:
-    """What makes a version of the bundle: items to put, then items to hide."""
+    """Changes from the bundle to a version.
+
+    Attributes:
+        changes: Items to insert or update, applied first.
+        hidden: Ids of items to hide, applied second.
+    """
 
     changes: tuple[ItemChange, ...]
     hidden: tuple[str, ...]
 
 
 def difference(version: CatalogVersion) -> Difference:
-    """The shortest change sets that lead from the bundle to the content of a version.
+    """Returns the shortest change set from the bundle to the content of a version.
 
-    Of an item that is hidden, and whose semantic id another has by now, only that is told.
+    A hidden item whose semantic id now belongs to another item appears in `hidden` only.
     """
     touched = (version.record_rows, version.key_rows, version.gone)
     rows = np.unique(np.concatenate(touched))
@@ -87,7 +103,7 @@ def difference(version: CatalogVersion) -> Difference:
     current = version.rows_of_keys(item_keys(names)) == rows
     known, changes, hidden = len(version.base), [], []
     for row, name, is_current in zip(rows.tolist(), names, current.tolist(), strict=True):
-        if not is_current:
+        if not is_current:  # the item has a later row
             continue
         owns = row < known or version.owners.get(version.codes[row].tobytes()) == row
         gone = version.is_gone(row)
@@ -102,7 +118,7 @@ def difference(version: CatalogVersion) -> Difference:
 
 
 class _Edit:
-    """What a change set does to the tables of a version, gathered and then applied at once."""
+    """Collects a change set's effects on the tables of a version and applies them together."""
 
     def __init__(self, version: CatalogVersion) -> None:
         self.old = version
@@ -120,7 +136,7 @@ class _Edit:
         self.records: dict[int, int] = {}
 
     def put(self, change: ItemChange, row: int) -> None:
-        """Insert or update an item. row: that it has, -1: none."""
+        """Inserts or updates an item. `row` is its present row, or -1."""
         item_id = change.record.item_id
         if change.vector is not None and change.codes is not None:
             row = self._new_row(item_id, row, change.vector, change.codes)
@@ -132,11 +148,12 @@ class _Edit:
         log.records.append(change.record)
 
     def hide(self, item_id: str, row: int) -> None:
-        """Take an item out of all answers; histories that name it keep their meaning."""
+        """Excludes an item from all results. Histories that contain the item stay valid."""
         self.visible[item_id] = -1
         self.gone[row] = -1
 
     def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
+        """Adds a tail row for an item and retires its old row."""
         row = self.num_rows
         self.num_rows += 1
         self.ids.append(item_id)
@@ -149,12 +166,14 @@ class _Edit:
             self.records.pop(old, None)
         name = codes.astype(np.uint16).tobytes()
         owner = self.old.owners.get(name)
+        # The id was free: its last owner is a hidden item's row or this item's old row.
         if owner >= len(self.old.base):
             self.lost.append(owner)
         self.owners[name] = row
         return row
 
     def _append_rows(self) -> None:
+        """Appends the new rows to the tail."""
         tail = self.old.tail
         tail.ids += self.ids
         tail.codes.append(np.stack(self.codes))
@@ -162,7 +181,7 @@ class _Edit:
         tail.learned.append(np.array(self.learned))
 
     def version(self, number: int) -> CatalogVersion:
-        """The next version."""
+        """Returns the next version."""
         old = self.old
         if self.ids:
             self._append_rows()
@@ -189,7 +208,10 @@ class _Edit:
         )
 
     def _gone(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows gone and their successors; a chain of replacements leads to its end at once."""
+        """Returns gone rows and their successors.
+
+        A chain of replacements is shortened, so that each successor is the latest row.
+        """
         old = self.old
         if not self.gone and not self.back:
             return old.gone, old.successors
@@ -209,7 +231,7 @@ class _Edit:
 def _merged(
     keys: np.ndarray, values: np.ndarray, changes: dict[int, int], kind: type
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending keys and their values, with changes."""
+    """Returns ascending keys and their values after changes."""
     if not changes:
         return keys, values
     new: np.ndarray = np.fromiter(changes, kind, len(changes))

@@ -1,4 +1,4 @@
-"""Key to item row, with changes: versions share what they have in common."""
+"""An immutable map from keys to item rows, whose versions share their common entries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ MAX_RECENT = 1024
 
 @dataclass(frozen=True)
 class RowMap(Generic[K]):
-    """Immutable; -1 stands for no row. A later layer hides what an earlier one says.
+    """Three layers of rows by key. A later layer overrides an earlier one, and -1 means no row.
 
-    A change copies `recent` only, and every thousandth change copies `older` too.
+    A change copies `recent` only. Once `recent` exceeds 1024 entries, it is merged into a copy of
+    `older`.
+
+    Attributes:
+        base: Rows of the bundle.
+        older: Changes that were merged.
+        recent: Latest changes, at most 1024.
     """
 
     base: Mapping[K, int]
@@ -23,11 +29,11 @@ class RowMap(Generic[K]):
     recent: Mapping[K, int] = field(default_factory=dict)
 
     def get(self, key: K) -> int:
-        """Row of a key, -1 where there is none."""
+        """Returns the row of a key, or -1."""
         return self.recent.get(key, self.older.get(key, self.base.get(key, -1)))
 
     def get_many(self, keys: Iterable[K]) -> list[int]:
-        """Row of each key, -1 where there is none."""
+        """Returns the row of each key, or -1."""
         keys = list(keys)
         found: Iterable[int] = map(self.base.get, keys, repeat(-1))
         for layer in (self.older, self.recent):
@@ -36,7 +42,7 @@ class RowMap(Generic[K]):
         return list(found)
 
     def with_rows(self, changes: Mapping[K, int]) -> RowMap[K]:
-        """The same with these rows."""
+        """Returns a map with changed rows."""
         recent = {**self.recent, **changes}
         if len(recent) <= MAX_RECENT:
             return RowMap(self.base, self.older, recent)

@@ -1,4 +1,4 @@
-"""Tables by item row that go on after, or differ from, a base that nobody copies."""
+"""Tables by item row that extend or override a shared base without copying it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import numpy as np
 
 
 class Growing:
-    """Rows that are only ever appended, with spare capacity; views of it never change."""
+    """An append-only array with spare capacity. Existing views never change."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype | type) -> None:
-        """shape: of one row."""
+        """Starts an empty table.
+
+        Args:
+            shape: Shape of one row.
+            dtype: Type of the elements.
+        """
         self._rows = np.empty((64, *shape), dtype)
         self.count = 0
 
     def append(self, rows: np.ndarray) -> None:
-        """Add rows [n, ...]. One writer at a time; readers of views are not disturbed."""
+        """Appends rows [n, ...]. Only one thread may append; other threads may read views."""
         count = self.count + len(rows)
         if count > len(self._rows):
             shape = (max(count, 2 * len(self._rows)), *self._rows.shape[1:])
@@ -27,20 +32,25 @@ class Growing:
         self.count = count
 
     def view(self, count: int) -> np.ndarray:
-        """The first `count` rows."""
+        """Returns the first `count` rows without copying."""
         return self._rows[:count]
 
 
 @dataclass(frozen=True)
 class Extended:
-    """base [I, ...] and the rows after it: row I + i is `tail[i]`."""
+    """A base array followed by a tail: row I + i is `tail[i]`.
+
+    Attributes:
+        base: [I, ...] first rows.
+        tail: [t, ...] later rows.
+    """
 
     base: np.ndarray
     tail: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array."""
+        """Shape, as of an array."""
         return (len(self), *self.base.shape[1:])
 
     def __len__(self) -> int:
@@ -48,6 +58,7 @@ class Extended:
 
     def __getitem__(self, rows: np.ndarray | int) -> np.ndarray:
         rows, known = np.asarray(rows), len(self.base)
+        # Clamp both lookups into range and select the valid one below.
         found = self.base[np.minimum(rows, known - 1)]
         later = rows >= known
         if not later.any():
@@ -57,10 +68,14 @@ class Extended:
 
 @dataclass(frozen=True)
 class Patched:
-    """base [I, ...] with other values at some rows, and perhaps more rows, out of num_rows.
+    """A base array with other values at some rows, and possibly more rows.
 
-    rows [p] ascending: where they are; every row from I on is among them. places [p]: their
-    values, as places in `values`.
+    Attributes:
+        base: [I, ...] unchanged rows.
+        num_rows: Number of rows, at least I.
+        rows: [p] ascending rows with other values. It includes all rows from I on.
+        places: [p] index in `values` of each such row.
+        values: [v, ...] other values.
     """
 
     base: np.ndarray
@@ -71,7 +86,7 @@ class Patched:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array."""
+        """Shape, as of an array."""
         return (self.num_rows, *self.base.shape[1:])
 
     def __len__(self) -> int:
@@ -90,13 +105,13 @@ Table = np.ndarray | Extended | Patched
 
 
 def _where(condition: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """np.where by leading axes."""
+    """np.where with a condition over the leading axes."""
     wide = condition.reshape(condition.shape + (1,) * (one.ndim - condition.ndim))
     return np.asarray(np.where(wide, one, other))
 
 
 def are_among(rows: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """[n] bool: which rows are there."""
+    """Returns [n] bool, True for rows that occur in an ascending array."""
     if not ascending.size:
         return np.zeros(rows.shape, dtype=bool)
     at = np.minimum(np.searchsorted(ascending, rows), ascending.size - 1)

@@ -1,12 +1,12 @@
-"""Histories: the newest events of a user, packed, behind one protocol for every store.
+"""Histories: the latest events of each user, packed, behind one protocol for every store.
 
-A value is a header and one fixed record per event, oldest first:
+A stored value is a header and one fixed-size record per event, oldest first:
 
     "RH"  version u8  dtype u8  count u32  checksum 8 bytes  |  count x EVENT_DTYPE
 
-The checksum is the head of a SHA-1 over everything else: not for secrecy, but because it is the
-one digest that Redis computes at C speed inside a script, so that appending and checking stay one
-round trip.
+The checksum is the first 8 bytes of a SHA-1 over everything else. It detects damage and is not
+meant for security. SHA-1 is the one digest that a Redis script computes at C speed, so that
+appending and checking take a single round trip.
 """
 
 from __future__ import annotations
@@ -44,21 +44,27 @@ MAGIC, VERSION, DTYPE_CODE = b"RH", 1, 1
 
 
 class StoreUnavailable(ConnectionError):
-    """The store did not answer, refused to, or is full."""
+    """The store did not answer, rejected the call, or is full."""
 
 
 class CorruptHistory(ValueError):
-    """A user's stored value is damaged: neither used nor overwritten; `delete` clears it."""
+    """A user's stored value is damaged. It is neither used nor overwritten; `delete` removes it."""
 
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """One event as a store keeps it.
+    """One event in a history store.
 
-    item_key: `catalog.item_key` of the item. time_us: microseconds UTC. event_key: `event_key` of
-    the client's event id; an event whose key is in the kept window is a duplicate. type: index
-    into EVENT_TYPES.
-    Raises ValueError naming the field, its bound and what came.
+    Attributes:
+        item_key: Key of the item, from `catalog.item_key`.
+        time_us: Microseconds UTC.
+        event_key: Key of the client's event id, from `event_key`. An event whose key is already in
+            the stored history is a duplicate.
+        type: Index into EVENT_TYPES.
+        value: Any finite 32-bit float.
+
+    Raises:
+        ValueError: If a field is out of range. The message names field, bound and value.
     """
 
     item_key: int
@@ -82,10 +88,11 @@ class StoredEvent:
 
 @dataclass(frozen=True)
 class Replacement:
-    """The stored event with the key of `event` becomes it.
+    """Replaces the stored event that has the same event key.
 
-    keeps_time: it stays at the time, and in the place, that it has; the event's own time is not
-    read.
+    Attributes:
+        event: The new event.
+        keeps_time: True keeps time and position of the stored event and ignores the new time.
     """
 
     event: StoredEvent
@@ -93,13 +100,13 @@ class Replacement:
 
     @property
     def event_key(self) -> int:
-        """Of the stored event."""
+        """Key of the stored event."""
         return self.event.event_key
 
 
 @dataclass(frozen=True)
 class Removal:
-    """The stored event with this key goes; its key is then as good as never seen."""
+    """Removes the stored event with a key. The key can be used again afterwards."""
 
     event_key: int
 
@@ -110,9 +117,11 @@ Change = StoredEvent | Correction
 
 @dataclass(frozen=True)
 class Revised:
-    """A history that events were put into, changed in or taken out of, not only added at its end.
+    """A history that was trimmed, or changed other than by adding events at its end.
 
-    before, after: EVENT_DTYPE arrays.
+    Attributes:
+        before: EVENT_DTYPE array before the changes.
+        after: EVENT_DTYPE array after the changes.
     """
 
     before: np.ndarray
@@ -121,9 +130,12 @@ class Revised:
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of changes. taken: per change, whether it was done; False for a duplicate event
-    and for a correction of what is not stored. revised: None where events at its end are all that
-    is new, and nothing was trimmed.
+    """Result of changes to a history.
+
+    Attributes:
+        taken: Whether each change was made. False means a duplicate event, or a correction of an
+            event that is not stored.
+        revised: None if events were only added at the end and nothing was trimmed.
     """
 
     taken: list[bool]
@@ -132,12 +144,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options of a history store; each store reads those that it has a use for.
+    """Options of a history store. A store ignores options that it does not need.
 
     Attributes:
-        cap: Events per user. A history is trimmed to it when it reaches twice that.
-        timeout_s: Most time of a call over a network.
-        map_size_bytes: Most bytes of a file.
+        cap: Events per user. A history longer than twice the cap is trimmed to the cap.
+        timeout_s: Time limit of a network call.
+        map_size_bytes: Largest size of the store's file.
     """
 
     cap: int = DEFAULT_CAP
@@ -146,11 +158,12 @@ class StoreOptions:
 
 
 class HistoryStore(Protocol):
-    """Histories of all users: EVENT_DTYPE arrays, read-only, oldest first, at most `2 * cap` long.
+    """Stores the histories of all users.
 
-    All methods are safe to call from several threads. They raise ValueError for a user id that is
-    empty or longer than 480 bytes, and StoreUnavailable where the store fails. A store derives from
-    this class and is registered in stores.py.
+    A history is a read-only EVENT_DTYPE array, oldest first, of at most `2 * cap` events. All
+    methods are thread-safe. They raise ValueError for a user id that is empty or longer than 480
+    bytes, and StoreUnavailable if the store fails. A store derives from this class and is
+    registered in stores.py.
 
     Attributes:
         blocks: Whether a read may wait for a network.
@@ -168,19 +181,32 @@ class HistoryStore(Protocol):
         ...
 
     def get(self, user_id: str) -> np.ndarray:
-        """A user's events; none for an unknown user. Raises CorruptHistory."""
+        """Returns a user's events; no events for an unknown user. Raises CorruptHistory."""
         (found,) = self.get_many([user_id])
         if isinstance(found, CorruptHistory):
             raise found
         return found
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
-        """Events of each user, one round trip for all; a damaged value is reported in its place."""
+        """Returns the events of each user in one round trip.
+
+        A damaged value is returned as a CorruptHistory in its place.
+        """
 
     def append(self, user_id: str, changes: Sequence[Change]) -> list[bool]:
-        """Add events in order of time, and correct what is stored; per change, whether it was done.
+        """Inserts events by time and corrects stored events.
 
-        What was done is on disk, or in the server, when this returns. Raises CorruptHistory.
+        The changes are durable, on disk or in the server, when the call returns.
+
+        Args:
+            user_id: User whose history changes.
+            changes: Changes in the order in which they are made.
+
+        Returns:
+            Whether each change was made.
+
+        Raises:
+            CorruptHistory: If the stored value is damaged. Nothing is changed then.
         """
         applied = self.append_many({user_id: changes})[user_id]
         if isinstance(applied, CorruptHistory):
@@ -190,32 +216,33 @@ class HistoryStore(Protocol):
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]
     ) -> dict[str, Applied | CorruptHistory]:
-        """`append` for several users in one round trip; damage is reported in its place.
+        """Does `append` for several users in one round trip.
 
-        A user's changes are made in the order given, all together: nobody reads or writes between.
+        The changes of one user are made atomically, in the given order. A damaged value is returned
+        as a CorruptHistory in its place.
         """
 
     def delete(self, user_id: str) -> bool:
-        """Forget a user; whether anything was stored. Works on damaged values too."""
+        """Deletes a user's history, damaged or not. Returns whether there was one."""
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Releases the store."""
 
 
 def event_key(event_id: str) -> int:
-    """Unsigned 64-bit key of a client's event id."""
+    """Returns the unsigned 64-bit key of a client's event id."""
     return int.from_bytes(blake2b(event_id.encode(), digest_size=8).digest(), "little")
 
 
 def event_type(name: str) -> int:
-    """Index of a type's name. Raises ValueError listing the names there are."""
+    """Returns the index of an event type. Raises ValueError with the list of known types."""
     if name not in EVENT_TYPES:
         raise ValueError(f"type is {name[:40]!r}; expected one of {', '.join(EVENT_TYPES)}")
     return EVENT_TYPES.index(name)
 
 
 def user_key(user_id: str) -> bytes:
-    """The user id as bytes. Raises ValueError if it is empty, too long or not valid text."""
+    """Returns a user id as bytes. Raises ValueError if it is empty, too long or invalid text."""
     try:
         key = user_id.encode()
     except UnicodeEncodeError as error:
@@ -226,35 +253,39 @@ def user_key(user_id: str) -> bytes:
 
 
 def records(events: Sequence[StoredEvent]) -> np.ndarray:
-    """Events as an EVENT_DTYPE array, in the given order."""
+    """Returns events as an EVENT_DTYPE array, in the given order."""
     rows = [(e.item_key, e.event_key, e.time_us, e.value, e.type) for e in events]
     return np.array(rows, dtype=EVENT_DTYPE)
 
 
 def pack(history: np.ndarray) -> bytes:
-    """EVENT_DTYPE array -> stored bytes."""
+    """Converts an EVENT_DTYPE array to stored bytes."""
     head = HEADER.pack(MAGIC, VERSION, DTYPE_CODE, len(history), b"")[:8]
     body = history.tobytes()
     return head + _checksum(head, body) + body
 
 
 def unpack(data: bytes) -> np.ndarray:
-    """Stored bytes -> EVENT_DTYPE array, a view. Raises CorruptHistory if they are damaged."""
+    """Returns a view of stored bytes as an EVENT_DTYPE array.
+
+    Raises:
+        CorruptHistory: If the bytes are damaged.
+    """
     if len(data) < HEADER.size:
         raise CorruptHistory(f"stored history has {len(data)} bytes; the header alone has 16")
     magic, version, dtype_code, count, checksum = HEADER.unpack_from(data)
     if (magic, version, dtype_code) != (MAGIC, VERSION, DTYPE_CODE):
-        raise CorruptHistory(f"stored history is of format {magic!r} {version}.{dtype_code}")
+        raise CorruptHistory(f"stored history has format {magic!r} {version}.{dtype_code}")
     body = memoryview(data)[HEADER.size :]
     if len(body) != count * EVENT_DTYPE.itemsize:
-        raise CorruptHistory(f"stored history names {count} events but has {len(body)} bytes")
+        raise CorruptHistory(f"stored history declares {count} events but has {len(body)} bytes")
     if _checksum(data[:8], body) != checksum:
         raise CorruptHistory("stored history does not match its checksum")
     return np.frombuffer(body, dtype=EVENT_DTYPE)
 
 
 def read_stored(value: bytes | None) -> np.ndarray | CorruptHistory:
-    """What a store holds for a user: events, none for None; damage is returned, not raised."""
+    """Decodes a store's value; None is an empty history, and damage is returned, not raised."""
     if value is None:
         return np.frombuffer(b"", dtype=EVENT_DTYPE)
     try:

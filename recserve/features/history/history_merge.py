@@ -1,4 +1,4 @@
-"""What becomes of a history when events are added, replaced and removed."""
+"""Applies additions, replacements and removals of events to a history."""
 
 from __future__ import annotations
 
@@ -22,17 +22,28 @@ from recserve.features.history.history import (
 
 @dataclass(frozen=True)
 class Merged:
-    """A history after changes."""
+    """A history after changes.
+
+    Attributes:
+        history: EVENT_DTYPE array.
+        applied: Which changes were made.
+    """
 
     history: np.ndarray
     applied: Applied
 
 
 def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
-    """Make changes in the order given, then trim to cap at twice the cap.
+    """Makes changes in the given order, then trims a history of over `2 * cap` events to `cap`.
 
-    A new event stands in order of time, among equal times last; one whose key is there already is
-    left out. A replacement that moves in time does the same, another keeps its place.
+    A new event is inserted by time, after events of the same time. An event whose key is already
+    stored is skipped. A replacement with another time is moved likewise; any other replacement
+    keeps its position.
+
+    Args:
+        history: EVENT_DTYPE array, oldest first.
+        changes: Changes in the order in which they are made.
+        cap: Events per user.
     """
     after = history
     taken: list[bool] = []
@@ -46,7 +57,7 @@ def merge(history: np.ndarray, changes: Sequence[Change], cap: int) -> Merged:
 
 
 def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
-    """Changes in their order, new events that follow one another as one list."""
+    """Yields changes in order, with consecutive new events grouped as one list."""
     for are_new, run in groupby(changes, lambda change: isinstance(change, StoredEvent)):
         if are_new:
             yield [change for change in run if isinstance(change, StoredEvent)]
@@ -55,6 +66,7 @@ def runs(changes: Sequence[Change]) -> Iterator[list[StoredEvent] | Correction]:
 
 
 def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
+    """Inserts new events by time."""
     new = records(events)
     known = set(history["event_key"].tolist())
     accepted = []
@@ -72,6 +84,7 @@ def _added(history: np.ndarray, events: Sequence[StoredEvent]) -> Merged:
 
 
 def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
+    """Replaces or removes one event."""
     found = np.flatnonzero(history["event_key"] == np.uint64(change.event_key))
     if not found.size:
         return Merged(history, Applied([False]))
@@ -88,4 +101,5 @@ def _corrected(history: np.ndarray, change: Replacement | Removal) -> Merged:
 
 
 def _begins_with(history: np.ndarray, beginning: np.ndarray) -> bool:
+    """Whether a history starts with exactly these events."""
     return history[: len(beginning)].tobytes() == beginning.tobytes()

@@ -1,6 +1,6 @@
-"""Histories in LMDB: embedded, no server, every acknowledged append survives a kill.
+"""Stores histories in LMDB, an embedded database. Acknowledged appends survive a crash.
 
-A write transaction ends with a sync to disk before `append` returns; readers never wait for it.
+A write transaction syncs to disk before `append` returns. Readers never wait for it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ MAX_READERS = 512
 
 
 class LmdbStore(HistoryStore):
-    """A HistoryStore in the folder `path`, which may be open once per process.
+    """A history store in a local folder, which a process may open only once.
 
-    map_size_bytes: the most the file may grow to; the file is sparse and takes only what it holds.
-    Raises StoreUnavailable if the folder cannot be opened.
+    Attributes:
+        path: Folder of the store.
+        cap: Events per user.
+
+    Raises:
+        StoreUnavailable: If the folder cannot be opened.
     """
 
     blocks = False
@@ -47,6 +51,14 @@ class LmdbStore(HistoryStore):
     def __init__(
         self, path: str | Path, *, cap: int = DEFAULT_CAP, map_size_bytes: int = 8 << 30
     ) -> None:
+        """Opens or creates the store.
+
+        Args:
+            path: Folder of the store.
+            cap: Events per user.
+            map_size_bytes: Largest size of the file. The file is sparse and uses only what it
+                holds.
+        """
         self.path = Path(path)
         self.cap = cap
         with self._failures():
@@ -56,7 +68,10 @@ class LmdbStore(HistoryStore):
             )
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
-        """Events of each user, from one snapshot; a damaged value is reported in its place."""
+        """Returns the events of each user, all from one snapshot.
+
+        A damaged value is returned as a CorruptHistory in its place.
+        """
         keys = [user_key(user_id) for user_id in user_ids]
         with self._failures(), self._environment.begin() as transaction:
             values = [transaction.get(key) for key in keys]
@@ -65,7 +80,7 @@ class LmdbStore(HistoryStore):
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]
     ) -> dict[str, Applied | CorruptHistory]:
-        """Make changes of several users in one transaction, synced to disk once."""
+        """Changes the histories of several users in one transaction, synced to disk once."""
         keys = {user_id: user_key(user_id) for user_id in changes}
         answers: dict[str, Applied | CorruptHistory] = {}
         with self._failures(), self._environment.begin(write=True) as transaction:
@@ -83,17 +98,18 @@ class LmdbStore(HistoryStore):
         return answers
 
     def delete(self, user_id: str) -> bool:
-        """Forget a user; whether anything was stored."""
+        """Deletes a user's history. Returns whether there was one."""
         key = user_key(user_id)
         with self._failures(), self._environment.begin(write=True) as transaction:
             return bool(transaction.delete(key))
 
     def close(self) -> None:
-        """Close the file; the store cannot be used afterwards."""
+        """Closes the file. The store cannot be used afterwards."""
         self._environment.close()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
+        """Turns LMDB's errors into StoreUnavailable."""
         try:
             yield
         except lmdb.MapFullError as error:

@@ -1,7 +1,7 @@
-"""Histories in Redis: one value per user, one MGET for a batch of users, one script per append.
+"""Stores histories in Redis: one value per user, one MGET per batch, one script per append.
 
-The script checks the stored value, does to it what `history_merge.merge` says, and writes it with
-its new checksum: one round trip, and no other client can come between.
+The script checks the stored value, applies the same changes as `history_merge.merge`, and writes
+the value with a new checksum. It takes one round trip and is atomic.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ CORRUPT = "RECSERVE_CORRUPT"
 
 ADD, REPLACE, REPLACE_IN_PLACE, REMOVE = b"+", b"=", b"~", b"-"
 
-# ARGV[1]: cap. Then one per run of changes: a letter of the above, and new records, distinct, in
-# order of time, or the record of a correction (of a removal its event_key counts). Returns "0" or
-# "1" per record; where more was done than adding at the end, that and the value as it was.
+# ARGV[1] is the cap. Each further argument is one run of changes: one of the letters above, then
+# either distinct new records in order of time, or the record of one correction. A removal uses only
+# the event_key of its record.
+# Returns "0" or "1" per record. If more was done than adding at the end, the script returns that
+# string together with the old value.
 # Record layout: item_key 1-8, event_key 9-16, time 17-24, value 25-28, type 29 (EVENT_DTYPE).
 APPEND = """
 local SIZE, HEAD = 29, 16
@@ -132,16 +134,18 @@ end
 if revised then return {table.concat(flags), stored} end
 return table.concat(flags)
 """
-assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script spells these sizes out"
+assert HEADER.size == 16 and EVENT_DTYPE.itemsize == 29, "the script hard-codes these sizes"
 
 
 class RedisStore(HistoryStore):
-    """A HistoryStore in the Redis at `url`.
+    """A history store in Redis.
 
-    timeout_s: to connect and for each answer; a failed call is tried twice more, which is safe
-    because an event that did arrive is then a duplicate, and what is replaced twice is replaced;
-    only of a removal that did arrive it is then said that nothing is stored. Raises
-    StoreUnavailable if the server does not answer, ValueError for a malformed URL.
+    A failed call is retried twice. That is safe: an event that did arrive is then a duplicate, and
+    a replacement can be repeated. Only a removal that did arrive is then reported as not stored.
+
+    Raises:
+        StoreUnavailable: If the server does not answer.
+        ValueError: If the URL is malformed.
     """
 
     @classmethod
@@ -150,6 +154,13 @@ class RedisStore(HistoryStore):
         return cls(url, cap=options.cap, timeout_s=options.timeout_s)
 
     def __init__(self, url: str, *, cap: int = DEFAULT_CAP, timeout_s: float = 0.25) -> None:
+        """Connects and loads the script.
+
+        Args:
+            url: URL of the server.
+            cap: Events per user.
+            timeout_s: Time limit to connect, and of each reply.
+        """
         self.cap = cap
         self._client: Any = redis.Redis.from_url(
             url,
@@ -161,7 +172,10 @@ class RedisStore(HistoryStore):
             self._script = self._client.script_load(APPEND)
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
-        """Events of each user by one MGET; a damaged value is reported in its place."""
+        """Returns the events of each user by one MGET.
+
+        A damaged value is returned as a CorruptHistory in its place.
+        """
         if not user_ids:
             return []
         keys = [PREFIX + user_key(user_id) for user_id in user_ids]
@@ -172,7 +186,7 @@ class RedisStore(HistoryStore):
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]
     ) -> dict[str, Applied | CorruptHistory]:
-        """Make changes of several users in one round trip; each user's are atomic."""
+        """Changes the histories of several users in one round trip, atomically per user."""
         calls = [_call(user_id, made) for user_id, made in changes.items()]
         with self._failures():
             replies = self._run(calls)
@@ -187,16 +201,17 @@ class RedisStore(HistoryStore):
         return answers
 
     def delete(self, user_id: str) -> bool:
-        """Forget a user; whether anything was stored."""
+        """Deletes a user's history. Returns whether there was one."""
         key = PREFIX + user_key(user_id)
         with self._failures():
             return bool(self._client.delete(key))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         self._client.close()
 
     def _applied(self, changes: Sequence[Change], call: _Call, reply: Any) -> Applied:
+        """Converts a script's reply; the revised history is recomputed from the old value."""
         flags, stored = (reply, None) if isinstance(reply, bytes) else reply
         taken = np.zeros(len(changes), dtype=bool)
         taken[call.order] = np.frombuffer(flags, dtype=np.uint8) == ord("1")
@@ -207,7 +222,7 @@ class RedisStore(HistoryStore):
         return Applied(taken.tolist(), merge(before, changes, self.cap).applied.revised)
 
     def _run(self, calls: list[_Call]) -> list[Any]:
-        """Replies of the script, errors in place; loads it again where the server forgot it."""
+        """Returns the script's replies, with errors in place. Reloads a script that is missing."""
         for _ in range(2):
             with self._client.pipeline(transaction=False) as pipeline:
                 for call in calls:
@@ -220,6 +235,7 @@ class RedisStore(HistoryStore):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
+        """Turns Redis' errors into StoreUnavailable."""
         try:
             yield
         except RedisError as error:
@@ -228,7 +244,13 @@ class RedisStore(HistoryStore):
 
 @dataclass(frozen=True)
 class _Call:
-    """Of the script, for one user. order [flags] int64: the change that each flag is of."""
+    """Arguments of the script for one user.
+
+    Attributes:
+        key: Redis key of the user.
+        runs: One argument per run of changes.
+        order: int64 index of the change that each returned flag belongs to.
+    """
 
     key: bytes
     runs: list[bytes]
@@ -236,12 +258,14 @@ class _Call:
 
 
 def _call(user_id: str, changes: Sequence[Change]) -> _Call:
+    """Encodes the changes of one user as script arguments."""
     written: list[bytes] = []
     orders: list[np.ndarray] = [np.zeros(0, np.int64)]
     count = 0
     for run in runs(changes):
         if isinstance(run, list):
             new = records(run)
+            # The script expects distinct keys in order of time, ties in the given order.
             first = np.unique(new["event_key"], return_index=True)[1]
             order = first[np.lexsort((first, new["time_us"][first]))]
             written.append(ADD + new[order].tobytes())
@@ -254,6 +278,7 @@ def _call(user_id: str, changes: Sequence[Change]) -> _Call:
 
 
 def _correction(change: Correction) -> bytes:
+    """Encodes a correction as a letter and a record."""
     if isinstance(change, Removal):
         return REMOVE + records([StoredEvent(0, 0, change.event_key)]).tobytes()
     kind = REPLACE_IN_PLACE if change.keeps_time else REPLACE

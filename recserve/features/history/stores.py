@@ -1,4 +1,4 @@
-"""The registry of history stores: a URL's scheme names the class that opens it.
+"""The registry of history stores, which maps a URL's scheme to the class that opens it.
 
 Other packages register a class in the entry-point group `recserve.stores`, under its scheme:
 
@@ -21,12 +21,12 @@ BUILT_IN = (
 
 
 def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
-    """Returns the open store of a URL.
+    """Opens the store of a URL.
 
     Args:
-        url: `lmdb:PATH`, `redis://...`, `rediss://...`, `unix://...`, or the scheme of an installed
-            package.
-        options: Options of the store; None: the defaults.
+        url: `lmdb:PATH`, `redis://...`, `rediss://...`, `unix://...`, or a URL with the scheme of
+            an installed package.
+        options: Options of the store, or None for the defaults.
 
     Raises:
         ValueError: If no store has the scheme, or an option is out of range.
@@ -36,13 +36,13 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
     if not 1 <= options.cap <= MAX_CAP:
         raise ValueError(f"cap is {options.cap}; expected 1..{MAX_CAP}")
     scheme, _, rest = url.partition(":")
-    # A package cannot replace a store of our own.
+    # Built-in stores come last, so a package cannot replace them.
     registered = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
     if scheme not in registered or not rest:
         known = ", ".join(sorted(registered))
         raise ValueError(
             f"store scheme is {scheme[:20]!r}; expected lmdb:PATH, redis://... or unix://... "
-            f"(schemes here: {known})"
+            f"(known schemes: {known})"
         )
     store: type[HistoryStore] = registered[scheme].load()
     return store.open(url, options)

@@ -1,7 +1,8 @@
-"""Features of a user and a candidate together, for many candidates at once.
+"""Computes cross features of users and candidates, for many candidates at once.
 
-Candidates belong to contexts: what a user had seen at one moment. Serving has one context for all
-candidates of a request; training has one per positive. Cost is a few passes over the candidates.
+A candidate belongs to a context: what a user had seen at one moment. Serving has one context for
+all candidates of a request, training has one per positive. The cost is a few passes over the
+candidates.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ SHRINKAGE = 5.0
 
 @dataclass(frozen=True)
 class Contexts:
-    """What C users (or one user at C moments) had seen.
+    """What C users, or one user at C moments, had seen.
 
-    rows [C, 50] int64: item rows, the latest first, -1 where there are no more. values [C, 50]
-    float32: values of these events. lengths [C]: all events seen.
+    Attributes:
+        rows: [C, 50] int64 item rows, latest first, -1 for padding.
+        values: [C, 50] float32 values of these events.
+        lengths: [C] number of all events seen.
     """
 
     rows: np.ndarray
@@ -51,7 +54,13 @@ class Contexts:
 
     @staticmethod
     def of(rows: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Contexts:
-        """The first `lengths[c]` events of a history, for each c. rows, values: [n], in order."""
+        """Returns contexts that see the first `lengths[c]` events of a history.
+
+        Args:
+            rows: [n] item rows of the history, oldest first.
+            values: [n] values of these events.
+            lengths: [C] number of events that each context sees.
+        """
         index = lengths[:, None] - 1 - np.arange(NUM_EVENTS)
         there = index >= 0
         if not rows.size:
@@ -65,7 +74,7 @@ class Contexts:
 
     @staticmethod
     def cat(parts: list[Contexts]) -> Contexts:
-        """Contexts of several users, in order."""
+        """Concatenates the contexts of several users."""
         return Contexts(
             np.concatenate([p.rows for p in parts]),
             np.concatenate([p.values for p in parts]),
@@ -75,15 +84,23 @@ class Contexts:
 
 @dataclass(frozen=True)
 class UserSide:
-    """What the features need of C contexts, whatever the candidates are: worked out once per user.
+    """Features of C contexts that do not depend on the candidates, computed once per user.
 
-    latest [C, 50] int64 item rows and seen [C, 50] bool, the latest first. linked [K] int64:
-    `context * I + neighbour` of the last ten items, ascending; link_sums, link_weights [3, K]:
-    their weighted common users, and the weights alone. queries [C, 12, D]: mean vector of five
-    events, of all, and the last ten. tallies [2, C, G+1]: weighted categories of all events and of
-    five, squared weights included; tally_norms [2, C]. shares [C, G+1]. repeated [R] int64:
-    `context * I + row`, ascending, the latest first; ranks [R]. known [C, 2]: log of the events
-    seen, mean value.
+    Attributes:
+        latest: [C, 50] int64 item rows, latest first, 0 for padding.
+        seen: [C, 50] bool, False for padding.
+        linked: [K] int64 ascending keys `context * I + neighbour` of the last ten items'
+            neighbours.
+        link_sums: [3, K] weighted numbers of common users.
+        link_weights: [3, K] sums of the weights alone.
+        queries: [C, 12, D] mean vector of the last five items, mean of all, and the last ten
+            vectors.
+        tallies: [2, C, G+1] category counts of all events and of five, with squared weights.
+        tally_norms: [2, C] lengths of the weighted category counts.
+        shares: [C, G+1] share of the events in each category.
+        repeated: [R] int64 ascending keys `context * I + row` of seen items, latest first per key.
+        ranks: [R] number of events since each entry of `repeated`.
+        known: [C, 2] log number of events seen, and mean value.
     """
 
     latest: np.ndarray
@@ -101,7 +118,7 @@ class UserSide:
 
     @staticmethod
     def of(tables: RankingTables, contexts: Contexts) -> UserSide:
-        """Look everything up."""
+        """Computes the user's side of the features."""
         seen = contexts.rows >= 0
         latest = np.where(seen, contexts.rows, 0)
         return UserSide(
@@ -122,11 +139,18 @@ def cross_features(
     rows: np.ndarray,
     own_values: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[M, len(CROSS_COLUMNS)] float32.
+    """Returns the features of each candidate.
 
-    owners [M]: context of each candidate, ascending. rows [M]: its item row.
-    own_values [M], in training only: the value of the candidate's own event where the tables
-    counted it, NaN where they did not; its contribution is taken back. Serving never passes it.
+    Args:
+        tables: Tables of the catalogue version.
+        user: The user's side of C contexts.
+        owners: [M] ascending context of each candidate.
+        rows: [M] item row of each candidate.
+        own_values: [M] value of the candidate's own training event, NaN if the tables did not count
+            it. The event's contribution is subtracted. None when serving.
+
+    Returns:
+        [M, len(CROSS_COLUMNS)] float32.
     """
     counts = tables.item_counts[rows]
     if own_values is not None:
@@ -154,11 +178,15 @@ def cross_features(
 def _links(
     tables: RankingTables, latest: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Neighbours of the last ten items; weights: decayed cosine, the last item's alone, one."""
+    """Returns keys, sums and weights of the neighbours of the last ten items.
+
+    The three weights are the decayed cosine, the cosine of the last item alone, and one.
+    """
     context, rank = np.nonzero(seen[:, :NUM_LINKED])
     items = tables.fitted_rows(latest[context, rank])
     starts, lengths = tables.neighbour_ranges(items)
     link = np.repeat(np.arange(items.size), lengths)
+    # `link` is the item of each neighbour; `place` enumerates starts[i] .. starts[i] + lengths[i].
     place = np.arange(link.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + starts[link]
     keys, where = np.unique(
         context[link] * tables.num_items + tables.neighbours[place], return_inverse=True
@@ -173,7 +201,7 @@ def _links(
 def _cooccurrence(
     user: UserSide, wanted: np.ndarray, counts: np.ndarray, own_values: np.ndarray | None
 ) -> np.ndarray:
-    """[M, 3]: decayed cosine with the last ten items, with the last one, log of common users."""
+    """Returns [M, 3]: decayed cosine with ten items, with the last item, log of common users."""
     if not user.linked.size:
         return np.zeros((wanted.size, 3))
     at = np.searchsorted(user.linked, wanted).clip(max=user.linked.size - 1)
@@ -187,7 +215,7 @@ def _cooccurrence(
 
 
 def _queries(tables: RankingTables, latest: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """[C, 12, D] mean directions of five events and of all, then the last ten items."""
+    """Returns [C, 12, D]: mean directions of five events and of all, then the last ten items."""
     past = tables.vectors[latest] * seen[..., None]
     means = np.stack([past[:, :NUM_RECENT].sum(1), past.sum(1)], 1)
     means /= np.maximum(np.linalg.norm(means, axis=2, keepdims=True), 1e-6)
@@ -195,10 +223,10 @@ def _queries(tables: RankingTables, latest: np.ndarray, seen: np.ndarray) -> np.
 
 
 def _per_context(candidates: np.ndarray, queries: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Products of each candidate [M, D] with the queries [C, Q, D] of its context -> [M, Q]."""
+    """Multiplies candidates [M, D] with the queries [C, Q, D] of their contexts, giving [M, Q]."""
     num_contexts = queries.shape[0]
     sizes = np.bincount(owners, minlength=num_contexts)
-    if (sizes == sizes[0]).all():
+    if (sizes == sizes[0]).all():  # one batched product
         blocks = candidates.reshape(num_contexts, sizes[0], -1) @ queries.transpose(0, 2, 1)
         return np.asarray(blocks.reshape(candidates.shape[0], -1))
     ends = np.cumsum(sizes)
@@ -210,7 +238,10 @@ def _per_context(candidates: np.ndarray, queries: np.ndarray, owners: np.ndarray
 def _tallies(
     tables: RankingTables, latest: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How often each category was seen, in all events and in five: weighted, its norm, plain."""
+    """Counts the categories of all events and of the last five.
+
+    Returns the squared-weighted counts, the norms of the weighted counts, and plain shares.
+    """
     weights = tables.category_weights
     size, num_contexts = weights.size, latest.shape[0]
     found = tables.categories[latest]
@@ -230,7 +261,7 @@ def _tallies(
 def _categories(
     tables: RankingTables, user: UserSide, owners: np.ndarray, rows: np.ndarray
 ) -> np.ndarray:
-    """[M, 3]: cosine in category space with all and with five events, share of the rarest one."""
+    """Returns [M, 3]: category cosine with all and with five events, share of the rarest one."""
     mine = tables.categories[rows]
     length = np.sqrt((tables.category_weights**2).take(mine).sum(1))
     place = owners[:, None] * tables.category_weights.size + mine
@@ -244,7 +275,7 @@ def _categories(
 def _repeated(
     tables: RankingTables, latest: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of the items seen, ascending, and how many events ago each was."""
+    """Returns ascending keys of the items seen, and how many events ago each was seen."""
     context, rank = np.nonzero(seen)
     keys = context * tables.num_items + tables.fitted_rows(latest[context, rank])
     order = np.argsort(keys, kind="stable")
@@ -252,7 +283,7 @@ def _repeated(
 
 
 def _repeats(user: UserSide, wanted: np.ndarray) -> np.ndarray:
-    """[M, 2]: log of how often the candidate is in the history, 1 / (1 + its recency rank)."""
+    """Returns [M, 2]: log of how often the item was seen, and 1 / (1 + events since then)."""
     if not user.repeated.size:
         return np.zeros((wanted.size, 2))
     first = np.searchsorted(user.repeated, wanted)
@@ -262,7 +293,7 @@ def _repeats(user: UserSide, wanted: np.ndarray) -> np.ndarray:
 
 
 def _known(tables: RankingTables, contexts: Contexts, seen: np.ndarray) -> np.ndarray:
-    """[C, 2]: log of all events seen, mean value relative to the mean and shrunk."""
+    """Returns [C, 2]: log number of events seen, and the shrunken deviation of the mean value."""
     number, mean = seen.sum(1), tables.settings.mean_value
     value = (contexts.values.sum(1) - mean * number) / (number + SHRINKAGE)
     return np.stack([np.log1p(contexts.lengths), value], 1)

@@ -1,4 +1,4 @@
-"""A user's events, and what the ranker reads of them besides the items: values, gaps, the clock."""
+"""Event features of the ranker that do not depend on the item: values, gaps and clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ HOUR = 3_600_000_000
 
 @dataclass(frozen=True)
 class EventColumns:
-    """A user's events, oldest first: item rows, times, types, values as in EventLog, [n] each."""
+    """A user's events, oldest first, in the units of EventLog.
+
+    Attributes:
+        rows: [n] item rows.
+        times: [n] times.
+        types: [n] event types.
+        values: [n] event values.
+    """
 
     rows: np.ndarray
     times: np.ndarray
@@ -32,26 +39,26 @@ class EventColumns:
 
     @staticmethod
     def of(log: EventLog, user: int) -> EventColumns:
-        """The events of one user of a log."""
+        """Returns the events of one user of a log."""
         part = slice(int(log.offsets[user]), int(log.offsets[user + 1]))
         return EventColumns(log.item_rows[part], log.times[part], log.types[part], log.values[part])
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
-        """All that is known of the events, [n] each."""
+        """All columns, [n] each."""
         return (self.rows, self.times, self.types, self.values)
 
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
     def slice(self, start: int, stop: int) -> EventColumns:
-        """Events start .. stop - 1."""
+        """Returns events start .. stop - 1."""
         part = np.s_[start:stop]
         return EventColumns(self.rows[part], self.times[part], self.types[part], self.values[part])
 
 
 def profile_features(tables: RankingTables, earlier: EventColumns) -> np.ndarray:
-    """[4] summary of the events before the split; zeros where there are none."""
+    """Returns [4] features of the events before the split; zeros without events."""
     if not len(earlier):
         return np.zeros(len(PROFILE_COLUMNS))
     s = tables.settings
@@ -66,7 +73,11 @@ def profile_features(tables: RankingTables, earlier: EventColumns) -> np.ndarray
 
 
 def event_features(tables: RankingTables, events: EventColumns) -> np.ndarray:
-    """[n, 8] per event: popularity, hours since the one before (log), value, conversion, clock."""
+    """Returns [n, 8] features of a user's events.
+
+    The features are log popularity of the item, log hours since the previous event, value,
+    conversion, hour and weekday.
+    """
     s = tables.settings
     out = np.zeros((len(events), len(EVENT_COLUMNS)), dtype=np.float32)
     out[:, 0] = np.log1p(tables.item_counts[events.rows])
@@ -83,9 +94,15 @@ def event_features(tables: RankingTables, events: EventColumns) -> np.ndarray:
 def moment_features(
     settings: RankingSettings, shown_at: np.ndarray | None, last: np.ndarray, has_last: np.ndarray
 ) -> np.ndarray:
-    """[M, 6]: hours since the last event seen (log), whether the moment is known, hour and weekday.
+    """Returns [M, 6] features of the moments at which candidates were shown.
 
-    shown_at [M] or None; last [M]: time of the last event seen, where has_last [M].
+    The features are log hours since the last event, whether the moment is known, hour and weekday.
+
+    Args:
+        settings: Settings of the tables.
+        shown_at: [M] moments, or None if unknown.
+        last: [M] time of the last event seen.
+        has_last: [M] bool, whether there is such an event.
     """
     out = np.zeros((last.size, len(MOMENT_COLUMNS)), dtype=np.float32)
     if shown_at is not None and settings.has_timestamps:
@@ -97,6 +114,6 @@ def moment_features(
 
 
 def _clock(times: np.ndarray) -> np.ndarray:
-    """[n, 4] sine and cosine of the hour of the day and of the day of the week, UTC."""
+    """Returns [n, 4]: sine and cosine of the hour of the day and of the weekday, UTC."""
     angles = [2 * np.pi * (times % period) / period for period in (24 * HOUR, 168 * HOUR)]
     return np.stack([f(a) for a in angles for f in (np.sin, np.cos)], axis=1)

@@ -1,4 +1,4 @@
-"""Ranking tables that follow a live catalogue."""
+"""Keeps ranking tables up to date with a live catalogue."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from recserve.features.ranking.ranking_tables import RankingTables, standardise,
 
 
 class LiveRanking:
-    """Makes the tables of each version; what earlier ones were given is shared, and never changes.
+    """Makes the ranking tables of each catalogue version. Not thread-safe.
 
-    One caller at a time.
+    Versions share their rows, and tables that were returned never change.
+
+    Attributes:
+        base: Tables of the bundle's catalogue.
     """
 
     def __init__(self, base: RankingTables) -> None:
-        """base: tables bound to the bundle's catalogue."""
+        """base: Tables that are bound to the bundle's catalogue."""
         self.base = base
         self._every = np.arange(base.num_items)
         self._learned = Growing((), np.int64)
@@ -32,7 +35,7 @@ class LiveRanking:
         self._start_log()
 
     def at(self, version: CatalogVersion) -> RankingTables:
-        """The tables of a version."""
+        """Returns the tables of a version."""
         if not version.num_tail and not version.num_records:
             return self.base
         self._follow_rows(version)
@@ -55,11 +58,12 @@ class LiveRanking:
         )
 
     def _start_log(self) -> None:
+        """Starts empty tables for the records of a new log."""
         self._categories = Growing(self.base.categories.shape[1:], np.int32)
         self._side = Growing(self.base.side.shape[1:], np.float32)
 
     def _follow_rows(self, version: CatalogVersion) -> None:
-        """Counts and vectors of the rows that no version before had."""
+        """Appends counts and vectors of rows that are new in this version."""
         first = self._learned.count
         if first >= version.num_tail:
             return
@@ -73,7 +77,7 @@ class LiveRanking:
         self._vectors.append(unit_rows(version.vectors.tail[first:]))
 
     def _follow_records(self, records: Sequence[ItemRecord]) -> None:
-        """Categories and numbers of the records that no version before had."""
+        """Appends categories and numeric attributes of records that are new in this version."""
         if not records:
             return
         settings = self.base.settings

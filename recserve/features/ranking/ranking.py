@@ -1,8 +1,13 @@
-"""A ranking request as columns: the root of a user, and candidates as branches under it.
+"""A ranking request as columns: the user's root, and candidates as branches below it.
+
+    profile - long history - recent events -+- candidate 1
+    (root, cached)                          +- candidate 2
+                                            +- candidate M
 
 The root is one profile token, the long history and the recent events. Profile and long history
-change only when the window slides, by a block of events; a recent row says nothing about the time
-of the request. So a cached root survives until the window slides, and a new event appends one row.
+change only when the window moves, by a block of events. A recent row does not depend on the time of
+the request. A cached root therefore stays valid until the window moves, and a new event appends one
+row.
 """
 
 from __future__ import annotations
@@ -36,10 +41,14 @@ MIXERS = np.random.default_rng(20_251_120).integers(1, 2**63, 4096, dtype=np.uin
 
 @dataclass(frozen=True)
 class Columns:
-    """What the ranker reads, one row per token.
+    """Inputs of the ranker, one row per token.
 
-    tokens [n] int64 item rows (0 for the profile). groups, types, times [n] int64: `times` is the
-    position in the root, type 0 is "none". dense [n, F] float32, see `dense_names`.
+    Attributes:
+        tokens: [n] int64 item rows, 0 for the profile.
+        groups: [n] int64 PROFILE, LONG, RECENT or CANDIDATE.
+        types: [n] int64 event type plus 1, 0 for none.
+        times: [n] int64 position in the root.
+        dense: [n, F] float32 features, see `dense_names`.
     """
 
     tokens: np.ndarray
@@ -49,7 +58,7 @@ class Columns:
     dense: np.ndarray
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """By name, as `models.ranker.node_inputs` takes them."""
+        """Returns the columns by name, as `models.ranker.node_inputs` expects them."""
         return dict(vars(self))
 
 
@@ -57,8 +66,11 @@ class Columns:
 class RankingRoot:
     """The root of one user.
 
-    columns: n rows. keys [n] int64: hash of all that a row's embedding depends on. shared: number
-    of profile and long rows, which everybody sees. events: those of the long and recent rows.
+    Attributes:
+        columns: n rows.
+        keys: [n] int64 hash of everything that a row's embedding depends on.
+        shared: Number of profile and long rows, which every row sees.
+        events: Events of the long and recent rows.
     """
 
     columns: Columns
@@ -72,37 +84,50 @@ class RankingRoot:
 
 @dataclass(frozen=True)
 class RankingCandidates:
-    """columns: M rows, in the order given. root_limits [M] int64: how many root rows each sees."""
+    """Candidates of one request.
+
+    Attributes:
+        columns: M rows, in the order of the request.
+        root_limits: [M] int64 number of root rows that each candidate sees.
+    """
 
     columns: Columns
     root_limits: np.ndarray
 
 
 def dense_names(settings: RankingSettings) -> tuple[str, ...]:
-    """Names of the dense columns: each group of tokens has its own, zero in the others' rows."""
+    """Returns the names of the dense columns.
+
+    Each group of tokens has its own columns, which are zero in the rows of other groups.
+    """
     candidate = (*CROSS_COLUMNS, *MOMENT_COLUMNS)
     return (*PROFILE_COLUMNS, *EVENT_COLUMNS, *candidate, *settings.side_names)
 
 
 def max_root_rows(settings: RankingSettings) -> int:
-    """The longest root: profile, long history, recent events."""
+    """Returns the length of the longest root: profile, long history and recent events."""
     return 1 + settings.long_items + settings.recent_items
 
 
 def split_history(num_events: int, settings: RankingSettings) -> tuple[int, int]:
-    """First long event and first recent event of a history.
+    """Returns the first long event and the first recent event of a history.
 
-    The recent part holds at most recent_items events; the split moves by `block` events at a time.
+    The recent part holds at most `recent_items` events. The split moves by `block` events.
     """
     split = window_start(num_events, settings.recent_items, settings.block)
     return max(0, split - settings.long_items), split
 
 
 def root_columns(tables: RankingTables, events: EventColumns, salt: int = 0) -> RankingRoot:
-    """The root of a user with these events; an empty history gives the profile token alone.
+    """Returns the root of a user. An empty history gives the profile token alone.
 
-    salt: any number, e.g. a hash of the model version; part of every key.
-    Raises ValueError for an item row that the tables do not have.
+    Args:
+        tables: Tables of the catalogue version.
+        events: All events of the user, oldest first.
+        salt: Any number, such as a hash of the model version, that is mixed into every key.
+
+    Raises:
+        ValueError: If the tables lack an item row.
     """
     start, split = split_history(len(events), tables.settings)
     return window_columns(tables, events, start, split, salt)
@@ -111,7 +136,10 @@ def root_columns(tables: RankingTables, events: EventColumns, salt: int = 0) -> 
 def window_columns(
     tables: RankingTables, events: EventColumns, start: int, split: int, salt: int = 0
 ) -> RankingRoot:
-    """The root with start .. split - 1 as long history and everything after it as recent events."""
+    """Returns a root with events start .. split - 1 as long history and all later ones as recent.
+
+    Arguments and errors are those of `root_columns`.
+    """
     _check_rows(tables, events.rows)
     window = events.slice(start, len(events))
     n = 1 + len(window)
@@ -137,13 +165,19 @@ def candidate_columns(
     given: Mapping[str, np.ndarray] | None = None,
     user: UserSide | None = None,
 ) -> RankingCandidates:
-    """Candidates of one request.
+    """Returns the candidates of one request.
 
-    rows: [M] item rows. shown_at [M] int64: time of exposure in the unit of the events' times; a
-    candidate sees profile, long history and the recent events before that time; None: all events.
-    given: numeric side information by name, [M] each, NaN where the catalogue's own value holds.
-    user: of `user_side` for this root, where the caller kept it; read only without shown_at.
-    Raises ValueError for an unknown row or name, or columns that differ in length.
+    Args:
+        tables: Tables of the catalogue version.
+        root: The user's root.
+        rows: [M] item rows.
+        shown_at: [M] int64 time of exposure, in the unit of the events' times. A candidate sees
+            profile, long history and the recent events before that time. None shows all events.
+        given: Numeric side information by name, [M] each. NaN keeps the catalogue's own value.
+        user: Result of `user_side` for this root, if available. Ignored if `shown_at` is given.
+
+    Raises:
+        ValueError: If a row or a name is unknown, or columns differ in length.
     """
     rows = np.asarray(rows, dtype=np.int64)
     _check_rows(tables, rows)
@@ -155,6 +189,7 @@ def candidate_columns(
         side = user_side(tables, root) if user is None else user
         cross = cross_features(tables, side, np.zeros_like(rows), rows)
     else:
+        # Root row 0 is the profile, so root row i belongs to event i - 1.
         recent_times = root.events.times[root.shared - 1 :]
         limits = root.shared + np.searchsorted(recent_times, shown_at, side="left")
         lengths, owners = np.unique(limits - 1, return_inverse=True)
@@ -172,7 +207,7 @@ def candidate_columns(
 
 
 def user_side(tables: RankingTables, root: RankingRoot) -> UserSide:
-    """What candidates without a moment of exposure share: everything the user did is known."""
+    """Returns the user's side of candidates without a time of exposure, which see all events."""
     return _side(tables, root, np.array([len(root) - 1]))
 
 
@@ -183,7 +218,15 @@ def candidate_rows(
     cross: np.ndarray,
     moments: np.ndarray,
 ) -> Columns:
-    """Candidate tokens from cross [M, 16] and moments [M, 6]; side information is added."""
+    """Returns the rows of candidates, with side information from the tables.
+
+    Args:
+        tables: Tables of the catalogue version.
+        rows: [M] item rows.
+        limits: [M] number of root rows that each candidate sees.
+        cross: [M, 16] cross features.
+        moments: [M, 6] moment features.
+    """
     columns = _blank(rows.size, tables.settings)
     columns.tokens[:] = rows
     columns.groups[:] = CANDIDATE
@@ -194,13 +237,14 @@ def candidate_rows(
 
 
 def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
-    """[n] int64 hash of each row's columns; equal rows have equal keys."""
+    """Returns [n] int64 hashes of the rows; equal rows have equal keys."""
     integers = np.stack([columns.tokens, columns.groups, columns.types, columns.times], 1)
     words = np.concatenate(
         [integers.view(np.uint64), columns.dense.view(np.uint32).astype(np.uint64)], axis=1
     )
     if words.shape[1] > MIXERS.size:
         raise ValueError(f"{words.shape[1]} columns; at most {MIXERS.size} can be hashed")
+    # Multiply-xorshift mixing with one odd factor per column, then a xor over the columns.
     mixed = words * MIXERS[: words.shape[1]]
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -213,22 +257,27 @@ def row_keys(columns: Columns, salt: int = 0) -> np.ndarray:
 
 
 def visible_rows(root: RankingRoot) -> np.ndarray:
-    """[n] int64, how many root rows each sees: the shared ones each other, recent ones causally."""
+    """Returns [n] int64 number of root rows that each root row sees.
+
+    Shared rows see each other; recent rows see earlier rows and themselves.
+    """
     return np.maximum(np.arange(1, len(root) + 1), root.shared)
 
 
 def _side(tables: RankingTables, root: RankingRoot, lengths: np.ndarray) -> UserSide:
-    """One context for each number of events seen."""
+    """Returns the user's side with one context for each number of events seen."""
     return UserSide.of(tables, Contexts.of(root.events.rows, root.events.values, lengths))
 
 
 def _blank(n: int, settings: RankingSettings) -> Columns:
+    """Returns n rows of zeros."""
     tokens, groups, types, times = np.zeros((4, n), dtype=np.int64)
     dense = np.zeros((n, len(dense_names(settings))), dtype=np.float32)
     return Columns(tokens, groups, types, times, dense)
 
 
 def _check_rows(tables: RankingTables, rows: np.ndarray) -> None:
+    """Raises ValueError for an item row that the tables lack."""
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < tables.num_items:
         raise ValueError(
             f"item rows span {rows.min()}..{rows.max()}; expected 0..{tables.num_items - 1}"
@@ -238,7 +287,7 @@ def _check_rows(tables: RankingTables, rows: np.ndarray) -> None:
 def _override(
     dense: np.ndarray, settings: RankingSettings, given: Mapping[str, np.ndarray]
 ) -> None:
-    """Replace side information of the candidates by what the request says, NaN leaves it."""
+    """Replaces side information of the candidates by the request's values, except NaN."""
     unknown = set(given) - set(settings.side_names)
     if unknown:
         known = ", ".join(settings.side_names) or "none"

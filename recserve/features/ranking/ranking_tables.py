@@ -1,7 +1,7 @@
-"""What the ranker's features look up: item statistics, co-occurrence, categories, vectors.
+"""Lookup tables of the ranker's features: item statistics, co-occurrence, categories, vectors.
 
-Everything counted here is counted on training events. For a training candidate its own event is
-taken back where the tables are read (cross_features.py), else it would give the answer away.
+All counts are counts of training events. For a training candidate, cross_features.py subtracts the
+candidate's own event, which would otherwise reveal the label.
 """
 
 from __future__ import annotations
@@ -25,20 +25,32 @@ from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
 
 MAX_VECTOR_SIZE = 256
-FARTHEST = 1e6  # deviations from the mean; squares of much more overflow in the ranker
+FARTHEST = 1e6  # standard deviations; squares of much larger values overflow in the ranker
 CONVERSION_TYPES = ("purchase", "buy", "order", "conversion")
 FITTED = ("item_counts", "value_sums", "neighbour_offsets", "neighbours", "neighbour_counts")
 
 
 @dataclass(frozen=True)
 class RankingSettings:
-    """What was decided when the tables were fitted.
+    """Settings that are fixed when the tables are fitted.
 
-    long_items, recent_items, block: the windows of a root (see `split_history`).
-    conversion_types: names of the event types that count as a conversion; conversion_value: the
-    least value that counts as one; empty and None: the data cannot tell, every event counts.
-    category_names, category_weights: known categories, log(items / items of the category).
-    side_names, side_means, side_deviations: numeric item attributes and their standardisation.
+    Attributes:
+        num_items: Items of the fitted catalogue.
+        long_items: Largest number of events in the long part of a root, see `split_history`.
+        recent_items: Largest number of events in the recent part of a root.
+        block: Events by which the split between the parts moves.
+        has_timestamps: Whether events have timestamps.
+        has_values: Whether the values of events differ.
+        mean_value: Mean value of training events, 0 without values.
+        type_names: Names of the event types.
+        conversion_types: Event types that count as conversions. Empty if types do not tell.
+        conversion_value: Least value that counts as a conversion, or None. If neither types nor
+            values tell, every event counts.
+        category_names: [G] known categories.
+        category_weights: [G] log(number of items / number of items of the category).
+        side_names: [S] numeric item attributes.
+        side_means: [S] means of the attributes.
+        side_deviations: [S] standard deviations of the attributes.
     """
 
     num_items: int
@@ -58,7 +70,7 @@ class RankingSettings:
     side_deviations: tuple[float, ...]
 
     def side_range(self, name: str) -> tuple[float, float]:
-        """Least and greatest value of a numeric item attribute that the ranker can be told."""
+        """Returns the least and the greatest value that a numeric item attribute may have."""
         place = self.side_names.index(name)
         reach = FARTHEST * self.side_deviations[place]
         return self.side_means[place] - reach, self.side_means[place] + reach
@@ -69,7 +81,12 @@ class RankingSettings:
         return bool(self.conversion_types) or self.conversion_value is not None
 
     def is_conversion(self, types: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """[n] bool from event types (index into type_names) and values, any shape."""
+        """Returns bool of the input's shape, True for conversions.
+
+        Args:
+            types: Index of the event type in `type_names`, any shape.
+            values: Event values, same shape.
+        """
         if self.conversion_types:
             wanted = [self.type_names.index(name) for name in self.conversion_types]
             return np.isin(types, wanted)
@@ -80,14 +97,21 @@ class RankingSettings:
 
 @dataclass(frozen=True)
 class RankingTables:
-    """Lookups by item row; rows beyond `settings.num_items` came later and have no counts.
+    """Lookup tables by item row. Rows after the fitted ones have no counts of their own.
 
-    item_counts, value_sums [I] float32: events of the item, and the sum of their values.
-    neighbour_offsets [I+1] int64, neighbours int32, neighbour_counts float32: co-occurrence.
-    categories [I, K] int32, rarest first, G where padded. category_weights [G+1] float32, 0 for the
-    padding. vectors [I, D] float32, rows of length 1 (or 0). side [I, S] float32, standardised, 0
-    where unknown. learned [I] int64: the fitted row whose events a row inherits, itself if none;
-    None: every row its own.
+    Attributes:
+        settings: Settings of the fit.
+        item_counts: [I] float32 events of each item.
+        value_sums: [I] float32 sum of these events' values.
+        neighbour_offsets: [I+1] int64 first neighbour of each fitted row.
+        neighbours: int32 rows of co-occurring items.
+        neighbour_counts: float32 users that had both items.
+        categories: [I, K] int32 category numbers, rarest first, padded with G.
+        category_weights: [G+1] float32 weights, 0 for the padding.
+        vectors: [I, D] float32 vectors of length 1, or 0.
+        side: [I, S] float32 standardised attributes, 0 if unknown.
+        learned: [I] int64 fitted row whose events a row inherits, or the row itself. None means
+            that every row is its own.
     """
 
     settings: RankingSettings
@@ -104,15 +128,15 @@ class RankingTables:
 
     @property
     def num_items(self) -> int:
-        """I of the catalogue version the tables are bound to."""
+        """I, the number of rows of the catalogue version."""
         return int(self.item_counts.shape[0])
 
     def fitted_rows(self, rows: np.ndarray) -> np.ndarray:
-        """The rows under which the events of items were counted. rows: any shape."""
+        """Returns the rows under which the events of items were counted, in any shape."""
         return rows if self.learned is None else self.learned[rows]
 
     def neighbour_ranges(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First neighbour of each fitted row, and how many; none of rows that came later."""
+        """Returns first neighbour and number of neighbours per fitted row; later rows have none."""
         last = len(self.neighbour_offsets) - 1
         starts = self.neighbour_offsets[np.minimum(rows, last)]
         return starts, self.neighbour_offsets[np.minimum(rows + 1, last)] - starts
@@ -126,9 +150,18 @@ class RankingTables:
         recent_items: int = 64,
         block: int = 32,
     ) -> RankingTables:
-        """Count training events. vectors: [I, F].
+        """Counts training events.
 
-        Raises ValueError where sizes or windows do not fit.
+        Args:
+            train: Training events.
+            items: I items.
+            vectors: [I, F] item vectors.
+            long_items: Largest number of events in the long part of a root.
+            recent_items: Largest number of events in the recent part.
+            block: Events by which the split moves, 1..recent_items.
+
+        Raises:
+            ValueError: If sizes or windows do not fit each other.
         """
         if not 0 < block <= recent_items:
             raise ValueError(f"block is {block}; it must be in 1..{recent_items} (recent_items)")
@@ -158,7 +191,7 @@ class RankingTables:
         return _bind(settings, (counts, sums, *neighbours(train, num_items)), items, vectors)
 
     def save(self, directory: str | Path) -> None:
-        """Write features.json and features.safetensors; each is replaced whole or not at all."""
+        """Writes features.json and features.safetensors. Each file is replaced atomically."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         fitted = {name: np.ascontiguousarray(np.asarray(getattr(self, name))) for name in FITTED}
@@ -169,10 +202,15 @@ class RankingTables:
 
     @staticmethod
     def load(directory: str | Path, items: ItemTable, vectors: np.ndarray) -> RankingTables:
-        """Read saved tables and bind them to a catalogue version, which may hold later items too.
+        """Loads saved tables for a catalogue, which may have more items than the fit.
 
-        vectors: [I, F].
-        Raises ValueError where a file is missing, damaged or does not fit the catalogue.
+        Args:
+            directory: Folder of the tables.
+            items: I items.
+            vectors: [I, F] item vectors.
+
+        Raises:
+            ValueError: If a file is missing, damaged or does not fit the catalogue.
         """
         folder = Path(directory)
         try:
@@ -192,7 +230,7 @@ def _bind(
     items: ItemTable,
     vectors: np.ndarray,
 ) -> RankingTables:
-    """Fitted counts, padded to the catalogue's rows, beside what the catalogue itself says."""
+    """Pads fitted counts to the catalogue's rows and adds the catalogue's own columns."""
     num_items = len(items)
     if vectors.ndim != 2 or vectors.shape[0] != num_items:
         raise ValueError(f"vectors have shape {vectors.shape}; expected [{num_items}, F]")
@@ -221,8 +259,10 @@ def _bind(
 
 
 def standardise(side: np.ndarray, settings: RankingSettings) -> np.ndarray:
-    """[n, S] raw attributes, NaN where unknown -> float32, 0 where unknown, at most FARTHEST away,
-    whatever the catalogue says.
+    """Standardises raw attributes [n, S], NaN if unknown.
+
+    Returns:
+        [n, S] float32 within -FARTHEST..FARTHEST, 0 if unknown.
     """
     with np.errstate(over="ignore"):
         scaled = (side - np.array(settings.side_means)) / np.array(settings.side_deviations)
@@ -231,7 +271,11 @@ def standardise(side: np.ndarray, settings: RankingSettings) -> np.ndarray:
 
 
 def _conversion_rule(train: EventLog, has_values: bool) -> tuple[tuple[str, ...], float | None]:
-    """Types named as purchases where there are any; else a value above the median; else nothing."""
+    """Returns the conversion types and the least conversion value of the training data.
+
+    Types that are named like purchases are preferred. Otherwise a value above the median counts.
+    Otherwise both are empty.
+    """
     named = tuple(name for name in train.type_names if name.lower() in CONVERSION_TYPES)
     if named and len(named) < len(train.type_names):
         return named, None
@@ -243,7 +287,7 @@ def _conversion_rule(train: EventLog, has_values: bool) -> tuple[tuple[str, ...]
 
 
 def numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
-    """Numeric and boolean columns as float64, NaN for null; other columns are left out."""
+    """Returns numeric and boolean columns as float64, NaN for null. Other columns are skipped."""
     found = {}
     for name in attributes.column_names:
         kind = attributes.schema.field(name).type
@@ -254,7 +298,10 @@ def numeric_attributes(attributes: pa.Table) -> dict[str, np.ndarray]:
 
 
 def unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Rows of length 1; wide vectors pass a fixed random projection, which nearly keeps angles."""
+    """Returns rows of length 1.
+
+    Wide vectors first pass a fixed random projection, which nearly preserves angles.
+    """
     if vectors.shape[1] > MAX_VECTOR_SIZE:
         generator = np.random.default_rng(vectors.shape[1])
         vectors = vectors @ generator.standard_normal((vectors.shape[1], MAX_VECTOR_SIZE))

@@ -1,8 +1,10 @@
-"""A history as tokens: the root of a recommender.
+"""Encodes a history as tokens, which form the recommender's prefix.
 
-Token 0 begins the sequence; code c of level l is `1 + sum(codebook_sizes[:l]) + c`; a whole item,
-in the
-`items` form, is `1 + sum(codebook_sizes) + row`.
+Token ids are laid out as follows:
+
+- Token 0 begins the sequence.
+- Code c of level l is token `1 + sum(codebook_sizes[:l]) + c`.
+- A whole item, in the `items` form, is token `1 + sum(codebook_sizes) + row`.
 """
 
 from __future__ import annotations
@@ -18,29 +20,46 @@ InputForm = Literal["codes", "items"]
 
 
 def window_start(num_events: int, max_items: int, block: int) -> int:
-    """First event of the window that the model reads.
+    """Returns the first event of the window that the model reads.
 
-    A long history slides by whole blocks: the start stays the same for `block` events, and with
-    it the cached root. The window holds between `max_items - block + 1` and `max_items` events.
-    Raises ValueError unless 1 <= block <= max_items.
+    The window of a long history moves by whole blocks. Its start stays the same for `block` events,
+    and so the cached prefix stays valid. The window then holds between `max_items - block + 1` and
+    `max_items` events.
+
+    Args:
+        num_events: Length of the history.
+        max_items: Largest window, in events.
+        block: Events by which the window moves.
+
+    Raises:
+        ValueError: Unless 1 <= block <= max_items.
     """
     if not 1 <= block <= max_items:
-        raise ValueError(f"block is {block}; expected 1..max_items, which is {max_items}")
+        raise ValueError(f"block is {block}; expected 1..{max_items} (max_items)")
     return max(0, -(-(num_events - max_items) // block) * block)
 
 
 def level_offsets(codebook_sizes: tuple[int, ...]) -> np.ndarray:
-    """[L + 1] int64 token of code 0 of each level; the last is the number of code tokens."""
+    """Returns [L + 1] int64: the token of each level's code 0, then the end of the code tokens."""
     return np.concatenate([[0], np.cumsum(codebook_sizes)]).astype(np.int64) + 1
 
 
 def root_tokens(
     rows: np.ndarray, codes: Table, codebook_sizes: tuple[int, ...], form: InputForm
 ) -> np.ndarray:
-    """Tokens of a history, int64, BOS first: [1 + n * L] as `codes`, [1 + n] as `items`.
+    """Returns the tokens of a history, BOS first.
 
-    rows: [n] item rows, oldest first. codes: [I, L], disambiguation level included.
-    Raises ValueError if a row is out of range or the form is unknown.
+    Args:
+        rows: [n] item rows, oldest first.
+        codes: [I, L] semantic ids, disambiguation level included.
+        codebook_sizes: Codes of each of the L levels.
+        form: `codes` writes L tokens per item, `items` writes one.
+
+    Returns:
+        int64 tokens, [1 + n * L] for `codes` and [1 + n] for `items`.
+
+    Raises:
+        ValueError: If a row is out of range or the form is unknown.
     """
     if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= len(codes)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The event table as it comes: Parquet columns, every row judged, then grouped by user."""
+"""Reads the event table from Parquet, checks every row and groups the events by user."""
 
 from __future__ import annotations
 
@@ -31,15 +31,36 @@ COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value")
 def read_events(
     path: str | Path, items: ItemTable, on_bad_rows: OnBadRows = "error"
 ) -> tuple[EventLog, BadRows]:
-    """Events from Parquet: `user_id`, `item_id`, `timestamp` or `position`, `type`?, `value`?.
+    """Reads events from Parquet.
 
-    timestamp: any Arrow timestamp (without a zone: UTC). position: any integer, used where there
-    is no timestamp, else it orders events of one time. Refused rows: a null or empty id, an
-    unknown item, a null time, a value that is not finite, an event that appeared before (same
-    user, item, time and type), a position of a user that appeared before. A row older than an
-    earlier row of its user raises under "error"; under "skip" the user's events are sorted by
-    time, ties in file order, and the moved rows are counted. Users are numbered by first
-    appearance. Raises SchemaError for the file or a column, BadRowError for a row.
+    Users are numbered by first appearance. The columns are:
+
+    - `user_id` and `item_id`: strings.
+    - `timestamp`: any Arrow timestamp; one without a time zone is UTC.
+    - `position`: any integer. It orders events if there is no timestamp, or events of the same
+      time.
+    - `type`: optional string.
+    - `value`: optional number.
+
+    These rows are rejected:
+
+    - A null or empty id, an unknown item, a null time, or a value that is not finite.
+    - An event that repeats user, item, time and type of an earlier row.
+    - A repeated position of a user, if there is no timestamp.
+    - A row that is older than the previous row of its user. Under "skip" such rows are sorted by
+      time and counted instead; ties stay in file order.
+
+    Args:
+        path: Parquet file with `timestamp` or `position` or both.
+        items: Items that events may refer to.
+        on_bad_rows: "error" raises at the first rejected row, "skip" drops rejected rows.
+
+    Returns:
+        The events, and a report of rejected and changed rows.
+
+    Raises:
+        SchemaError: If the file is unreadable or a column is missing or mistyped.
+        BadRowError: If a row is rejected under "error".
     """
     path = Path(path)
     table = read_table(path)
@@ -48,14 +69,25 @@ def read_events(
     columns.judge(check)
     kept = np.flatnonzero(check.kept)
     if not kept.size:
-        raise SchemaError(f"{path}: no usable rows are left of {table.num_rows}")
+        raise SchemaError(f"{path}: no usable rows among {table.num_rows}")
     return columns.log(kept), check.report(tuple(n for n in table.column_names if n not in COLUMNS))
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """The n rows of the file. item_rows: -1 where the item is unknown. times, positions: zeros
-    without the column. clock: the column that orders a user's events; no_clock: where it is null.
+    """The n rows of an event file, as arrays.
+
+    Attributes:
+        users: [n] user ids.
+        item_ids: [n] item ids.
+        item_rows: [n] int32 item rows, -1 for an unknown item.
+        types: [n] int16 index into `type_names`.
+        type_names: Sorted names of the event types.
+        values: [n] float32 values.
+        times: [n] int64 microseconds, zeros without the column.
+        positions: [n] int64 positions, zeros without the column.
+        clock: Name of the column that orders a user's events.
+        no_clock: [n] bool, True where the clock is null.
     """
 
     users: pa.Array
@@ -71,7 +103,7 @@ class _Columns:
 
     @classmethod
     def of(cls, table: pa.Table, path: Path, items: ItemTable) -> _Columns:
-        """Raises SchemaError for a column that is missing or of another type."""
+        """Converts the columns. Raises SchemaError for a missing or mistyped column."""
         users = text_column(table, path, "user_id")
         item_ids = text_column(table, path, "item_id")
         known = pc.index_in(item_ids, value_set=pa.array(items.ids, pa.large_string()))
@@ -90,11 +122,11 @@ class _Columns:
 
     @property
     def order_by(self) -> np.ndarray:
-        """[n] the clock's values."""
+        """[n] int64 values of the clock."""
         return self.times if self.clock == "timestamp" else self.positions
 
     def judge(self, check: RowCheck) -> None:
-        """Refuse what cannot be used: first each row by itself, then against the rows before it."""
+        """Rejects invalid rows, first each row by itself, then rows that repeat earlier ones."""
         clock = self.clock
         for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
             blank = null_or_blank(ids)
@@ -117,7 +149,7 @@ class _Columns:
         self._judge_order(check, user_codes)
 
     def log(self, kept: np.ndarray) -> EventLog:
-        """The events of the given rows, users numbered by first appearance."""
+        """Returns the events of the given rows, with users numbered by first appearance."""
         left = self.users.take(pa.array(kept)).dictionary_encode()
         codes = left.indices.to_numpy(zero_copy_only=False)
         order = kept[np.lexsort((self.positions[kept], self.times[kept], codes))]
@@ -140,8 +172,8 @@ class _Columns:
             "duplicate event",
             "item_id",
             lambda r: (
-                f"user {users[r].as_py()!r} has item {self.item_ids[r].as_py()!r} "
-                f"at this {clock} before"
+                f"user {users[r].as_py()!r} already has item {self.item_ids[r].as_py()!r} "
+                f"at this {clock}"
             ),
         )
         if clock == "position":
@@ -149,11 +181,11 @@ class _Columns:
                 _repeats((user_codes, self.positions), check.kept),
                 "duplicate position",
                 clock,
-                lambda r: f"user {users[r].as_py()!r} has position {self.positions[r]} before",
+                lambda r: f"user {users[r].as_py()!r} already has position {self.positions[r]}",
             )
 
     def _judge_order(self, check: RowCheck, user_codes: np.ndarray) -> None:
-        """Raise on, or count, rows that come before (in time) an earlier row of their user."""
+        """Rejects, or under "skip" counts, rows that are older than their user's previous row."""
         clock, users = self.clock, self.users
         rows = np.flatnonzero(check.kept)
         rows = rows[np.argsort(user_codes[rows], kind="stable")]
@@ -169,12 +201,15 @@ class _Columns:
             unordered,
             f"unordered {clock}",
             clock,
-            lambda r: f"older than the row before it of user {users[r].as_py()!r}",
+            lambda r: f"older than the previous row of user {users[r].as_py()!r}",
         )
 
 
 def _times(table: pa.Table, path: Path) -> tuple[np.ndarray, np.ndarray, str]:
-    """Times and positions [n] int64 (zeros without the column), and which of them orders events."""
+    """Returns times [n] int64, positions [n] int64 and the name of the ordering column.
+
+    A missing column gives zeros.
+    """
     names = table.column_names
     if "timestamp" not in names and "position" not in names:
         raise SchemaError(
@@ -193,7 +228,7 @@ def _times(table: pa.Table, path: Path) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def _types(table: pa.Table, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
-    """[n] int16 type of each event and the sorted names; a null type is "event"."""
+    """Returns [n] int16 event types and their sorted names; a null type is "event"."""
     if "type" not in table.column_names:
         return np.zeros(table.num_rows, dtype=np.int16), (DEFAULT_TYPE,)
     values = column(table, path, "type", is_text, "string")
@@ -206,7 +241,7 @@ def _types(table: pa.Table, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def _values(table: pa.Table, path: Path) -> np.ndarray:
-    """[n] float32 value of each event, 1 where there is none."""
+    """Returns [n] float32 values of the events; a missing value is 1."""
     if "value" not in table.column_names:
         return np.ones(table.num_rows, dtype=np.float32)
 
@@ -219,14 +254,14 @@ def _values(table: pa.Table, path: Path) -> np.ndarray:
 
 
 def _encode_kept(users: pa.Array, kept: np.ndarray) -> np.ndarray:
-    """[n] int64 number of each row's user, -1 where the row is refused."""
+    """Returns [n] int64 user numbers, -1 for rejected rows."""
     codes = users.dictionary_encode().indices
     filled = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False).astype(np.int64)
     return np.where(kept, filled, -1)
 
 
 def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
-    """[n] bool, set where a kept row equals an earlier kept row in all keys."""
+    """Returns [n] bool, True where a valid row equals an earlier valid row in all keys."""
     rows = np.flatnonzero(kept)
     columns = [key[rows] for key in keys]
     order = np.lexsort(columns[::-1])

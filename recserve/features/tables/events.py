@@ -1,4 +1,4 @@
-"""The event log: who did what and when, grouped by user, oldest first."""
+"""The event log: events of all users, grouped by user, oldest first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class EventLog:
-    """Events of U users, packed: user u owns `offsets[u] : offsets[u + 1]`, oldest first.
+    """Packed events of U users: user u owns events `offsets[u] : offsets[u + 1]`, oldest first.
 
-    user_ids [U]. offsets [U+1] int64. item_rows [n] int32: rows of the item table. times [n]
-    int64: microseconds UTC, or the position in the user's history where the source has no
-    timestamps. types [n] int16: index into type_names. values [n] float32: the event's value, 1
-    where the source has none.
+    Attributes:
+        user_ids: [U] user ids.
+        offsets: [U + 1] int64 first event of each user, then n.
+        item_rows: [n] int32 rows of the item table.
+        times: [n] int64 microseconds UTC, or positions if the source has no timestamps.
+        types: [n] int16 index into `type_names`.
+        type_names: Names of the event types.
+        values: [n] float32 event values, 1 if the source has none.
+        has_timestamps: True if `times` are timestamps.
     """
 
     user_ids: list[str]
@@ -29,28 +34,29 @@ class EventLog:
 
     @property
     def num_users(self) -> int:
-        """U."""
+        """U, the number of users."""
         return len(self.user_ids)
 
     @property
     def num_events(self) -> int:
-        """Events of all users."""
+        """n, the number of events of all users."""
         return int(self.item_rows.shape[0])
 
     def lengths(self) -> np.ndarray:
-        """[U] events of each user."""
+        """Returns [U] int64 events per user."""
         return np.diff(self.offsets)
 
     def user_indices(self) -> np.ndarray:
-        """[n] the user of each event."""
+        """Returns [n] int64 user of each event."""
         return np.repeat(np.arange(self.num_users), self.lengths())
 
     def rows_of(self, user: int) -> np.ndarray:
-        """Item rows of one user, oldest first."""
+        """Returns the item rows of one user, oldest first."""
         return self.item_rows[self.offsets[user] : self.offsets[user + 1]]
 
     def select(self, kept: np.ndarray) -> EventLog:
-        """The events where `kept` [n] bool is set; every user stays, even without events."""
+        """Returns the events where `kept` [n] bool is True. Users without events remain."""
+        # counts[i]: selected events before event i, so it maps old offsets to new ones.
         counts = np.concatenate([[0], np.cumsum(kept)])
         return EventLog(
             self.user_ids,
@@ -64,10 +70,10 @@ class EventLog:
         )
 
     def leave_one_out(self) -> Split:
-        """A user's last event is test, the one before it validation, the rest is training.
+        """Splits off the last event of each user for test and the one before for validation.
 
-        A user with fewer than three events keeps all of them in training (rows -1), so that
-        nobody is evaluated without a history.
+        A user with fewer than three events stays entirely in training, so that every evaluated user
+        has a history.
         """
         lengths, last = self.lengths(), self.offsets[1:] - 1
         enough = lengths >= 3
@@ -81,11 +87,15 @@ class EventLog:
         return Split(self.select(~held), valid, test)
 
     def popularity(self, num_items: int) -> np.ndarray:
-        """[I] float32, events per item."""
+        """Returns [I] float32 events per item."""
         return np.bincount(self.item_rows, minlength=num_items).astype(np.float32)
 
     def to_arrow(self, item_ids: list[str]) -> pa.Table:
-        """The log as a table that `event_table.read_events` reads back."""
+        """Returns a table that `event_table.read_events` can read.
+
+        Args:
+            item_ids: [I] id of each item row.
+        """
         users = pa.DictionaryArray.from_arrays(self.user_indices(), pa.array(self.user_ids))
         items = pa.DictionaryArray.from_arrays(self.item_rows, pa.array(item_ids))
         clock = (
@@ -101,10 +111,12 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Split:
-    """Leave-one-out.
+    """Leave-one-out split of an event log.
 
-    train: all but the held events. valid_rows, test_rows [U] int32: item rows, -1 where none is
-    held.
+    Attributes:
+        train: All events that are not held out.
+        valid_rows: [U] int32 held-out item row for validation, -1 for a user without one.
+        test_rows: [U] int32 held-out item row for test, -1 for a user without one.
     """
 
     train: EventLog

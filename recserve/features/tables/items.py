@@ -1,4 +1,4 @@
-"""The item table: ids, titles, category paths and whatever other columns the user brings."""
+"""The item table: ids, titles, category paths and further columns of the input."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ RESERVED = ("item_id", "title", "categories")
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Items by row: `ids[row]`, `titles[row]` ("" where unknown), `categories[row]` (paths).
+    """Items by row.
 
-    attributes: Arrow table of the remaining columns, one row per item.
-    Raises ValueError where the columns differ in length or an id appears twice.
+    Attributes:
+        ids: [I] distinct item ids.
+        titles: [I] titles, "" if unknown.
+        categories: [I] lists of category paths.
+        attributes: Arrow table of the other columns, with one row per item.
+
+    Raises:
+        ValueError: If the columns differ in length or an id appears twice.
     """
 
     ids: list[str]
@@ -51,14 +57,14 @@ class ItemTable:
         return len(self.ids)
 
     def attribute(self, row: int) -> dict[str, Any]:
-        """The other columns of one item, by name."""
+        """Returns the other columns of one item, by name."""
         if not self.attributes.num_columns:
             return {}
         values: dict[str, Any] = self.attributes.slice(row, 1).to_pylist()[0]
         return values
 
     def to_arrow(self) -> pa.Table:
-        """One Arrow table, readable by `item_table`."""
+        """Returns one Arrow table that `item_table` can read."""
         table = pa.table(
             {
                 "item_id": pa.array(self.ids, pa.string()),
@@ -72,7 +78,7 @@ class ItemTable:
 
 
 def item_table(table: pa.Table) -> ItemTable:
-    """An ItemTable from checked columns (`item_id`, `title`, `categories`, attributes)."""
+    """Returns an ItemTable from checked columns: `item_id`, `title`, `categories`, attributes."""
     others = [name for name in table.column_names if name not in RESERVED]
     return ItemTable(
         table.column("item_id").to_pylist(),
@@ -83,11 +89,22 @@ def item_table(table: pa.Table) -> ItemTable:
 
 
 def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[ItemTable, BadRows]:
-    """Items from Parquet: `item_id`, `title`?, `categories` list<string>?, any other columns.
+    """Reads items from Parquet.
 
-    Refused rows: a null or empty item_id, an item_id that appeared before. A null title becomes
-    "", a null category list becomes an empty one. Raises SchemaError for the file or a column,
-    BadRowError for a row.
+    The columns are `item_id`, optionally `title` and `categories` (list<string>), and any others. A
+    null title becomes "" and a null category list becomes an empty list. A null, empty or repeated
+    `item_id` rejects the row.
+
+    Args:
+        path: Parquet file.
+        on_bad_rows: "error" raises at the first rejected row, "skip" drops rejected rows.
+
+    Returns:
+        The items, and a report of rejected rows.
+
+    Raises:
+        SchemaError: If the file is unreadable or a column is missing or mistyped.
+        BadRowError: If a row is rejected under "error".
     """
     path = Path(path)
     table = read_table(path)
@@ -104,7 +121,7 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
         repeated,
         "duplicate item_id",
         "item_id",
-        lambda row: f"{ids[row].as_py()!r} appeared before",
+        lambda row: f"{ids[row].as_py()!r} is already in an earlier row",
     )
     if "title" in table.column_names:
         titles = pc.fill_null(text_column(table, path, "title"), "")
@@ -116,12 +133,12 @@ def read_items(path: str | Path, on_bad_rows: OnBadRows = "error") -> tuple[Item
             checked = checked.append_column(name, table.column(name))
     kept = checked.filter(pa.array(check.kept))
     if kept.num_rows == 0:
-        raise SchemaError(f"{path}: no usable rows are left of {rows}")
+        raise SchemaError(f"{path}: no usable rows among {rows}")
     return item_table(kept), check.report()
 
 
 def _categories(table: pa.Table, path: Path) -> pa.Array:
-    """Category paths as list<string>, nulls made empty lists and null paths dropped."""
+    """Returns category paths as list<string>; null lists become empty, null paths are dropped."""
     kind = pa.list_(pa.string())
     if "categories" not in table.column_names:
         return pa.array([[]] * table.num_rows, kind)

@@ -1,7 +1,7 @@
-"""Parquet tables from outside: schema checks, and a ledger of rows that were refused.
+"""Reads Parquet tables from outside, checks their schema and records rejected rows.
 
-A wrong schema is always an error. A wrong row is an error under `on_bad_rows="error"`; under
-`"skip"` it is counted, its first examples are kept, and it is dropped.
+A wrong schema is always an error. An invalid row is an error under `on_bad_rows="error"`. Under
+`"skip"` it is dropped and counted, and the first examples are recorded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ MAX_EXAMPLES = 10
 
 
 class SchemaError(ValueError):
-    """The file is unreadable, empty, or a column is missing or of the wrong type."""
+    """The file is unreadable or empty, or a column is missing or of the wrong type."""
 
 
 class BadRowError(ValueError):
-    """A row of the file cannot be used; the message names file, column and row."""
+    """A row of the file is invalid; the message names file, column and row."""
 
 
 @dataclass(frozen=True)
 class BadRows:
-    """What reading a file refused or changed.
+    """Report of rejected and changed rows of a file.
 
-    num_rows: rows in the file. kept_rows [n] int64: file rows that were kept, in file order.
-    dropped: rows refused, by reason. notes: rows kept but changed, by reason. examples: the first
-    refused rows, in words.
-    ignored_columns: columns that nothing reads.
+    Attributes:
+        file: Path of the file.
+        num_rows: Rows in the file.
+        kept_rows: [n] int64 file rows that were accepted, in file order.
+        dropped: Number of rejected rows, by reason.
+        notes: Number of accepted but changed rows, by reason.
+        examples: Messages about the first rejected rows.
+        ignored_columns: Columns that are not used.
     """
 
     file: str
@@ -49,11 +53,11 @@ class BadRows:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that were refused."""
+        """Number of rejected rows."""
         return sum(self.dropped.values())
 
     def lines(self) -> list[str]:
-        """The report for a terminal; empty when nothing is to be said."""
+        """Returns the report as lines for a terminal; no lines if there is nothing to report."""
         lines = []
         if self.num_dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
@@ -68,9 +72,18 @@ class BadRows:
 
 
 class RowCheck:
-    """Collects refused rows of one table under one policy; rows are numbered from 0.
+    """Collects rejected rows of one table under one policy. Rows are numbered from 0.
 
-    Raises ValueError if the policy is neither "error" nor "skip".
+    Attributes:
+        path: Path of the file, for messages.
+        on_bad_rows: "error" raises at the first rejected row, "skip" counts rejected rows.
+        kept: [num_rows] bool, True for rows that are not rejected.
+        dropped: Number of rejected rows, by reason.
+        notes: Number of accepted but changed rows, by reason.
+        examples: Messages about the first rejected rows.
+
+    Raises:
+        ValueError: If the policy is neither "error" nor "skip".
     """
 
     def __init__(self, path: Path, num_rows: int, on_bad_rows: OnBadRows) -> None:
@@ -86,9 +99,16 @@ class RowCheck:
     def refuse(
         self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
     ) -> None:
-        """Refuse the rows where `bad` [num_rows] is set and that are still kept.
+        """Rejects rows that are invalid and not yet rejected.
 
-        describe: file row to words for the message. Raises BadRowError under "error".
+        Args:
+            bad: [num_rows] bool, True for invalid rows.
+            reason: Short name of the reason, used for counting.
+            column: Name of the column.
+            describe: Maps a file row to the details in the message.
+
+        Raises:
+            BadRowError: If a row is rejected under "error".
         """
         rows = np.flatnonzero(bad & self.kept)
         if not rows.size:
@@ -107,12 +127,12 @@ class RowCheck:
         self.kept[rows] = False
 
     def note(self, reason: str, count: int) -> None:
-        """Report `count` rows that were kept but changed."""
+        """Counts accepted rows that were changed."""
         if count:
             self.notes[reason] = self.notes.get(reason, 0) + count
 
     def report(self, ignored_columns: tuple[str, ...] = ()) -> BadRows:
-        """The ledger as a value."""
+        """Returns the collected report."""
         return BadRows(
             str(self.path),
             self.kept.size,
@@ -125,7 +145,7 @@ class RowCheck:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The whole file. Raises SchemaError if missing, not Parquet, too large or empty."""
+    """Reads a whole file. Raises SchemaError if it is missing, not Parquet, too large or empty."""
     if not path.is_file():
         raise SchemaError(f"{path}: no such file")
     try:
@@ -133,7 +153,7 @@ def read_table(path: Path) -> pa.Table:
             meta = file.metadata
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             if size > MAX_TABLE_BYTES:
-                raise SchemaError(f"{path}: {size} bytes unpacked; the bound is {MAX_TABLE_BYTES}")
+                raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
             table = file.read()
     except (pa.ArrowException, OSError) as error:
         raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
@@ -147,7 +167,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def is_text(kind: Any) -> bool:
-    """Any of Arrow's string types, dictionary-encoded ones included."""
+    """Whether an Arrow type is a string type, plain or dictionary-encoded."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(
@@ -158,7 +178,18 @@ def is_text(kind: Any) -> bool:
 def column(
     table: pa.Table, path: Path, name: str, accepts: Callable[[Any], bool], expected: str
 ) -> pa.ChunkedArray:
-    """One column. Raises SchemaError, naming file and column, if it is missing or mistyped."""
+    """Returns one column.
+
+    Args:
+        table: Table of the file.
+        path: Path of the file, for messages.
+        name: Name of the column.
+        accepts: Whether an Arrow type is accepted.
+        expected: Name of the accepted type, for messages.
+
+    Raises:
+        SchemaError: If the column is missing or mistyped. The message names file and column.
+    """
     if name not in table.column_names:
         listed = ", ".join(table.column_names)
         raise SchemaError(f"{path}: column {name} ({expected}) is missing; the file has {listed}")
@@ -169,12 +200,12 @@ def column(
 
 
 def text_column(table: pa.Table, path: Path, name: str) -> pa.Array:
-    """One text column as a single large_string array."""
+    """Returns one text column as a single large_string array."""
     values = column(table, path, name, is_text, "string")
     return pc.cast(values, pa.large_string()).combine_chunks()
 
 
 def null_or_blank(values: pa.Array) -> np.ndarray:
-    """[n] bool, set where a text is null or empty."""
+    """Returns [n] bool, True where a text is null or empty."""
     blank = pc.fill_null(pc.equal(pc.binary_length(values), 0), True)
     return np.asarray(blank.to_numpy(zero_copy_only=False), dtype=bool)

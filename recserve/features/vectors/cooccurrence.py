@@ -1,4 +1,4 @@
-"""Co-occurrence: which items the same users had, and how many users."""
+"""Counts co-occurrence: which items the same users had, and how many users."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ CHUNK = 200_000
 
 
 def neighbours(train: EventLog, num_items: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items that the same users had, as CSR.
+    """Returns co-occurring items as compressed sparse rows.
 
-    Returns offsets [I+1] int64, neighbours int32 (at most 64 per item, strongest first) and
-    float32 counts: users who had both items at most 20 events apart.
+    Two items co-occur if a user had both at most 20 events apart.
+
+    Args:
+        train: Training events.
+        num_items: I, the number of items.
+
+    Returns:
+        Offsets [I+1] int64, neighbours int32 (at most 64 per item, strongest first), and float32
+        numbers of users that had both items.
     """
     keys = np.zeros(0, dtype=np.int64)
     counts = np.zeros(0, dtype=np.int64)
     users = train.user_indices()
     steps = np.arange(0, train.num_events + CHUNK, CHUNK)
     cuts = np.searchsorted(train.offsets, steps).clip(max=train.num_users)
+    # Chunks of whole users bound the memory of the pair list.
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         part = slice(int(train.offsets[first]), int(train.offsets[last]))
         found = _pairs(users[part] - first, train.item_rows[part].astype(np.int64), num_items)
@@ -29,6 +37,7 @@ def neighbours(train: EventLog, num_items: int) -> tuple[np.ndarray, np.ndarray,
         weights = np.concatenate([counts, np.ones(found.size, dtype=np.int64)])
         counts = np.bincount(where, weights, keys.size).astype(np.int64)
     left, right = np.divmod(keys, num_items)
+    # Cosine up to a factor that is the same for all neighbours of `left`.
     strength = counts / np.sqrt(np.maximum(train.popularity(num_items)[right], 1))
     order = np.lexsort((right, -strength, left))
     starts = np.searchsorted(left, np.arange(num_items + 1))
@@ -38,7 +47,7 @@ def neighbours(train: EventLog, num_items: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def _pairs(users: np.ndarray, rows: np.ndarray, num_items: int) -> np.ndarray:
-    """Keys left * I + right of both directions of all pairs in the window, once per user."""
+    """Returns keys `left * I + right` of all pairs in the window, both ways, once per user."""
     found = []
     for lag in range(1, min(WINDOW, rows.size - 1) + 1):
         same = (users[lag:] == users[:-lag]) & (rows[lag:] != rows[:-lag])

@@ -1,7 +1,7 @@
-"""How many threads faiss computes on.
+"""Limits the threads of faiss.
 
-Beside torch's threads, which wait spinning, a second pool costs ten times what it saves, unless the
-work is large.
+Torch's threads spin while they wait. A second thread pool next to them costs ten times what it
+saves, unless the work is large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import faiss
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What the calling thread asks of faiss inside is computed by itself."""
+    """Runs faiss calls of the calling thread without other threads inside the block."""
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""An index of a live catalogue's item vectors: one that was built, and the rows that came since.
+"""A vector index of a live catalogue: a built base index plus the rows that were added since.
 
-A version's rows are in the base or among the later ones, but for those that were gone when the base
-was made. A fold takes the later ones into the base and leaves out what is gone by then; a row that
-comes back after that is a later one again.
+The rows of a version are in the base or among the later rows. Rows that were gone when the base was
+made may be in neither. A fold moves the later rows into a new base and leaves out gone rows. A row
+that returns after a fold is a later row again.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ VectorsOf = Callable[[np.ndarray], np.ndarray]  # rows [n] to unit vectors [n, E
 
 
 class LaterRows:
-    """Rows and vectors behind a base, of all versions; only ever appended."""
+    """Append-only rows and vectors after a base, shared by all versions."""
 
     def __init__(self, dimensions: int) -> None:
         self.rows = Growing((), np.int64)
         self.vectors = Growing((dimensions,), np.float32)
 
     def append(self, rows: np.ndarray, vectors: np.ndarray) -> None:
-        """rows [n], vectors [n, E]."""
+        """Appends rows [n] and their vectors [n, E]."""
         self.rows.append(rows)
         self.vectors.append(vectors)
 
 
 @dataclass(frozen=True)
 class GrownIndex:
-    """Immutable; of one version. Each later row is compared with every query.
+    """The immutable vector index of one version. Later rows are searched exhaustively.
 
-    later: its first `num_later` rows belong to this version. left_out [g] ascending: gone rows of
-    the version that are in neither.
+    Attributes:
+        base: Built index.
+        later: Later rows of all versions on this base.
+        num_later: Number of later rows that belong to this version.
+        left_out: [g] ascending gone rows of the version that are in neither part.
     """
 
     base: FaissIndex
@@ -48,7 +51,7 @@ class GrownIndex:
 
     @staticmethod
     def on(base: FaissIndex, left_out: np.ndarray | None = None) -> GrownIndex:
-        """Of a base that has all rows but some gone ones."""
+        """Returns the index of a base that contains all rows except `left_out`."""
         none = np.zeros(0, np.int64)
         return GrownIndex(
             base, LaterRows(base.dimensions), 0, none if left_out is None else left_out
@@ -56,16 +59,16 @@ class GrownIndex:
 
     @property
     def num_items(self) -> int:
-        """Vectors, those of gone rows that are not left out among them."""
+        """Number of vectors, including those of gone rows that are not left out."""
         return self.base.num_items + self.num_later
 
     @property
     def num_rows(self) -> int:
-        """Item rows of the version."""
+        """Number of item rows of the version."""
         return self.num_items + self.left_out.size
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As core/retrieval.py says."""
+        """Implements `VectorIndex.search` of core/retrieval.py."""
         queries = np.ascontiguousarray(queries, np.float32)
         rows, scores = self.base.search(queries, k)
         if not self.num_later:
@@ -80,11 +83,16 @@ class GrownIndex:
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
 
     def at(self, num_rows: int, gone: np.ndarray, vectors_of: VectorsOf) -> GrownIndex:
-        """Of the version that follows, with the rows that it has and this one lacks.
+        """Returns the index of the next version, with the rows that this version lacks.
 
-        gone [g] ascending. At the cost of those rows, and a search of `left_out` in gone.
+        The cost grows with these rows only, apart from a search for `left_out` in `gone`.
+
+        Args:
+            num_rows: Item rows of the next version.
+            gone: [g] ascending gone rows of the next version.
+            vectors_of: Returns unit vectors of rows.
         """
-        assert self.num_later == self.later.rows.count, "another version has followed this one"
+        assert self.num_later == self.later.rows.count, "another version already extends this one"
         lacking = np.concatenate([self.left_out, np.arange(self.num_rows, num_rows)])
         out = are_among(lacking, gone)
         rows = lacking[~out]
@@ -93,7 +101,12 @@ class GrownIndex:
         return GrownIndex(self.base, self.later, self.num_later + rows.size, lacking[out])
 
     def folded(self, gone: np.ndarray, vectors_of: VectorsOf) -> GrownIndex:
-        """Of the same version, whose gone rows [g] are ascending, in a base of its own."""
+        """Returns an index of the same version with all live rows in a new base.
+
+        Args:
+            gone: [g] ascending gone rows of the version.
+            vectors_of: Returns unit vectors of rows.
+        """
         left = gone[~are_among(gone, self.left_out)]
         rows = self.later.rows.view(self.num_later)
         kept = ~are_among(rows, gone)

@@ -1,10 +1,12 @@
-"""The item graph: for every item those whose codes mean nearly the same, without comparing all.
+"""The item graph links every item to the items whose codes are most similar.
 
-Similarity is the mean over levels of the cosine of the code embeddings (RPG, KDD 2025, section
-3.3), which is the inner product of the items' code embeddings, laid end to end. Those vectors are
-too wide to keep for every item, so they are cut to their main axes, first each level's, then those
-of all levels together; what an index finds among the short vectors is then put in order by the
-exact similarity.
+Similarity is the mean over levels of the cosine of the code embeddings. It equals the inner product
+of the items' concatenated code embeddings, up to a constant factor. These vectors are too wide to
+store for every item. They are projected on their principal axes, first per level, then over all
+levels together. An index finds candidates by the short vectors, and the exact similarity orders
+them.
+
+Source: RPG, KDD 2025, section 3.3.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ CHUNK = 8_192
 
 @dataclass(frozen=True)
 class ItemLinks:
-    """neighbours [I, edges] int32: the most similar items, best first, -1 where there are fewer.
-    entries [S] int32: items spread over the whole catalogue. Raises ValueError for other arrays.
+    """Edges of the item graph.
+
+    Attributes:
+        neighbours: [I, edges] int32 most similar items, best first, padded with -1.
+        entries: [S] int32 items that are spread over the whole catalogue, to start searches from.
+
+    Raises:
+        ValueError: If an array has another shape or type, or an item is out of range.
     """
 
     neighbours: np.ndarray
@@ -56,7 +64,7 @@ class ItemLinks:
 
     @property
     def num_items(self) -> int:
-        """I."""
+        """I, the number of items."""
         return len(self.neighbours)
 
     @property
@@ -65,12 +73,12 @@ class ItemLinks:
         return self.neighbours.nbytes + self.entries.nbytes
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file."""
+        """Writes a safetensors file."""
         save_file({"neighbours": self.neighbours, "entries": self.entries}, path)
 
     @staticmethod
     def load(path: Path) -> ItemLinks:
-        """Read what `save` wrote. Raises ValueError naming the file if it is damaged."""
+        """Reads what `save` wrote. Raises ValueError naming the file if it is damaged."""
         try:
             arrays = load_file(path)
             return ItemLinks(arrays["neighbours"], arrays["entries"])
@@ -81,16 +89,23 @@ class ItemLinks:
 def link_items(
     codes: np.ndarray, codebooks: Sequence[np.ndarray], edges: int = EDGES, seed: int = 0
 ) -> ItemLinks:
-    """Link every item to its most similar ones.
+    """Links every item to its most similar items.
 
-    codes: [I, L] int. codebooks: per level [C_l, E] float32, embeddings of the codes, any length.
-    edges: per item, fewer where there are fewer items. All short vectors are compared up to 32,768
-    items; beyond, an inverted file is asked. Memory grows as I. Raises ValueError if the parts do
-    not fit each other.
+    Up to 32,768 items all short vectors are compared; beyond that an inverted file is searched.
+    Memory grows linearly with I.
+
+    Args:
+        codes: [I, L] integer codes.
+        codebooks: Per level [C_l, E] float32 embeddings of the codes, of any norm.
+        edges: Edges per item. There are fewer if the catalogue has fewer other items.
+        seed: Seed of sampling and clustering.
+
+    Raises:
+        ValueError: If the parts do not fit each other.
     """
     items, levels = codes.shape
     if len(codebooks) != levels or not items:
-        raise ValueError(f"codes are {codes.shape}; codebooks name {len(codebooks)} levels")
+        raise ValueError(f"codes are {codes.shape}; expected [items, {len(codebooks)}]")
     if edges < 1:
         raise ValueError(f"edges is {edges}; expected at least 1")
     books = [_unit(book) for book in codebooks]
@@ -106,12 +121,13 @@ def link_items(
 
 
 def _unit(book: np.ndarray) -> np.ndarray:
+    """Returns rows of length 1; zero rows stay zero."""
     length = np.linalg.norm(book, axis=1, keepdims=True)
     return np.asarray(book / np.where(length > 0, length, 1), dtype=np.float32)
 
 
 def _short_vectors(codes: np.ndarray, books: list[np.ndarray], seed: int) -> np.ndarray:
-    """[I, at most 256] float32: the items' code embeddings end to end, on their main axes."""
+    """Returns [I, at most 256] float32 concatenated code embeddings on their principal axes."""
     size = max(1, WIDE_DIM // len(books))
     wide = []
     for level, book in enumerate(books):
@@ -128,17 +144,18 @@ def _short_vectors(codes: np.ndarray, books: list[np.ndarray], seed: int) -> np.
 
 
 def _end_to_end(codes: np.ndarray, books: list[np.ndarray]) -> np.ndarray:
+    """Returns [n, sum of widths], the concatenated code embeddings of each item."""
     return np.concatenate([book[codes[:, level]] for level, book in enumerate(books)], axis=1)
 
 
 def _main_axes(products: np.ndarray, count: int) -> np.ndarray:
-    """[n, count] eigenvectors of the largest eigenvalues. products: [n, n], symmetric."""
+    """Returns [n, count] eigenvectors of the largest eigenvalues of a symmetric [n, n] matrix."""
     axes: np.ndarray = np.linalg.eigh(products)[1][:, ::-1][:, :count]
     return axes
 
 
 def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Items nearest to the centroids of k-means, about twice the root of all items."""
+    """Returns the items nearest to k-means centroids, about 2 sqrt(I) of them."""
     count = min(len(vectors), max(64, 2 * math.isqrt(len(vectors))))
     means = faiss.Kmeans(
         vectors.shape[1],
@@ -154,7 +171,7 @@ def _entries(vectors: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _search(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """[I, count] int32 other items of the largest inner products, -1 where fewer were found."""
+    """Returns [I, count] int32 other items with the largest inner products, padded with -1."""
     items = len(vectors)
     index = _index(vectors, seed)
     index.add(vectors)
@@ -162,14 +179,14 @@ def _search(vectors: np.ndarray, count: int, seed: int) -> np.ndarray:
     for start in range(0, items, CHUNK):
         near = index.search(vectors[start : start + CHUNK], count + 1)[1]
         own = near == np.arange(start, start + len(near))[:, None]
-        # An item that is not among its own nearest loses its last neighbour instead.
+        # Exactly one entry per row is dropped: the item itself, or else its last neighbour.
         own[~own.any(axis=1), -1] = True
         found[start : start + CHUNK] = near[~own].reshape(-1, count)
     return found
 
 
 def _index(vectors: np.ndarray, seed: int) -> faiss.Index:
-    """A trained, empty index of inner products: exact where the items are few."""
+    """Returns a trained, empty index of inner products, exact for up to 32,768 items."""
     items, dim = vectors.shape
     if items <= EXACT_ITEMS:
         return faiss.IndexFlatIP(dim)
@@ -181,11 +198,13 @@ def _index(vectors: np.ndarray, seed: int) -> faiss.Index:
 
 
 def _similarity(codes: np.ndarray, books: list[np.ndarray], near: np.ndarray) -> np.ndarray:
-    """[I, n] exact similarity times L, -inf where there is no neighbour. A level of very many codes
-    would need a table of all their pairs; it is left out where other levels remain.
+    """Returns [I, n] exact similarity times L, -inf for padding.
+
+    A level with more than 8,192 codes would need too large a table of code pairs. It is left out if
+    other levels remain.
     """
     known = [level for level, book in enumerate(books) if len(book) <= MAX_EXACT_CODES]
-    if not known:  # keep the order of the index
+    if not known:  # preserve the order of the index
         return np.where(near < 0, -np.inf, -np.arange(near.shape[1], dtype=np.float32))
     total = np.zeros(near.shape, dtype=np.float32)
     for level in known:

@@ -1,7 +1,8 @@
-"""Vectors for items that came after the build, comparable with those of the catalogue.
+"""Makes vectors of new items that are comparable with the catalogue's vectors.
 
-As in building: text beside collaborative, of unit length. A new item has no events, so the second
-part is what the most similar items by content have on average, or zero.
+As in a build, a vector of unit length is a text part followed by a collaborative part. A new item
+has no events. Its collaborative part is the average of the items with the most similar content, or
+zero.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ NEAREST = 10
 
 @dataclass(frozen=True)
 class NewVectors:
-    """How vectors of new items are made.
+    """Makes vectors of new items.
 
-    encoder: of the build, None where the vectors were the user's own. content_dim: leading
-    columns of a vector that tell the content; the rest is collaborative. raw: vectors are the
-    user's own, of any length.
+    Attributes:
+        catalog: The bundle's catalogue of I items.
+        encoder: Text encoder of the build, or None if the user supplied the vectors.
+        content_dim: Number of leading content columns of a vector. The rest is collaborative.
+        raw: True if item vectors are the user's own and are not normalised.
     """
 
     catalog: Catalog
@@ -37,12 +40,15 @@ class NewVectors:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths that an item's own embedding may have."""
+        """Sizes that a supplied item embedding may have."""
         whole = int(self.catalog.vectors.shape[1])
         return (whole,) if self.content_dim in (0, whole) else (whole, self.content_dim)
 
     def of_text(self, records: Sequence[ItemRecord]) -> np.ndarray | None:
-        """[n, content_dim] from the items' words; zero without a known one; None: no encoder."""
+        """Returns [n, content_dim] text vectors, or None without an encoder.
+
+        An item without a known term gets zeros.
+        """
         if self.encoder is None:
             return None
         table = RecordTable.of(records, self.catalog.items.attributes.schema)
@@ -52,7 +58,7 @@ class NewVectors:
         return self.encoder.encode(ItemTable(names, titles, table.categories, attributes))
 
     def of_content(self, content: np.ndarray) -> np.ndarray:
-        """[n, F] of unit length from content [n, content_dim], as the catalogue's vectors are."""
+        """Completes content [n, content_dim] to item vectors [n, F] of unit length."""
         known = self.catalog.vectors
         vectors = np.zeros((len(content), known.shape[1]), np.float32)
         content = unit(content.astype(np.float32))
@@ -70,9 +76,11 @@ class NewVectors:
     def of_categories(
         self, categories: Sequence[str], rows_of: Callable[[str], np.ndarray]
     ) -> np.ndarray:
-        """[F] mean vector of the items of the deepest path that has any; zero if none has.
+        """Returns the [F] mean vector of the items in the deepest non-empty category, or zeros.
 
-        rows_of: the rows of a category path.
+        Args:
+            categories: Category paths of the item.
+            rows_of: Returns the rows of a category path.
         """
         for path in sorted(categories, key=lambda path: -path.count(">")):
             rows = rows_of(path)
@@ -82,6 +90,6 @@ class NewVectors:
 
     @cached_property
     def _lengths(self) -> np.ndarray:
-        """[I] length of the content part of each vector of the catalogue."""
+        """[I] length of the content part of each catalogue vector, 1 for a zero part."""
         lengths = np.linalg.norm(self.catalog.vectors[:, : self.content_dim], axis=1)
         return np.where(lengths > 0, lengths, 1)

@@ -1,8 +1,11 @@
-"""Quantisers: a vector becomes L codes; frozen after fitting, so new items get comparable codes.
+"""Quantisers map a vector to L codes.
 
-Residual: level l quantises what levels before it left over (TIGER's order without its network:
-k-means per level). Product: a rotation, then each of L sub-vectors has its own codebook (OPQ, Ge
-et al. 2013; RPG's ids).
+A quantiser is frozen after fitting, so new items get comparable codes. Two kinds exist:
+
+- Residual: level l quantises what the levels before it left over. That is TIGER's scheme with
+  k-means per level instead of a network.
+- Product: after a rotation, each of L sub-vectors has its own codebook (OPQ, Ge et al. 2013, used
+  for RPG's ids).
 """
 
 from __future__ import annotations
@@ -24,39 +27,49 @@ MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
 MIN_WIDTH = 16
-FEW = 4096  # vectors that are not worth a pool of threads
+FEW = 4096  # below this number of vectors, a thread pool costs more than it saves
 OPQ_KMEANS_ROUNDS = (8, 2, 2, 2, 8)
 
 
 class Quantizer(Protocol):
-    """What both quantisers do."""
+    """Interface of both quantisers."""
 
     @property
     def codebook_sizes(self) -> tuple[int, ...]:
         """Codes of each level."""
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
-        """[I, F] -> codes [I, L] uint16."""
+        """Maps vectors [I, F] to codes [I, L] uint16."""
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Codes [I, L] -> [I, F] float32."""
+        """Maps codes [I, L] to vectors [I, F] float32."""
 
     def save(self, folder: Path) -> None:
-        """Write config.json and quantizer.safetensors."""
+        """Writes config.json and quantizer.safetensors."""
 
 
 @dataclass(frozen=True)
 class ResidualQuantizer:
-    """codebooks: per level [C, F] float32; a vector is the sum of one entry of each."""
+    """A vector is the sum of one codebook entry per level.
+
+    Attributes:
+        codebooks: Per level [C, F] float32.
+    """
 
     codebooks: tuple[np.ndarray, ...]
 
     @staticmethod
     def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ResidualQuantizer:
-        """k-means on the residual, level by level, on at most 128 vectors per code.
+        """Fits k-means on the residual, level by level, with at most 128 vectors per code.
 
-        vectors: [I, F]. A catalogue of fewer than `codes` items gets codebooks of I entries.
-        Raises ValueError if a size is out of range or there are no vectors.
+        Args:
+            vectors: [I, F] item vectors.
+            levels: L, the number of levels.
+            codes: Codes per level. Fewer than `codes` items give codebooks of I entries.
+            seed: Seed of k-means.
+
+        Raises:
+            ValueError: If a size is out of range or there are no vectors.
         """
         residual = _checked(vectors, levels, codes)
         size = min(codes, len(residual))
@@ -72,7 +85,7 @@ class ResidualQuantizer:
         return tuple(len(book) for book in self.codebooks)
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
-        """[I, F] -> codes [I, L] uint16, the nearest entry level by level."""
+        """Maps [I, F] to codes [I, L] uint16, the nearest entry level by level."""
         residual = _of_width(vectors, self.codebooks[0].shape[1])
         codes = np.empty((len(residual), len(self.codebooks)), dtype=np.uint16)
         for level, book in enumerate(self.codebooks):
@@ -82,18 +95,18 @@ class ResidualQuantizer:
         return codes
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Codes [I, L] -> [I, F] float32, the sum of their entries."""
+        """Maps codes [I, L] to [I, F] float32, the sum of their entries."""
         picked = [book[codes[:, level]] for level, book in enumerate(self.codebooks)]
         return np.asarray(np.sum(picked, axis=0), dtype=np.float32)
 
     def save(self, folder: Path) -> None:
-        """Write config.json and quantizer.safetensors."""
+        """Writes config.json and quantizer.safetensors."""
         arrays = {f"level_{level}": book for level, book in enumerate(self.codebooks)}
         _write(folder, {"kind": "residual", "levels": len(self.codebooks)}, arrays)
 
     @staticmethod
     def load(folder: Path) -> ResidualQuantizer:
-        """Read what `save` wrote. Raises ValueError if it is damaged or of another kind."""
+        """Reads what `save` wrote. Raises ValueError if it is damaged or of another kind."""
         config, arrays = _read(folder, "residual")
         books = tuple(arrays[f"level_{level}"] for level in range(len(arrays)))
         widths = {book.shape[-1] if book.ndim == 2 else -1 for book in books}
@@ -104,18 +117,28 @@ class ResidualQuantizer:
 
 @dataclass(frozen=True)
 class ProductQuantizer:
-    """rotation [F', F] with F' the next multiple of L; codebooks [L, C, F' / L] float32."""
+    """Each sub-vector of the rotated vector is one codebook entry.
+
+    Attributes:
+        rotation: [F', F] float32, where F' is the next multiple of L.
+        codebooks: [L, C, F' / L] float32.
+    """
 
     rotation: np.ndarray
     codebooks: np.ndarray
 
     @staticmethod
     def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ProductQuantizer:
-        """Optimised product quantisation: rotation and codebooks in turns.
+        """Fits rotation and codebooks in turns (optimised product quantisation).
 
-        vectors: [I, F]. levels: sub-vectors, 16 to 64 as a rule. A catalogue of fewer than
-        `codes` items gets codebooks of I entries. Raises ValueError if a size is out of range,
-        there are more levels than dimensions, or no vectors.
+        Args:
+            vectors: [I, F] item vectors.
+            levels: L, the number of sub-vectors, typically 16 to 64.
+            codes: Codes per level. Fewer than `codes` items give codebooks of I entries.
+            seed: Seed of sampling and k-means.
+
+        Raises:
+            ValueError: If a size is out of range, L exceeds F, or there are no vectors.
         """
         vectors = _checked(vectors, levels, codes)
         dim = vectors.shape[1]
@@ -139,7 +162,7 @@ class ProductQuantizer:
                 for level, (part, book) in enumerate(zip(parts, books, strict=True))
             ]
             if turn + 1 < len(OPQ_KMEANS_ROUNDS):
-                # The rotation that best fits the decoded vectors: orthogonal Procrustes.
+                # Orthogonal Procrustes: the rotation that best fits the decoded vectors.
                 decoded = [
                     book[_nearest(book, _widened(part)), :width]
                     for part, book in zip(parts, books, strict=True)
@@ -156,7 +179,7 @@ class ProductQuantizer:
         return (int(self.codebooks.shape[1]),) * len(self.codebooks)
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
-        """[I, F] -> codes [I, L] uint16, the nearest entry of each sub-vector."""
+        """Maps [I, F] to codes [I, L] uint16, the nearest entry of each sub-vector."""
         turned = _of_width(vectors, self.rotation.shape[1]) @ self.rotation.T
         codes = np.empty((len(turned), len(self.codebooks)), dtype=np.uint16)
         for level, part in enumerate(np.split(turned, len(self.codebooks), axis=1)):
@@ -164,18 +187,18 @@ class ProductQuantizer:
         return codes
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Codes [I, L] -> [I, F] float32, turned back."""
+        """Maps codes [I, L] to [I, F] float32, rotated back."""
         parts = [book[codes[:, level]] for level, book in enumerate(self.codebooks)]
         return np.asarray(np.concatenate(parts, axis=1) @ self.rotation, dtype=np.float32)
 
     def save(self, folder: Path) -> None:
-        """Write config.json and quantizer.safetensors."""
+        """Writes config.json and quantizer.safetensors."""
         arrays = {"rotation": self.rotation, "codebooks": self.codebooks}
         _write(folder, {"kind": "product", "levels": len(self.codebooks)}, arrays)
 
     @staticmethod
     def load(folder: Path) -> ProductQuantizer:
-        """Read what `save` wrote. Raises ValueError if it is damaged or of another kind."""
+        """Reads what `save` wrote. Raises ValueError if it is damaged or of another kind."""
         config, arrays = _read(folder, "product")
         rotation, books = arrays.get("rotation"), arrays.get("codebooks")
         if (
@@ -197,17 +220,20 @@ QUANTIZERS: dict[str, type[ResidualQuantizer] | type[ProductQuantizer]] = {
 
 
 def fit_quantizer(kind: str, vectors: np.ndarray, levels: int, codes: int, seed: int) -> Quantizer:
-    """A fitted quantiser by name. Raises ValueError for an unknown name, listing the known ones."""
+    """Fits the quantiser of a kind. Raises ValueError for an unknown kind."""
     return _by_name(kind).fit(vectors, levels, codes, seed)
 
 
 def load_quantizer(folder: Path) -> Quantizer:
-    """The quantiser saved in a folder, whichever kind it is. Raises ValueError if it is damaged."""
+    """Loads the quantiser of a folder, of either kind. Raises ValueError if it is damaged."""
     return _by_name(str(_config(folder).get("kind"))).load(folder)
 
 
 def reconstruction_error(vectors: np.ndarray, decoded: np.ndarray) -> float:
-    """Squared error as a share of the variance: 0 is exact, 1 no better than the mean."""
+    """Returns the squared error as a share of the variance.
+
+    0 is exact; 1 is no better than the mean.
+    """
     spread = float(np.square(vectors - vectors.mean(axis=0)).sum())
     return float(np.square(vectors - decoded).sum()) / spread if spread > 0 else 0.0
 
@@ -221,7 +247,7 @@ def _by_name(kind: str) -> type[ResidualQuantizer] | type[ProductQuantizer]:
 def _means(
     vectors: np.ndarray, size: int, rounds: int, seed: int, start: np.ndarray | None = None
 ) -> np.ndarray:
-    """[size, F] float32 centroids of k-means, from `start` where it is given."""
+    """Returns [size, F] float32 k-means centroids. `start` [size, F] are initial centroids."""
     model = faiss.Kmeans(
         vectors.shape[1],
         size,
@@ -235,12 +261,12 @@ def _means(
 
 
 def _widened(vectors: np.ndarray) -> np.ndarray:
-    """Zeros up to 16 columns: measured eight times faster than products of 4 or 8 columns."""
+    """Pads to 16 columns with zeros: eight times faster than products of 4 or 8 columns."""
     return np.pad(vectors, ((0, 0), (0, max(0, MIN_WIDTH - vectors.shape[1]))))
 
 
 def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """[n] int64 nearest entry (Euclidean) of each vector."""
+    """Returns [n] int64 nearest entry (Euclidean) of each vector."""
     index = faiss.IndexFlatL2(book.shape[1])
     index.add(book)
     with one_thread() if len(vectors) < FEW else nullcontext():
@@ -249,6 +275,7 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 
 
 def _checked(vectors: np.ndarray, levels: int, codes: int) -> np.ndarray:
+    """Returns float32 vectors after checking the arguments of `fit`."""
     if vectors.ndim != 2 or not vectors.size:
         raise ValueError(f"vectors have shape {vectors.shape}; expected [items, dim], neither zero")
     if not 1 <= levels <= 64:

@@ -1,7 +1,7 @@
-"""The semantic id index: item id <-> row <-> codes, in compact arrays.
+"""The semantic id index maps item ids, rows and codes to each other, in compact arrays.
 
-The trie over the same codes lives in `recserve.kernels.trie.trie`; this index needs numpy only. A
-million items of five levels take 26 MB here, beside the id strings themselves.
+The trie over the same codes is in `recserve.kernels.trie.trie`; this index needs only numpy. A
+million items of five levels take 26 MB, without the id strings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Item rows of n answers, packed: answer i is `rows[offsets[i] : offsets[i + 1]]`."""
+    """Packed item rows of n lookups: result i is `rows[offsets[i] : offsets[i + 1]]`."""
 
     rows: np.ndarray
     offsets: np.ndarray
@@ -29,11 +29,13 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class CodeReport:
-    """How well the codes of a quantiser tell items apart.
+    """How well the codes of a quantiser separate items.
 
-    collision_share: share of items whose quantiser codes another item has too. largest_collision:
-    most items on one tuple. used [L], perplexity [L]: per quantiser level, the share of codes in
-    use and exp(entropy) of their use.
+    Attributes:
+        collision_share: Share of items whose quantiser codes another item has too.
+        largest_collision: Most items on one code tuple.
+        used: [L] share of codes in use, per quantiser level.
+        perplexity: [L] exp(entropy) of the use of the codes, per quantiser level.
     """
 
     collision_share: float
@@ -42,7 +44,7 @@ class CodeReport:
     perplexity: tuple[float, ...]
 
     def lines(self) -> list[str]:
-        """The report for a terminal."""
+        """Returns the report as lines for a terminal."""
         lines = [
             f"collisions: {self.collision_share:.1%} of the items share their codes, "
             f"at most {self.largest_collision} on one tuple"
@@ -58,11 +60,14 @@ class CodeReport:
 class SemanticIdIndex:
     """Semantic ids of I items.
 
-    item_ids [I]. codes [I, L] uint16, rows distinct, disambiguation level included.
-    codebook_sizes [L].
-    has_disambiguation: the last level only tells items with equal quantiser codes apart.
-    Raises ValueError if the sizes do not fit, a code is out of range or two items share a
-    semantic id.
+    Attributes:
+        item_ids: [I] item ids.
+        codes: [I, L] uint16 distinct semantic ids, disambiguation level included.
+        codebook_sizes: [L] codes of each level.
+        has_disambiguation: True if the last level only separates items with equal quantiser codes.
+
+    Raises:
+        ValueError: If sizes do not fit, a code is out of range, or two items share a semantic id.
     """
 
     item_ids: Sequence[str]
@@ -94,12 +99,12 @@ class SemanticIdIndex:
             first = int(np.flatnonzero(same)[0])
             one, two = self.item_ids[self.order[first]], self.item_ids[self.order[first + 1]]
             raise ValueError(
-                f"items {one!r} and {two!r} share a semantic id; they need a level more"
+                f"items {one!r} and {two!r} share a semantic id; add a level to separate them"
             )
 
     @property
     def num_items(self) -> int:
-        """I."""
+        """I, the number of items."""
         return int(self.codes.shape[0])
 
     @property
@@ -109,7 +114,7 @@ class SemanticIdIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, the id strings excluded."""
+        """Bytes of all arrays, without the id strings."""
         arrays = (self.codes, self.order, *self._ids_by_hash)
         return sum(array.nbytes for array in arrays)
 
@@ -119,12 +124,13 @@ class SemanticIdIndex:
         return np.lexsort(self.codes.T[::-1]).astype(np.int32)
 
     def rows_of(self, item_ids: Sequence[str]) -> np.ndarray:
-        """[n] int32 row of each id, -1 where it is unknown."""
+        """Returns [n] int32 rows of item ids, -1 for unknown ids."""
         hashes, rows = self._ids_by_hash
         wanted = np.fromiter(map(hash, item_ids), dtype=np.int64, count=len(item_ids))
         places = np.searchsorted(hashes, wanted)
         found = np.full(len(item_ids), -1, dtype=np.int32)
         for index, (item_id, place) in enumerate(zip(item_ids, places.tolist(), strict=True)):
+            # Different ids can have the same hash: compare the ids themselves.
             while place < len(hashes) and hashes[place] == wanted[index]:
                 if self.item_ids[rows[place]] == item_id:
                     found[index] = rows[place]
@@ -133,11 +139,14 @@ class SemanticIdIndex:
         return found
 
     def decode(self, codes: np.ndarray) -> PackedRows:
-        """All items under each code tuple, in lexicographic order of their semantic ids.
+        """Returns the items under each code prefix, in lexicographic order of their semantic ids.
 
-        codes: [n, l] int, 1 <= l <= L: with l = L one item or none; without the disambiguation
-        level every item of the tuple; any shorter prefix works alike. Raises ValueError for
-        another width.
+        Args:
+            codes: [n, l] integer prefixes with 1 <= l <= L. A prefix of L codes has at most one
+                item.
+
+        Raises:
+            ValueError: If the prefixes have another width.
         """
         if codes.ndim != 2 or not 1 <= codes.shape[1] <= self.num_levels:
             raise ValueError(f"codes have shape {codes.shape}; expected [n, 1..{self.num_levels}]")
@@ -150,13 +159,19 @@ class SemanticIdIndex:
 
     @cached_property
     def _ids_by_hash(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted hashes of the ids and their rows. Differs from process to process: never saved."""
+        """Sorted hashes of the ids, and their rows.
+
+        Python's hashes differ from process to process, so these are never saved.
+        """
         hashes = np.fromiter(map(hash, self.item_ids), dtype=np.int64, count=len(self.item_ids))
         rows = np.argsort(hashes, kind="stable").astype(np.int32)
         return hashes[rows], rows
 
     def _bisect(self, wanted: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """[n] place of each prefix in `order`, before (right [n]: after) all that carry it."""
+        """Returns [n] positions of prefixes in `order`.
+
+        A position is before all items with the prefix, or after them where `right` [n] is True.
+        """
         low = np.zeros(len(wanted), dtype=np.int64)
         high = np.full(len(wanted), self.num_items, dtype=np.int64)
         while (open_ := low < high).any():
@@ -177,13 +192,19 @@ def build_index(
     codebook_sizes: tuple[int, ...],
     popularity: np.ndarray,
 ) -> tuple[SemanticIdIndex, CodeReport]:
-    """Make quantiser codes distinct and say how distinct they were.
+    """Makes the quantiser's codes distinct and reports their collisions.
 
-    codes: [I, L] uint16 from a quantiser. popularity: [I]. Where items share a tuple, a
-    disambiguation level is
-    appended: 0 for the most popular of them, then 1, ...; ties by row. Without collisions there
-    is none.
-    Raises ValueError if more than 65,536 items share a tuple.
+    If items share a code tuple, a disambiguation level is appended. It numbers the items of a tuple
+    from 0, most popular first, ties by row. Without collisions there is no such level.
+
+    Args:
+        item_ids: [I] item ids.
+        codes: [I, L] uint16 codes of a quantiser.
+        codebook_sizes: [L] codes of each level.
+        popularity: [I] events per item.
+
+    Raises:
+        ValueError: If more than 65,536 items share a tuple.
     """
     order = np.lexsort((np.arange(len(codes)), -popularity, *codes.T[::-1]))
     ranked = codes[order]
@@ -212,7 +233,7 @@ def build_index(
 def _use(
     codes: np.ndarray, codebook_sizes: tuple[int, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Share of codes in use and perplexity, per level."""
+    """Returns share of codes in use and perplexity, per level."""
     used, perplexity = [], []
     for level, size in enumerate(codebook_sizes):
         counts = np.bincount(codes[:, level], minlength=size)

@@ -1,6 +1,6 @@
-"""The text encoder of a bundle: TF-IDF weights times a projection, for items of any time.
+"""The text encoder of a bundle: TF-IDF weights times a projection.
 
-`vectors.py` fits it. Encoding needs only numpy, so that a server can encode the text of new items.
+`vectors.py` fits it. Encoding needs only numpy, so a server can encode the text of new items.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TextEncoder:
     def encode(self, items: ItemTable) -> np.ndarray:
         """Returns [I, F] float32 vectors of unit length; zero for an item without a known term.
 
-        A term that occurs n times weighs (1 + log n) * idf. Weights have unit length before the
-        projection. Sums run in the order of the columns, as in scikit-learn, to the same bits.
+        A term that occurs n times has the weight (1 + log n) * idf. Weights have unit length before
+        the projection. Sums run in column order, so the result equals scikit-learn's bit for bit.
         """
         vectors = np.zeros((len(items), self.components.shape[1]))
         for row in range(len(items)):
@@ -60,14 +60,14 @@ class TextEncoder:
         return unit(vectors.astype(np.float32))
 
     def save(self, folder: Path) -> None:
-        """Write terms.json and text.safetensors."""
+        """Writes terms.json and text.safetensors."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "terms.json").write_text(json.dumps(self.terms, ensure_ascii=False))
         save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
 
     @staticmethod
     def load(folder: Path) -> TextEncoder:
-        """Read what `save` wrote. Raises ValueError if it is damaged."""
+        """Reads what `save` wrote. Raises ValueError if it is damaged."""
         try:
             terms = json.loads((folder / "terms.json").read_text())
             arrays = load_file(folder / "text.safetensors")
@@ -84,7 +84,7 @@ class TextEncoder:
 
 
 def document(items: ItemTable, row: int) -> str:
-    """Returns title, keywords, and each prefix of the category paths as one term."""
+    """Returns an item's title, keywords and category prefixes; each prefix is one term."""
     words = [items.titles[row]]
     if "keywords" in items.attributes.column_names:
         keywords = items.attributes.column("keywords")[row].as_py()
@@ -97,6 +97,6 @@ def document(items: ItemTable, row: int) -> str:
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """Returns rows divided by their length; zero rows stay zero."""
+    """Returns rows of length 1; zero rows stay zero."""
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.where(length > 0, length, 1)).astype(np.float32)

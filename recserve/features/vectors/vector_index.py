@@ -1,4 +1,4 @@
-"""Nearest items by inner product: flat for small catalogues, inverted lists for large ones."""
+"""Finds nearest items by inner product, exactly for small catalogues, else by inverted lists."""
 
 from __future__ import annotations
 
@@ -11,26 +11,38 @@ import numpy as np
 from recserve.features.vectors.faiss_threads import one_thread
 
 FLAT_BELOW = 50_000
-LISTS_READ = 16  # one in so many inverted lists is read
+LISTS_READ = 16  # a search reads one in 16 inverted lists
 TRAINED_PER_LIST = 64
-ALL_ABOVE = 8  # a search for more than one item in so many reads all lists
-GPU_MOST = 2048  # nearest items that faiss finds on a GPU
+ALL_ABOVE = 8  # a search for more than an eighth of the items reads all lists
+GPU_MOST = 2048  # largest k of faiss on a GPU
 
 
 class FaissIndex:
-    """Unit vectors of item rows, searched by faiss; on a GPU where faiss has one.
+    """A faiss index of unit vectors of item rows, on a GPU if faiss has one.
 
-    Flat (exact) below 50,000 items. Above that an inverted file of about 4 sqrt(I) lists, of which
-    a search reads one in 16, or all where it asks for more than an eighth of the catalogue, so that
-    a strict filter never runs out of items.
+    The index is flat, and so exact, below 50,000 items. Above that it is an inverted file of about
+    4 sqrt(I) lists. A search reads one list in 16. A search for more than an eighth of the
+    catalogue reads all lists, so that a strict filter never runs out of items.
+
+    Attributes:
+        num_items: I, the number of vectors.
+        dimensions: E, the size of a vector.
+        flat_below: Number of items from which inverted lists are used.
+        num_lists: Number of inverted lists, 0 for a flat index.
     """
 
     def __init__(
         self, vectors: np.ndarray, flat_below: int = FLAT_BELOW, rows: np.ndarray | None = None
     ) -> None:
-        """vectors: [I, E] float32 of length 1. rows [I] int64: whose they are, None: 0 to I - 1.
+        """Builds the index.
 
-        Raises ValueError where there is none.
+        Args:
+            vectors: [I, E] float32 of length 1.
+            flat_below: Number of items from which inverted lists are used.
+            rows: [I] int64 item row of each vector, or None for 0 to I - 1.
+
+        Raises:
+            ValueError: If there is no vector.
         """
         if vectors.ndim != 2 or not vectors.shape[0]:
             raise ValueError(f"vectors are {vectors.shape}; expected [items >= 1, dimensions]")
@@ -54,17 +66,23 @@ class FaissIndex:
         self._gpu = _on_gpu(self._index)
 
     def is_outgrown(self, num_gone: int, num_new: int) -> bool:
-        """Whether so many rows less and more ask for lists of their own, made by a new index.
+        """Whether to rebuild the index instead of editing so many gone and new rows.
 
-        A flat one has become too large, or most of what lists hold came after they were made.
+        True if a flat index has become too large, or if most vectors were added after the lists
+        were trained.
         """
         too_large = self.num_items - num_gone + num_new >= self.flat_below
         return too_large and (not self.num_lists or self._num_added + num_new > self._num_trained)
 
     def edited(self, gone: np.ndarray, rows: np.ndarray, vectors: np.ndarray) -> FaissIndex:
-        """A copy without the rows gone [g] and with others [n], vectors [n, E]; this one stays.
+        """Returns a copy with some rows removed and others added.
 
-        Lists keep their centres, so at 1,000,000 items it takes a quarter of a second.
+        The lists keep their centroids, so a million items take a quarter of a second.
+
+        Args:
+            gone: [g] rows to remove.
+            rows: [n] rows to add.
+            vectors: [n, E] float32 unit vectors of the added rows.
         """
         new = copy.copy(self)
         new._index = faiss.clone_index(self._index)
@@ -76,7 +94,7 @@ class FaissIndex:
         return new
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As core/retrieval.py says; row -1 where k is more than there are."""
+        """Implements `VectorIndex.search` of core/retrieval.py; row -1 pads if k exceeds I."""
         everywhere = k * ALL_ABOVE > self.num_items
         index = self._index
         if self._gpu is not None and k <= GPU_MOST and not everywhere:
@@ -92,7 +110,7 @@ class FaissIndex:
 
 
 def _on_gpu(index: faiss.Index) -> faiss.Index | None:
-    """A copy there, if faiss has a GPU."""
+    """Returns a copy on the GPU, or None if faiss has no GPU."""
     if not faiss.get_num_gpus():
         return None
     return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, index)

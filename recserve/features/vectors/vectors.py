@@ -1,8 +1,8 @@
-"""Item vectors: from text, from who is bought with whom, or the user's own.
+"""Item vectors, from text, from co-occurrence in histories, or from the user's own file.
 
-Text: TF-IDF over title, category path and keywords, then truncated SVD. Collaborative: positive
-pointwise mutual information of items near each other in training histories, then truncated SVD
-(Levy and Goldberg 2014: what skip-gram factorises).
+- Text: TF-IDF over title, category path and keywords, then truncated SVD.
+- Collaborative: positive pointwise mutual information of items near each other in training
+  histories, then truncated SVD. Skip-gram factorises the same matrix (Levy and Goldberg 2014).
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ WINDOW = 10
 
 
 def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
-    """Fits an encoder on all items; columns beyond the rank of the text are zero."""
+    """Fits an encoder on all items; columns beyond the rank of the text are zero.
+
+    Args:
+        items: Items whose text is used.
+        dim: Columns of the projection.
+        seed: Seed of the randomised SVD.
+    """
     documents = [document(items, row) for row in range(len(items))]
     model = TfidfVectorizer(
         sublinear_tf=True,
@@ -38,7 +44,7 @@ def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
     )
     try:
         matrix = model.fit_transform(documents)
-    except ValueError:  # scikit-learn's word for an empty vocabulary
+    except ValueError:  # scikit-learn raises it for an empty vocabulary
         return TextEncoder((), np.zeros(0, np.float32), np.zeros((0, dim), np.float32))
     terms = tuple(str(term) for term in model.get_feature_names_out())
     rank = min(dim, min(matrix.shape))
@@ -49,15 +55,20 @@ def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
 
 
 def text_vectors(items: ItemTable, dim: int, seed: int) -> np.ndarray:
-    """[I, dim] float32 text vectors of unit length (zero where an item has no text)."""
+    """Returns [I, dim] float32 text vectors of unit length, zero for an item without text."""
     return fit_text_encoder(items, dim, seed).encode(items)
 
 
 def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) -> np.ndarray:
-    """[I, dim] float32 of unit length from co-occurrence; zero for an item without events.
+    """Returns [I, dim] float32 vectors of unit length, zero for an item without events.
 
-    train: training events only, or the vectors know the answers. A pair at distance d counts 1 / d,
-    up to 10.
+    A pair of items at distance d in a history counts 1 / d, up to distance 10.
+
+    Args:
+        train: Training events only; held-out events would leak into the vectors.
+        num_items: I, the number of items.
+        dim: Columns of the result.
+        seed: Seed of the randomised SVD.
     """
     counts = _cooccurrence(train, num_items)
     total = counts.sum()
@@ -65,7 +76,7 @@ def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) 
     if total == 0:
         return vectors
     rows = np.asarray(counts.sum(axis=1)).ravel()
-    # Contexts to the power 3/4: else rare pairs dominate (Levy, Goldberg, Dagan 2015).
+    # Smooth contexts with the power 3/4, or rare pairs dominate (Levy, Goldberg, Dagan 2015).
     context = rows**0.75
     context /= context.sum()
     pairs = counts.tocoo()
@@ -81,19 +92,30 @@ def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) 
 
 
 def join_vectors(text: np.ndarray, collaborative: np.ndarray, weight: float) -> np.ndarray:
-    """[I, F + G] float32 of unit length: text beside `weight` times collaborative."""
+    """Returns [I, F + G] float32 of unit length: text, then `weight` times collaborative."""
     return unit(np.concatenate([text, weight * collaborative], axis=1))
 
 
 def read_vectors(
     path: str | Path, item_ids: list[str], items_report: BadRows | None = None
 ) -> np.ndarray:
-    """The user's own vectors, [I, F] float32, in the order of item_ids.
+    """Reads the user's own vectors, in the order of `item_ids`.
 
-    `.npy`: [rows of the items file, F]; items_report says which of its rows became items (None:
-    all did).
-    Parquet: `item_id` string and `vector` list<float>, in any order, further items ignored.
-    Raises SchemaError or ValueError naming what is missing, not finite or of another shape.
+    A `.npy` file is [rows of the items file, F]. A Parquet file has the columns `item_id` (string)
+    and `vector` (list<float>), in any order; further items are ignored.
+
+    Args:
+        path: File of vectors.
+        item_ids: [I] item ids.
+        items_report: Report on the items file, which tells the rows that became items. None means
+            all rows.
+
+    Returns:
+        [I, F] float32 vectors.
+
+    Raises:
+        SchemaError: If the file is unreadable or has another layout.
+        ValueError: If a vector is missing or not finite.
     """
     path = Path(path)
     if path.suffix == ".npy":
@@ -114,6 +136,7 @@ def read_vectors(
 
 
 def _read_npy(path: Path) -> np.ndarray:
+    """Reads float vectors [rows, F] from a .npy file."""
     try:
         vectors = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -126,6 +149,7 @@ def _read_npy(path: Path) -> np.ndarray:
 
 
 def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
+    """Reads vectors from a Parquet file and sorts them by `item_ids`."""
     table = read_table(path)
 
     def accepts(kind: Any) -> bool:
@@ -152,7 +176,7 @@ def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
 
 
 def _cooccurrence(train: EventLog, num_items: int) -> Any:
-    """Symmetric [I, I] sparse counts of items near each other in one history."""
+    """Returns symmetric [I, I] sparse counts of items near each other in a history."""
     users, rows = train.user_indices(), train.item_rows.astype(np.int64)
     total = sparse.csr_array((num_items, num_items), dtype=np.float64)
     for distance in range(1, WINDOW + 1):

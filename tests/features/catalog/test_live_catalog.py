@@ -207,7 +207,7 @@ def test_ranking_tables_are_those_of_a_catalogue_bound_anew(history):
 def test_unknown_items_are_refused_before_anything_changes():
     (version, _), *_ = drawn(0, 0)
     new = ItemChange(ItemRecord("new", "", [], {}))
-    with pytest.raises(ValueError, match="new and came without a vector"):
+    with pytest.raises(ValueError, match="new and has no vector"):
         changed(version, 1, [new], [])
     with pytest.raises(ValueError, match="no item 'none'"):
         changed(version, 1, [], ["none"])

@@ -81,7 +81,7 @@ def test_saved_links_are_read_back_and_damage_is_named(tmp_path):
 
 def test_parts_that_do_not_fit_are_refused():
     codes, books = catalogue(5)
-    with pytest.raises(ValueError, match="codebooks name 3 levels"):
+    with pytest.raises(ValueError, match=r"expected \[items, 3\]"):
         link_items(codes, books[:3])
     with pytest.raises(ValueError, match="edges is 0"):
         link_items(codes, books, 0)

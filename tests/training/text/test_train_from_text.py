@@ -70,8 +70,8 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch):
 @pytest.mark.parametrize(
     "content,said",
     [
-        (RHYME.encode(), "the text gives 2.. tokens, not 4096; give more text"),
-        (b"", "the text gives 257 tokens, not 4096; give more text"),
+        (RHYME.encode(), "the text yields 2.. tokens, not 4096; give more text"),
+        (b"", "the text yields 257 tokens, not 4096; give more text"),
         (b"\xff\xfe", "wrong.txt is not UTF-8 text"),
         (None, "wrong.txt: no such file"),
     ],
