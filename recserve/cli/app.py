@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, running, train
+from recserve.cli import answers, bundles, experiments, serve, train
 
 FAILED = 1
 TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
@@ -25,14 +25,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    running.demo,
+    serve.demo,
     bundles.build,
     bundles.evaluate,
-    running.serve,
+    serve.serve,
     answers.recommend,
     answers.rank,
     answers.batch,
-    running.doctor,
+    serve.doctor,
     experiments.bench,
     experiments.ab,
 ):

@@ -217,7 +217,7 @@ def check_store(url: str) -> Finding:
 def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     """Which steps of a language model a server would record here, and what each takes."""
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.service.loading import resolve_device
+    from recserve.service.model_loader import resolve_device
     from recserve.service.text.loader import TextSettings, load_text
 
     device = resolve_device("auto")
@@ -254,7 +254,7 @@ def check_searches(path: Path) -> Finding:
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
     from recserve.service.catalog.snapshot import Snapshot
-    from recserve.service.loading import load_models, resolve_device
+    from recserve.service.model_loader import load_models, resolve_device
 
     bundle, device = Bundle.open(path), resolve_device("auto")
     snapshot = Snapshot.of(bundle.catalog(), device)

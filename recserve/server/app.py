@@ -33,10 +33,10 @@ from recserve.server.routes import (
     recommend,
     text_scores,
 )
-from recserve.server.routes.routing import allowed_methods
+from recserve.server.routes.paths import allowed_methods
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
-from recserve.service.loading import resolve_device
+from recserve.service.model_loader import resolve_device
 from recserve.service.options import ServiceOptions
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS

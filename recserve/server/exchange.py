@@ -18,7 +18,7 @@ from recserve.core.request import DeadlineExceeded
 from recserve.metrics import Metrics
 from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
-from recserve.server.decoding import decode
+from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.service.loading import DTypeName
+from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
 # Keywords of `Service.open` that the previous release had, by the object that has them now.

@@ -19,10 +19,10 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.event_changes import import_events
 from recserve.service.history.histories import Histories
-from recserve.service.history.incoming import import_events
 from recserve.service.history.user_histories import UserHistories
-from recserve.service.loading import (
+from recserve.service.model_loader import (
     Device,
     Models,
     default_journal,

@@ -36,7 +36,7 @@ from recserve.schemas.items import (
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
-from recserve.service.loading import Device
+from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions, with_old_keywords
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.pending import Pending, failed

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import add_get_and_head
+from recserve.server.routes.paths import add_get_and_head
 
 NUM_USERS = 50
 NUM_ITEMS = 200

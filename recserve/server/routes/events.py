@@ -12,7 +12,7 @@ from starlette.responses import Response
 from recserve.schemas.events import EventsRequest
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import HistoryRoute, UserRoute
+from recserve.server.routes.paths import HistoryRoute, UserRoute
 
 BODY = msgspec.json.Decoder(EventsRequest)
 

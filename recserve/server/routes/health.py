@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import add_get_and_head
+from recserve.server.routes.paths import add_get_and_head
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

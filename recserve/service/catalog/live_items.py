@@ -22,11 +22,11 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.items import ItemResponse, ItemsRequest, ItemsResponse, RollbackResponse
 from recserve.service.catalog.item_changes import ItemChanges
-from recserve.service.catalog.kept_versions import KeptVersions
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
 from recserve.service.history.histories import History
-from recserve.service.loading import Models
+from recserve.service.model_loader import Models
 from recserve.service.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class LiveItems:
         self._bundle = bundle
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()
-        self._kept = KeptVersions(runtime.snapshot.items, runtime.snapshot.base_trie)
+        self._archive = VersionArchive(runtime.snapshot.items, runtime.snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._lineage = 0
 
@@ -73,7 +73,7 @@ class LiveItems:
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)
-            self._kept.add(items, first.base_trie)
+            self._archive.add(items, first.base_trie)
         if entries:
             items, self.runtime.snapshot = self.runtime.snapshot.items, first
             self._publish(items, first.base_trie, first.index)
@@ -134,7 +134,7 @@ class LiveItems:
         Raises UnknownVersion for one that is not kept, or JournalError.
         """
         with self._lock:
-            there = self._kept.get(name)
+            there = self._archive.get(name)
             snapshot = self.runtime.snapshot
             current = snapshot.items
             items = restored(there.items, current, current.number + 1)
@@ -188,7 +188,7 @@ class LiveItems:
         if index is not None:
             index = index.at(items.num_rows, items.gone, self._item_vectors)
             snapshot = replace(snapshot, index=index)
-        self._kept.add(items, base_trie)
+        self._archive.add(items, base_trie)
         self.runtime.snapshot = snapshot
 
     def _follow(self, items: CatalogVersion) -> None:

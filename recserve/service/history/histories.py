@@ -23,7 +23,7 @@ from recserve.features.history.history import (
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.incoming import POSITIONS_BELOW_US, Incoming
+from recserve.service.history.event_changes import POSITIONS_BELOW_US, EventChanges
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -115,7 +115,7 @@ class Histories:
 
     def add(self, body: EventsRequest, snapshot: Snapshot) -> Added:
         """Store events and corrections; each is judged by itself. Raises StoreUnavailable."""
-        incoming = Incoming(snapshot, self.default_value)
+        incoming = EventChanges(snapshot, self.default_value)
         for index, event in enumerate(body.events):
             incoming.take(index, event)
         taken = _Taken(rejected=list(incoming.rejected))

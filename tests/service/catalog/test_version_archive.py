@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from recserve.schemas.items import RollbackRequest
-from recserve.service.catalog import kept_versions as module
 from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
+from recserve.service.catalog import version_archive as module
+from recserve.service.catalog.version_archive import APART_S, FURTHER, NEWEST, VersionArchive
 from recserve.service.errors import UnknownVersion
 from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
@@ -28,7 +28,7 @@ def version(number):
 def filled(count, every_s):
     """Versions 1 to count, one every so many seconds, each over a base of its own."""
     clock = [0.0]
-    kept = KeptVersions(version(0), Base(), lambda: clock[0])
+    kept = VersionArchive(version(0), Base(), lambda: clock[0])
     bases = []
     for number in range(1, count + 1):
         clock[0] += every_s

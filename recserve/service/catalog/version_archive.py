@@ -17,7 +17,7 @@ APART_S = 60.0
 
 
 @dataclass(frozen=True)
-class KeptVersion:
+class ArchivedVersion:
     """base_trie: of the version or an earlier one. since_s: when it was published."""
 
     items: CatalogVersion
@@ -25,7 +25,7 @@ class KeptVersion:
     since_s: float
 
 
-class KeptVersions:
+class VersionArchive:
     """The newest NEWEST, and of those before them FURTHER that were published at least APART_S
     apart: two hours back where change sets never stop. The bundle's own is always there.
 
@@ -38,13 +38,13 @@ class KeptVersions:
     ) -> None:
         """items, base_trie: of the bundle."""
         self._now = now
-        self._first = KeptVersion(items, base_trie, now())
-        self._newest: OrderedDict[str, KeptVersion] = OrderedDict()
-        self._further: OrderedDict[str, KeptVersion] = OrderedDict()
+        self._first = ArchivedVersion(items, base_trie, now())
+        self._newest: OrderedDict[str, ArchivedVersion] = OrderedDict()
+        self._further: OrderedDict[str, ArchivedVersion] = OrderedDict()
 
     def add(self, items: CatalogVersion, base_trie: Trie) -> None:
         """The newest version, or the same again over another base."""
-        self._newest[items.name] = KeptVersion(items, base_trie, self._now())
+        self._newest[items.name] = ArchivedVersion(items, base_trie, self._now())
         while len(self._newest) > NEWEST:
             name, version = self._newest.popitem(last=False)
             last = next(reversed(self._further.values()), self._first)
@@ -53,7 +53,7 @@ class KeptVersions:
         while len(self._further) > FURTHER:
             self._further.popitem(last=False)
 
-    def get(self, name: str) -> KeptVersion:
+    def get(self, name: str) -> ArchivedVersion:
         """Raises UnknownVersion, with the names of the nearest ones that are kept."""
         for versions in (self._newest, self._further):
             if name in versions:

@@ -38,7 +38,7 @@ IMPORTED = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
 USERS_AT_ONCE = 2000
 
 
-class Incoming:
+class EventChanges:
     """Events of one call. users: index and change of those that can be stored, by user."""
 
     def __init__(self, snapshot: Snapshot, default_value: float) -> None:
