@@ -66,13 +66,13 @@ LANGUAGE = LanguageRecipe(num_layers=2, steps=50)
 SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"
 PROMPT = "def __init__(self, "
-WRITTEN = 64
+NUM_TOKENS = 64
 LLM = "llm"
 CPU = torch.device("cpu")
-CODES = 64
-SLATE = 10
-CANDIDATES = 200
-SHOWN = 10
+NUM_CODES = 64
+SLATE_SIZE = 10
+NUM_CANDIDATES = 200
+ROWS_SHOWN = 10
 LAST_EVENTS = 5
 
 
@@ -80,7 +80,7 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
     """The whole demo. data: folder with items.parquet and events.parquet, None: made up.
 
     Returns the exit status. Raises SchemaError or BadRowError for the data, OSError if no port
-    near the asked one is free.
+    near the options one is free.
     """
     console = Console(highlight=False)
     folder = prepare(data, console)
@@ -118,26 +118,24 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
     else:
         items, events = data / "items.parquet", data / "events.parquet"
     out = folder / "bundle"
-    options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
+    options = BuildOptions(items, events, out, codes=NUM_CODES, on_bad_rows="skip")
     build_bundle(options, lambda line: say(console, line.replace(f"{folder}{os.sep}", "")))
     for name in ("recommender", "ranker"):
-        bundle, asked = Bundle.open(out), minutes(name, console)
+        bundle, limits = Bundle.open(out), minutes(name, console)
         with one_thread():
             if name == "recommender":
-                report = train_recommender(bundle, asked, RECOMMENDER, console)
+                report = train_recommender(bundle, limits, RECOMMENDER, console)
             else:
-                report = train_ranker(bundle, asked, RANKER, console)
+                report = train_ranker(bundle, limits, RANKER, console)
         tell(report, console)
 
 
 def make_llm(folder: Path, console: Console) -> None:
     """A language model small enough to be trained on the spot."""
-    asked = minutes("llm", console)
+    limits = minutes("llm", console)
     with one_thread():
-        tell(
-            train_language_model(standard_library(SOURCES_BYTES), folder, asked, LANGUAGE, console),
-            console,
-        )
+        sources = standard_library(SOURCES_BYTES)
+        tell(train_language_model(sources, folder, limits, LANGUAGE, console), console)
 
 
 def minutes(name: str, console: Console) -> TrainOptions:
@@ -169,7 +167,7 @@ def show_answers(bundle: Path, console: Console) -> None:
     with Service.open(bundle) as service:
         say(console, f"\nloaded in {time.monotonic() - started:.1f} s")
         title = titles(service.item)
-        samples = service.samples(2, CANDIDATES)
+        samples = service.samples(2, NUM_CANDIDATES)
         name, *others = samples["users"]
         past = [event.item_id for event in service.history(name).events]
         say(console, f"user {name}, {len(past)} events; the last ones:")
@@ -188,7 +186,7 @@ def show_answers(bundle: Path, console: Console) -> None:
 
         console.rule(f"rank {len(offered)} candidates", align="left")
         order, order_again = ranking(service, name, offered), ranking(service, name, offered)
-        console.print(ranking_table(order, title, SHOWN))
+        console.print(ranking_table(order, title, ROWS_SHOWN))
         say(console, timing_line(order.timing_ms, order.degraded))
         say(console, f"again, root cached: {timing_line(order_again.timing_ms)}")
 
@@ -204,7 +202,7 @@ def show_completion(folder: Path, console: Console) -> None:
     same = "the same text" if drafted.choices[0].text == plain.choices[0].text else "another text"
     counts = drafted.metrics.speculative_decoding if drafted.metrics else None
     length = counts.mean_acceptance_length if counts else 1.0
-    steps = f"{WRITTEN} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
+    steps = f"{NUM_TOKENS} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
     say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
 
 
@@ -213,7 +211,7 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
     began = time.monotonic()
     body = CompletionRequest(
         prompt=PROMPT,
-        max_tokens=WRITTEN,
+        max_tokens=NUM_TOKENS,
         temperature=0.0,
         ignore_eos=True,
         speculation=SpeculationOptions(drafter=drafter),
@@ -225,7 +223,7 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
 
 def slate(service: Service, user_id: str) -> RecommendResponse:
     """Items the user has not seen."""
-    return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE))
+    return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE_SIZE))
 
 
 def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankResponse:
@@ -250,7 +248,7 @@ def fingerprint(data: Path | None) -> str:
 
     Raises SchemaError if the folder lacks one of the two files.
     """
-    digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
+    digest = hashlib.sha256(f"{NUM_CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parents[1]
     sources = []
     for room in ("bundle", "features", "models", "training"):

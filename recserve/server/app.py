@@ -86,9 +86,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.default_timeout_ms,
         config.text_timeout_ms,
     )
-    items_rooms = (recommend, rank, events, items)
-    for room in (*items_rooms, models, completions, text_scores, health, playground):
-        room.add_routes(app, exchange)
+    item_routes = (recommend, rank, events, items)
+    for routes in (*item_routes, models, completions, text_scores, health, playground):
+        routes.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)

@@ -14,7 +14,7 @@ from recserve.service.text.loader import LoadedText
 # Keywords of `Service.open` that the previous release had, by the object that has them now.
 OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")
 OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text")
-WITHOUT_EFFECT = "warm_drafts"  # events with `warm` compute the root alone
+IGNORED_KEYWORD = "warm_drafts"  # events with `warm` compute the root alone
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOp
         TypeError: If a keyword is unknown.
     """
     for name in old:
-        if name == WITHOUT_EFFECT:
+        if name == IGNORED_KEYWORD:
             message = f"Service.open({name}=...) has no effect any more"
             warnings.warn(message, DeprecationWarning, stacklevel=3)
             continue

@@ -49,7 +49,7 @@ from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 
 SCORERS = ("ranker", "likelihood")
-MANY_IN_FLIGHT = 64
+MAX_IN_FLIGHT = 64
 
 
 class Service:
@@ -248,7 +248,7 @@ class Service:
         answers: list[RecommendResponse | Exception] = []
         works: deque[Pending[RecommendResponse]] = deque()
         for body in bodies:
-            while len(works) >= MANY_IN_FLIGHT:
+            while len(works) >= MAX_IN_FLIGHT:
                 answers.append(works.popleft().outcome())
             try:
                 works.append(self._begin_patiently(body))

@@ -38,28 +38,28 @@ class FilterCache:
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self._kept: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> CachedFilter | None:
         """What is kept of a filter, of whichever version."""
         with self._lock:
-            found = self._kept.get(key)
+            found = self._entries.get(key)
             if found is None:
                 return None
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             return found[0]
 
     def put(self, key: bytes, kept: CachedFilter) -> None:
         """Keep it in place of what was kept of the filter; those asked longest ago make room."""
         size = len(key) + kept.allowed.num_bytes + ENTRY_BYTES
         with self._lock:
-            if key in self._kept:
-                self.num_bytes -= self._kept.pop(key)[1]
-            self._kept[key] = kept, size
+            if key in self._entries:
+                self.num_bytes -= self._entries.pop(key)[1]
+            self._entries[key] = kept, size
             self.num_bytes += size
             while self.num_bytes > self.capacity_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1][1]
+                self.num_bytes -= self._entries.popitem(last=False)[1][1]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)

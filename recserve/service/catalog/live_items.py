@@ -144,7 +144,7 @@ class LiveItems:
             self._record_on_a_thread()
             return RollbackResponse(catalog_version=items.name, restored=name)
 
-    def was_read_otherwise(self, history: History) -> bool:
+    def has_changed_rows(self, history: History) -> bool:
         """Whether an earlier version may have read this history as other rows.
 
         So it is where an item of it has had several rows, or is of no version now.

@@ -24,7 +24,7 @@ from recserve.kernels.trie.trie_view import TrieView
 from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
 from recserve.service.recommend.diversity import BundleCategories
 
-DEEPER = 10  # how many more popular items are looked at where too few were allowed
+POPULAR_GROWTH = 10  # how many more popular items are looked at where too few were allowed
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Snapshot:
     base_trie: Trie
     trie: TrieView
     filters: ItemFilters
-    asked: FilterCache
+    filter_cache: FilterCache
     categories: BundleCategories
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
@@ -115,7 +115,7 @@ class Snapshot:
         changed.
         """
         key, items = self.filters.key(tree), self.items
-        kept = self.asked.get(key)
+        kept = self.filter_cache.get(key)
         if kept is not None and kept.items() is items and kept.trie() is self.trie:
             return kept.allowed
         earlier = None if kept is None else kept.allowed
@@ -123,7 +123,9 @@ class Snapshot:
         said = items.log.allowed(tree, items.num_records)[items.record_places]
         allowed = AllowedItems(bits, items.num_rows, items.record_rows, said, earlier)
         allowed.leaves(self.trie)  # here, so that the engine's thread need not
-        self.asked.put(key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed))
+        self.filter_cache.put(
+            key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed)
+        )
         return allowed
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
@@ -147,4 +149,4 @@ class Snapshot:
                 kept = kept[allowed.at(kept)]
             if kept.size >= count or head.size < looked_at or allowed is None:
                 return np.asarray(kept[:count])
-            looked_at *= DEEPER
+            looked_at *= POPULAR_GROWTH

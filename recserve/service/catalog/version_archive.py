@@ -11,9 +11,9 @@ from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie import Trie
 from recserve.service.errors import UnknownVersion
 
-NEWEST = 32
-FURTHER = 120
-APART_S = 60.0
+MAX_NEWEST = 32
+MAX_OLDER = 120
+MIN_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,17 @@ class ArchivedVersion:
 
 
 class VersionArchive:
-    """The newest NEWEST, and of those before them FURTHER that were published at least APART_S
-    apart: two hours back where change sets never stop. The bundle's own is always there.
+    """Keeps the versions of a catalogue that a rollback can restore.
 
-    A version is what changed since the bundle; of further ones the trie goes and the bundle's takes
-    its place, because a base of their own would hold the whole catalogue again.
+    The archive holds three groups of versions:
+
+    - the version of the bundle, always;
+    - the MAX_NEWEST newest versions;
+    - at most MAX_OLDER earlier versions, published at least MIN_INTERVAL_S apart. They reach two
+      hours back when change sets arrive without a pause.
+
+    A version stores only the changes since the bundle. An older version gives up its own base trie
+    and uses the bundle's, because a base of its own would hold the whole catalogue again.
     """
 
     def __init__(
@@ -40,22 +46,22 @@ class VersionArchive:
         self._now = now
         self._first = ArchivedVersion(items, base_trie, now())
         self._newest: OrderedDict[str, ArchivedVersion] = OrderedDict()
-        self._further: OrderedDict[str, ArchivedVersion] = OrderedDict()
+        self._older: OrderedDict[str, ArchivedVersion] = OrderedDict()
 
     def add(self, items: CatalogVersion, base_trie: Trie) -> None:
         """The newest version, or the same again over another base."""
         self._newest[items.name] = ArchivedVersion(items, base_trie, self._now())
-        while len(self._newest) > NEWEST:
+        while len(self._newest) > MAX_NEWEST:
             name, version = self._newest.popitem(last=False)
-            last = next(reversed(self._further.values()), self._first)
-            if version.since_s - last.since_s >= APART_S:
-                self._further[name] = replace(version, base_trie=self._first.base_trie)
-        while len(self._further) > FURTHER:
-            self._further.popitem(last=False)
+            last = next(reversed(self._older.values()), self._first)
+            if version.since_s - last.since_s >= MIN_INTERVAL_S:
+                self._older[name] = replace(version, base_trie=self._first.base_trie)
+        while len(self._older) > MAX_OLDER:
+            self._older.popitem(last=False)
 
     def get(self, name: str) -> ArchivedVersion:
         """Raises UnknownVersion, with the names of the nearest ones that are kept."""
-        for versions in (self._newest, self._further):
+        for versions in (self._newest, self._older):
             if name in versions:
                 return versions[name]
         if name == self._first.items.name:
@@ -63,10 +69,10 @@ class VersionArchive:
         raise UnknownVersion(f"no catalog_version {name[:80]!r} is kept; {self._nearest(name)}")
 
     def __len__(self) -> int:
-        return len({self._first.items.name, *self._newest, *self._further})
+        return len({self._first.items.name, *self._newest, *self._older})
 
     def _nearest(self, name: str) -> str:
-        kept = [self._first, *self._further.values(), *self._newest.values()]
+        kept = [self._first, *self._older.values(), *self._newest.values()]
         kept.sort(key=lambda version: version.items.number)
         bundle, _, last = name.rpartition(".")
         if bundle != self._first.items.name or not (last.isascii() and last.isdigit()):

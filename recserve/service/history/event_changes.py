@@ -34,8 +34,8 @@ DAY_US = 86_400_000_000
 # event is so old, that the two could be mixed up: this is eleven days after 1970.
 POSITIONS_BELOW_US = 10**12
 # Longer than any user id that a route takes, so no client can name it.
-IMPORTED = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
-USERS_AT_ONCE = 2000
+IMPORT_MARKER = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
+USERS_PER_WRITE = 2000
 
 
 class EventChanges:
@@ -120,7 +120,7 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
     if entry is None:
         return
     mark = int(entry.sha256[:16], 16)
-    if mark in store.get(IMPORTED)["event_key"]:
+    if mark in store.get(IMPORT_MARKER)["event_key"]:
         return
     events, catalog = bundle.events(), bundle.catalog()
     kinds = [EVENT_TYPES.index(n) if n in EVENT_TYPES else 0 for n in events.type_names]
@@ -130,8 +130,8 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
     types = np.array(kinds)[events.types].tolist()
     times, values = events.times.tolist(), events.values.tolist()
     started = time.monotonic()
-    for first in range(0, events.num_users, USERS_AT_ONCE):
-        part = range(first, min(first + USERS_AT_ONCE, events.num_users))
+    for first in range(0, events.num_users, USERS_PER_WRITE):
+        part = range(first, min(first + USERS_PER_WRITE, events.num_users))
         gathered = {}
         for user in part:
             start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
@@ -141,7 +141,7 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
                 for i in range(start, stop)
             ]
         store.append_many(gathered)
-    store.append(IMPORTED, [StoredEvent(mark, 0, mark)])
+    store.append(IMPORT_MARKER, [StoredEvent(mark, 0, mark)])
     log.info(
         "imported %d events of %d users from the bundle in %.1f s",
         events.num_events,

@@ -56,7 +56,7 @@ class History:
         return self.rows[~self.dated | (self.times >= since)]
 
 
-NOTHING = History(
+EMPTY_HISTORY = History(
     np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
 )
 
@@ -107,10 +107,10 @@ class Histories:
             stored = self.store.get(user.id)
         except StoreUnavailable as error:
             log.warning("the history store failed: %s", error)
-            return replace(NOTHING, degraded=("history_unavailable",))
+            return replace(EMPTY_HISTORY, degraded=("history_unavailable",))
         except CorruptHistory as error:
             log.error("a stored history is damaged: %s", error)
-            return replace(NOTHING, degraded=("history_damaged",))
+            return replace(EMPTY_HISTORY, degraded=("history_damaged",))
         return _known(stored, snapshot)
 
     def add(self, body: EventsRequest, snapshot: Snapshot) -> Added:
@@ -147,7 +147,7 @@ class Histories:
         try:
             history = _known(self.store.get(user_id), snapshot)
         except CorruptHistory:
-            history = NOTHING
+            history = EMPTY_HISTORY
         self.store.delete(user_id)
         return history
 

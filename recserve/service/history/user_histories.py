@@ -51,6 +51,6 @@ class UserHistories:
         """
         runtime = self.runtime
         history = runtime.histories.delete(user_id, runtime.snapshot)
-        if self.items.was_read_otherwise(history):
+        if self.items.has_changed_rows(history):
             runtime.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})

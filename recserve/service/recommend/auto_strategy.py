@@ -16,9 +16,12 @@ from recserve.search.strategies.registry import strategy_classes
 
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"
-NEWEST = 0.1  # weight of the newest answer in the running mean
-MARGIN = 1.5  # an answer is expected in time where its mean time is so many times inside it
-RETRY = 0.98  # per request that was turned away, so that a strategy is tried again in time
+# Weight of the newest answer in the running mean of answer times.
+MEAN_WEIGHT = 0.1
+# An answer is expected in time if its mean time, times this factor, fits into the time left.
+DEADLINE_MARGIN = 1.5
+# Each refusal lowers the expected time of the refused strategy, so that it is tried again.
+RETRY_DECAY = 0.98
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,10 @@ class Chooser:
         left = deadline_s - time.monotonic()
         with self._lock:
             expected = self._expected(self.exact, width)
-            if not expected or expected * MARGIN <= left:
+            if not expected or expected * DEADLINE_MARGIN <= left:
                 return Choice(self.exact)
-            self._seconds[self.exact, width.bit_length()] = expected * RETRY
-            in_time = [n for n in self.quick if self._expected(n, width) * MARGIN <= left]
+            self._seconds[self.exact, width.bit_length()] = expected * RETRY_DECAY
+            in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
         return Choice((in_time or self.quick)[0], hurried=True)
 
     def took(self, strategy: str, width: int, seconds: float) -> None:
@@ -59,7 +62,7 @@ class Chooser:
         key = (strategy, width.bit_length())
         with self._lock:
             before = self._seconds.get(key, seconds)
-            self._seconds[key] = before + NEWEST * (seconds - before)
+            self._seconds[key] = before + MEAN_WEIGHT * (seconds - before)
 
     def _expected(self, strategy: str, width: int) -> float:
         """Seconds; 0 where nothing is known, so that everything is tried once."""

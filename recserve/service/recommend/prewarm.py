@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from recserve.core.request import PrewarmQuery, QueueFull, Request, Result, RootKeys
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.history.histories import NOTHING, Rewritten
+from recserve.service.history.histories import EMPTY_HISTORY, Rewritten
 from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 
-WITHIN_S = 10.0  # a prefill that has not begun by then is dropped
+PREWARM_TIMEOUT_S = 10.0  # a prefill that has not begun by then is dropped
 
 
 class Prewarm:
@@ -60,7 +60,7 @@ class Prewarm:
     def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[RootKeys]:
         self._drop(user_id)
         before, snapshot = rewritten.before, self.runtime.snapshot
-        left = NOTHING if rewritten.after is None else rewritten.after
+        left = EMPTY_HISTORY if rewritten.after is None else rewritten.after
         if self.recommender is not None:
             yield from self.recommender.grown(snapshot, before.rows, left.rows)
         if self.ranker is not None:
@@ -72,7 +72,7 @@ class Prewarm:
         history = self.runtime.histories.read(UserRef(id=user_id), None, snapshot)
         if not history.rows.size:
             return []
-        until_s = time.monotonic() + WITHIN_S
+        until_s = time.monotonic() + PREWARM_TIMEOUT_S
         requests: list[Request] = []
         if self.ranker is not None:
             root = self.ranker.bare(snapshot, history)

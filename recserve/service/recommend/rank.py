@@ -16,7 +16,7 @@ from recserve.service.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCandidates:
     """The candidates that can be ranked, each item once. rows: [M] int64 item row of each.
 
     missing: distinct ids that the catalogue does not have. repeated: whether an item came again.
@@ -81,12 +81,12 @@ class Rankings:
         if not ids:
             watch.features_done()
             return Pending(None, finish)
-        asked = scorer.ask(
+        scoring = scorer.build_request(
             ScoringQuery(snapshot, history, known.candidates, known.rows, deadline_s)
         )
-        degraded += asked.degraded
+        degraded += scoring.degraded
         watch.features_done()
-        return Pending(self.runtime.engine.submit(asked.request), finish)
+        return Pending(self.runtime.engine.submit(scoring.request), finish)
 
     def _name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
@@ -104,11 +104,11 @@ def _sorting_task(scorer: ItemScorer, name: str, body: RankRequest) -> str:
     return task
 
 
-def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
+def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> KnownCandidates:
     """Of a repeated item the first counts."""
     rows = snapshot.rows_of([c.item_id for c in candidates])
     if min(rows) >= 0 and len(set(rows)) == len(rows):
-        return Known(candidates, np.array(rows, dtype=np.int64), [], False)
+        return KnownCandidates(candidates, np.array(rows, dtype=np.int64), [], False)
     missing: dict[str, None] = {}
     first: dict[int, Candidate] = {}
     for candidate, row in zip(candidates, rows, strict=True):
@@ -116,7 +116,7 @@ def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
             missing[candidate.item_id] = None
         else:
             first.setdefault(row, candidate)
-    return Known(
+    return KnownCandidates(
         list(first.values()),
         np.array(list(first), dtype=np.int64),
         list(missing),

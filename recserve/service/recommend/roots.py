@@ -29,7 +29,7 @@ from recserve.models.recommender import RecommenderConfig
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 
-MAX_KEPT = 256
+CACHE_SIZE = 256
 Parts = tuple[bytes, ...]
 
 
@@ -77,7 +77,7 @@ class RankerRoots:
         self.settings = tables.settings
         self.salt = salt
         self.device = device
-        self._kept: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
     def root(
@@ -90,14 +90,14 @@ class RankerRoots:
     ) -> tuple[Root, NodeInputs, np.ndarray | None]:
         """The user's root, the candidates under it, and how much of it each may see (None: all)."""
         tables = _tables(snapshot)
-        columns, user = self._kept_of(snapshot, history)
+        columns, user = self._user_columns(snapshot, history)
         branches = candidate_columns(tables, columns, rows, shown_at, given, user)
         limits = None if shown_at is None else branches.root_limits
         return self._root(columns), self._inputs(branches.columns.arrays()), limits
 
     def bare(self, snapshot: Snapshot, history: History) -> Root:
         """The user's root alone."""
-        return self._root(self._kept_of(snapshot, history)[0])
+        return self._root(self._user_columns(snapshot, history)[0])
 
     def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[RootKeys]:
         """As RecommenderRoots.grown. Nothing of a window is kept where an event before its recent
@@ -111,20 +111,20 @@ class RankerRoots:
             kept = 1 + same - start if same >= max(split, 1) else 0
             yield RootKeys(columns.keys, columns.shared, kept)
 
-    def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
+    def _user_columns(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
         """What does not depend on the candidates, for users who come back before they act."""
         events = self._events(history)
         key = (_parts(events), snapshot.items.number)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
         columns = root_columns(_tables(snapshot), events, self.salt)
         kept = columns, user_side(_tables(snapshot), columns)
         with self._lock:
-            self._kept[key] = kept
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._cache[key] = kept
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
         return kept
 
     def _root(self, columns: RankingRoot) -> Root:
@@ -136,9 +136,9 @@ class RankerRoots:
         """
         whole = None if history is None else _parts(self._events(history))
         with self._lock:
-            for parts, number in list(self._kept):
+            for parts, number in list(self._cache):
                 if whole is None or all(map(bytes.startswith, whole, parts)):
-                    del self._kept[parts, number]
+                    del self._cache[parts, number]
 
     def _events(self, history: History) -> EventColumns:
         """The history in the ranker's own numbering of types; a type it does not know is none."""

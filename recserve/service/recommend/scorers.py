@@ -52,7 +52,7 @@ class ItemScorer(Protocol):
 
     tasks: tuple[str, ...]
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
         """What the engine is asked."""
         ...
 
@@ -68,9 +68,9 @@ class RankerScorer:
         self.roots = roots
         self.tasks = tasks
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
         """Raises InvalidRequest for a feature that the ranker does not have."""
-        q, dated = question, question.dated
+        q, dated = query, query.dated
         heeded = dated and self.roots.settings.has_timestamps
         root, branches, limits = self.roots.root(
             q.snapshot,
@@ -117,9 +117,9 @@ class LikelihoodScorer:
     def __init__(self, roots: RecommenderRoots) -> None:
         self.roots = roots
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
         """Features and moments of exposure say nothing to this scorer."""
-        q = question
+        q = query
         root = self.roots.root(q.snapshot, q.history.rows)
         ignored = {"features_ignored": q.described, "shown_at_ignored": q.dated}
         return ScoringRequest(
