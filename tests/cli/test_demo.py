@@ -28,7 +28,7 @@ def small(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(demo, "SYNTHETIC", SyntheticOptions(500, 120, 12))
-        patch.setattr(demo, "CODES", 16)
+        patch.setattr(demo, "NUM_CODES", 16)
         patch.setattr(demo, "MINUTES", {"recommender": 0.01, "ranker": 0.01, "llm": 0.01})
         patch.setattr(demo, "SOURCES_BYTES", 200_000)
         patch.setattr(demo, "LANGUAGE", replace(demo.LANGUAGE, hidden_size=32, steps=5))
