@@ -11,10 +11,10 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
-# Keywords of `Service.open` that the previous release had, by the object that has them now.
+# Keywords of `Service.open` in the previous release, grouped by the class that has them now.
 OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")
 OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text")
-IGNORED_KEYWORD = "warm_drafts"  # events with `warm` compute the root alone
+IGNORED_KEYWORD = "warm_drafts"  # events with `warm` now compute only the prefix
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class ServiceOptions:
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:
-    """Returns the options with the previous release's keywords of `Service.open` put in.
+    """Returns the options with deprecated keywords of `Service.open` applied to them.
 
     Args:
-        options: The options.
+        options: The options to start from.
         old: Keyword arguments as the previous release accepted them.
 
     Raises:
