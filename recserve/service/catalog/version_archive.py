@@ -1,4 +1,4 @@
-"""The versions of a live catalogue that can be restored: dense near now, sparse further back."""
+"""The catalogue versions that a rollback can restore: dense for recent times, sparse before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ MIN_INTERVAL_S = 60.0
 
 @dataclass(frozen=True)
 class ArchivedVersion:
-    """base_trie: of the version or an earlier one. since_s: when it was published."""
+    """A catalogue version in the archive.
+
+    Attributes:
+        items: The version.
+        base_trie: Base trie of this version or of an earlier one.
+        since_s: Clock value at which the version was published.
+    """
 
     items: CatalogVersion
     base_trie: Trie
@@ -42,14 +48,25 @@ class VersionArchive:
     def __init__(
         self, items: CatalogVersion, base_trie: Trie, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """items, base_trie: of the bundle."""
+        """Starts an archive with the version of the bundle.
+
+        Args:
+            items: The version of the bundle.
+            base_trie: Trie of the bundle.
+            now: Clock in seconds.
+        """
         self._now = now
         self._first = ArchivedVersion(items, base_trie, now())
         self._newest: OrderedDict[str, ArchivedVersion] = OrderedDict()
         self._older: OrderedDict[str, ArchivedVersion] = OrderedDict()
 
     def add(self, items: CatalogVersion, base_trie: Trie) -> None:
-        """The newest version, or the same again over another base."""
+        """Adds the newest version, or replaces it after its base trie has changed.
+
+        Args:
+            items: The version.
+            base_trie: Base trie of this version or of an earlier one.
+        """
         self._newest[items.name] = ArchivedVersion(items, base_trie, self._now())
         while len(self._newest) > MAX_NEWEST:
             name, version = self._newest.popitem(last=False)
@@ -60,7 +77,11 @@ class VersionArchive:
             self._older.popitem(last=False)
 
     def get(self, name: str) -> ArchivedVersion:
-        """Raises UnknownVersion, with the names of the nearest ones that are kept."""
+        """Returns a version by name.
+
+        Raises:
+            UnknownVersion: If the archive does not have it; the message names the nearest versions.
+        """
         for versions in (self._newest, self._older):
             if name in versions:
                 return versions[name]
