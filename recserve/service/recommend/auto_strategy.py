@@ -1,8 +1,8 @@
-"""Which strategy `auto` is: exact where the deadline allows it, the fastest good one where not.
+"""Chooses the strategy for `auto`: exact if the deadline allows it, otherwise a faster one.
 
-Times are what this server's own answers took, waiting in the queue included, so that a rising load
-is seen as it comes. `speculative` is preferred to `beam`: it is beam search where drafts do not pay
-(search/draft_plan.py), and the answer then says so.
+Expected times are running means of this server's own answers. They include the time in the queue,
+so that they rise with the load. `speculative` is preferred to `beam`: where drafts do not pay
+(search/draft_plan.py), it runs beam search, and the answer names `beam`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,33 @@ RETRY_DECAY = 0.98
 
 @dataclass(frozen=True)
 class Choice:
-    """strategy: its name. hurried: an exact one would have come too late."""
+    """The strategy chosen for a request.
+
+    Attributes:
+        strategy: Name of the strategy.
+        hurried: True if the exact strategy was expected to miss the deadline.
+    """
 
     strategy: str
     hurried: bool = False
 
 
 class Chooser:
-    """Running means of what answers took, by strategy and beam width (powers of two)."""
+    """Chooses strategies by running means of answer times.
+
+    There is one mean per strategy and power of two of the beam width.
+
+    Attributes:
+        exact: The exact strategy to use without time pressure; empty if the engine has none.
+        quick: Strategies for requests with too little time, in order of preference.
+    """
 
     def __init__(self, there: Sequence[str]) -> None:
-        """there: the engine's strategies."""
+        """Reads the role of each strategy from the registry.
+
+        Args:
+            there: Names of the engine's strategies.
+        """
         roles = [(each.auto, name) for name, each in strategy_classes().items() if name in there]
         order = ("preferred", "default", "fallback")
         self.exact = next((name for role in order for r, name in roles if r == role), "")
@@ -45,7 +61,12 @@ class Chooser:
         self._lock = threading.Lock()
 
     def choose(self, width: int, deadline_s: float | None) -> Choice:
-        """deadline_s: of time.monotonic(), None: there is no hurry."""
+        """Returns the strategy for a request.
+
+        Args:
+            width: Beam width.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+        """
         if deadline_s is None or not self.quick:
             return Choice(self.exact)
         left = deadline_s - time.monotonic()
@@ -58,12 +79,18 @@ class Chooser:
         return Choice((in_time or self.quick)[0], hurried=True)
 
     def took(self, strategy: str, width: int, seconds: float) -> None:
-        """Note an answer's time."""
+        """Adds an answer's time to the running mean.
+
+        Args:
+            strategy: Strategy of the answer.
+            width: Beam width.
+            seconds: Time from the request's arrival at the engine to its result.
+        """
         key = (strategy, width.bit_length())
         with self._lock:
             before = self._seconds.get(key, seconds)
             self._seconds[key] = before + MEAN_WEIGHT * (seconds - before)
 
     def _expected(self, strategy: str, width: int) -> float:
-        """Seconds; 0 where nothing is known, so that everything is tried once."""
+        """Returns seconds; 0 for an untried strategy, so that each one is tried once."""
         return self._seconds.get((strategy, width.bit_length()), 0.0)

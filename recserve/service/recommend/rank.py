@@ -1,4 +1,4 @@
-"""From a rank body to a ranking."""
+"""Answers rank requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from recserve.service.runtime import Runtime
 
 @dataclass(frozen=True)
 class KnownCandidates:
-    """The candidates that can be ranked, each item once. rows: [M] int64 item row of each.
+    """The candidates of a request that exist in the catalogue, each item once.
 
-    missing: distinct ids that the catalogue does not have. repeated: whether an item came again.
+    Attributes:
+        candidates: M distinct candidates.
+        rows: [M] int64 item rows.
+        missing: Distinct ids that the catalogue does not have.
+        repeated: True if the request listed an item more than once.
     """
 
     candidates: Sequence[Candidate]
@@ -29,7 +33,12 @@ class KnownCandidates:
 
 
 class Rankings:
-    """Rankings by name of scorer; `auto` is the first of them."""
+    """Ranks candidates with one of the bundle's scorers.
+
+    Attributes:
+        runtime: Engine, catalogue and histories.
+        scorers: Scorers by name; `auto` selects the first one.
+    """
 
     def __init__(self, runtime: Runtime, scorers: dict[str, ItemScorer]) -> None:
         self.runtime = runtime
@@ -38,9 +47,16 @@ class Rankings:
     def begin(
         self, body: RankRequest, request_id: str | None, deadline_s: float | None
     ) -> Pending[RankResponse]:
-        """Look the candidates up and hand them to the engine.
+        """Looks up the candidates and submits them to the engine.
 
-        Raises InvalidRequest, and what Engine.submit raises.
+        Args:
+            body: The request.
+            request_id: Identifies the request; None draws a random id.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
+            QueueFull: If the queue of the engine is full.
         """
         watch = Stopwatch()
         name = self._name(body)
@@ -105,7 +121,7 @@ def _sorting_task(scorer: ItemScorer, name: str, body: RankRequest) -> str:
 
 
 def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> KnownCandidates:
-    """Of a repeated item the first counts."""
+    """Looks up the candidates; the first of several entries of an item counts."""
     rows = snapshot.rows_of([c.item_id for c in candidates])
     if min(rows) >= 0 and len(set(rows)) == len(rows):
         return KnownCandidates(candidates, np.array(rows, dtype=np.int64), [], False)
@@ -127,7 +143,7 @@ def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> KnownCandidat
 def _ranked(
     ids: Sequence[str], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
 ) -> list[RankedItem]:
-    """Best first; equal scores in the order they came. scores [M, tasks]."""
+    """Sorts by score, best first; ties stay in request order. scores: [M, tasks]."""
     column = tasks.index(sort_by)
     order = np.argsort(-scores[:, column], kind="stable")
     ranked = scores[order]
