@@ -1,4 +1,4 @@
-"""`recserve recommend`, `rank`, `batch`, `history`: the service's answers without a server."""
+"""Commands `recommend`, `rank`, `batch` and `history`, which use the service without a server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def recommend(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """A slate for a user or a history, without a server."""
+    """Recommend items for a user or a history, without a server."""
     from recserve.cli.terminal import slate_table, titles
     from recserve.schemas.items import RecommendRequest
 
@@ -82,7 +82,7 @@ def rank(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """The order of given items for a user or a history, without a server."""
+    """Rank given items for a user or a history, without a server."""
     from recserve.cli.terminal import ranking_table, titles
     from recserve.schemas.items import RankRequest
 
@@ -119,7 +119,10 @@ def batch(
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
-    """Slates for every user of a Parquet file. Exit status 1: failed, 2: called wrongly."""
+    """Recommend items for every user of a Parquet file.
+
+    The exit status is 1 if the job fails and 2 if an argument is invalid.
+    """
     from recserve.batch.generate import Defaults, Generator
     from recserve.batch.job import Job, check, run
     from recserve.batch.together import together
@@ -147,7 +150,7 @@ def batch(
 
 
 def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFlag = False) -> None:
-    """Print what is stored of a user, oldest first."""
+    """Print the stored events of a user, oldest first."""
     from recserve.cli.terminal import history_table, titles
 
     with _service(bundle, store, "cpu") as service:
@@ -156,7 +159,7 @@ def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFl
 
 
 def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
-    """Remove all that is stored of a user (of a running server: DELETE /v1/users/USER)."""
+    """Delete all stored events of a user (on a running server: DELETE /v1/users/USER)."""
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
     typer.echo(f"nothing is stored of {user}")
@@ -174,7 +177,7 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 
 def _body(kind: type[Body], **fields: Any) -> Body:
-    """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
+    """Builds a request body and validates it like the HTTP route. Raises ValueError."""
     from recserve.schemas.validation import converted
 
     return converted({n: v for n, v in fields.items() if v is not None}, kind)

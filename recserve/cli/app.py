@@ -1,6 +1,6 @@
-"""The command line: which commands there are, and how an error looks.
+"""The command line: registers the commands and formats their errors.
 
-Commands import what is heavy inside themselves, so that `recserve --help` is quick.
+Each command imports heavy modules in its own body, so that `recserve --help` starts fast.
 """
 
 from __future__ import annotations
@@ -67,17 +67,21 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show an error's trace back.")] = False,
 ) -> None:
-    """What holds for every command."""
+    """Options of every command."""
     if debug:
         logging.getLogger("recserve").setLevel(logging.DEBUG)
 
 
 def main() -> None:
-    """Run a command; an error is one line on standard error, with `--debug` its trace back too."""
+    """Runs a command. An error prints one line to stderr, or a traceback with `--debug`.
+
+    Raises:
+        SystemExit: With status 1 after an error.
+    """
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has gone; say nothing more, not even at exit.
+        # The reader of stdout has closed the pipe. The flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`recserve build`, `evaluate`, `bundle verify|calibrate|export`: what makes bundles."""
+"""Commands `build`, `evaluate` and `bundle verify|calibrate|export`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(
         Literal["error", "skip"], typer.Option(help="What becomes of a row that cannot be used.")
     ] = "error",
 ) -> None:
-    """Turn items and events into a bundle: vectors, semantic ids, catalogue."""
+    """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
 
     options = BuildOptions(
@@ -68,10 +68,13 @@ def evaluate(
         Path | None, typer.Option(help="With --strategy all: quality over time, as a PNG.")
     ] = None,
 ) -> None:
-    """NDCG and recall of leave-one-out over all items; --strategy all compares the strategies."""
+    """Measure leave-one-out NDCG and recall over all items.
+
+    With --strategy all, compare the strategies.
+    """
     cutoffs = numbers(k, "--k")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
+        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
     from recserve.training.evaluation.evaluation import Evaluation, evaluate_bundle
     from recserve.training.evaluation.fidelity import Fidelity, compare_strategies
@@ -103,7 +106,7 @@ def evaluate(
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
-    """Compare every file of a bundle with its sha256."""
+    """Compare every file of a bundle with its recorded sha256."""
     from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -115,7 +118,7 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
 def calibrate(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
 ) -> None:
-    """Measure anew what drafts of the trained draft head are worth; training does so by itself."""
+    """Measure the benefit of the draft head again; training does this automatically."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.item_drafters.calibration import recalibrate
     from recserve.training.options import TrainOptions

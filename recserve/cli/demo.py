@@ -1,9 +1,15 @@
-"""`recserve demo`: from nothing to answers in about two minutes on a laptop.
+"""`recserve demo`: builds, trains and serves small models in about two minutes on a laptop.
 
-Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
-together, then a tiny language model on the sources of the standard library; one slate, one ranking
-and one completion are printed, and the server starts. What was trained stays in the user's cache
-folder under a name made of its data, so that a second run starts at once.
+The demo has four steps:
+
+1. It builds a bundle from synthetic data, or from the user's Parquet files.
+2. It trains a recommender and a ranker, together in less than a minute, and then a tiny language
+   model on the sources of the standard library.
+3. It prints one slate, one ranking and one completion.
+4. It starts the server.
+
+The models stay in the user's cache folder under a digest of their data, so that a second run
+starts at once.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ from recserve.training.text.language_model import (
 HOST = "127.0.0.1"
 MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
-# Smaller than what `recserve train` takes, so that several epochs fit into half a minute.
+# Smaller than the model of `recserve train`, so that several epochs fit into half a minute.
 RECOMMENDER = replace(
     ITEMS_MASKED,
     hidden_size=96,
@@ -77,10 +83,20 @@ LAST_EVENTS = 5
 
 
 def run_demo(data: Path | None, port: int, once: bool) -> int:
-    """The whole demo. data: folder with items.parquet and events.parquet, None: made up.
+    """Runs the whole demo.
 
-    Returns the exit status. Raises SchemaError or BadRowError for the data, OSError if no port
-    near the options one is free.
+    Args:
+        data: Folder with items.parquet and events.parquet; None means synthetic data.
+        port: Port of the server, or the first one to try.
+        once: Exits after printing the answers, without starting the server.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SchemaError: If a file or a column is missing.
+        BadRowError: If the data has unusable rows.
+        OSError: If no port near `port` is free.
     """
     console = Console(highlight=False)
     folder = prepare(data, console)
@@ -97,7 +113,7 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
 
 
 def prepare(data: Path | None, console: Console) -> Path:
-    """The folder of a finished demo for this data; made now if it is not there yet."""
+    """Returns the folder of the demo for this data; builds and trains it if it does not exist."""
     folder = cache_folder() / fingerprint(data)
     if folder.is_dir():
         say(console, f"using the bundle of an earlier run: {folder / 'bundle'}")
@@ -110,7 +126,7 @@ def prepare(data: Path | None, console: Console) -> Path:
 
 
 def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
-    """Build and train `folder/bundle`, a rule per step."""
+    """Builds `folder/bundle` and trains its models; prints a rule for each step."""
     console.rule("catalogue and events", align="left")
     if data is None:
         files = write_synthetic(folder / "data", SYNTHETIC)
@@ -131,7 +147,7 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
 
 
 def make_llm(folder: Path, console: Console) -> None:
-    """A language model small enough to be trained on the spot."""
+    """Trains a tiny language model."""
     limits = minutes("llm", console)
     with one_thread():
         sources = standard_library(SOURCES_BYTES)
@@ -139,20 +155,20 @@ def make_llm(folder: Path, console: Console) -> None:
 
 
 def minutes(name: str, console: Console) -> TrainOptions:
-    """A rule over what is trained next, and how long it may take."""
+    """Prints a rule for the next training, and returns its time limit as options."""
     console.rule(f"{name}, about {MINUTES[name] * 60:.0f} s", align="left")
     return TrainOptions(max_minutes=MINUTES[name])
 
 
 def tell(report: TrainReport, console: Console) -> None:
-    """What a training run came to."""
+    """Prints the result of a training run."""
     kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
     say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {kept}")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Matrices this small gain little from a second thread, and wait long for one that is busy."""
+    """Runs torch on one thread, because matrices this small gain little from a second one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -162,7 +178,7 @@ def one_thread() -> Iterator[None]:
 
 
 def show_answers(bundle: Path, console: Console) -> None:
-    """Print one user's last events, a slate and a ranking, each with its times."""
+    """Prints one user's last events, a slate and a ranking, each with its times."""
     started = time.monotonic()
     with Service.open(bundle) as service:
         say(console, f"\nloaded in {time.monotonic() - started:.1f} s")
@@ -192,7 +208,7 @@ def show_answers(bundle: Path, console: Console) -> None:
 
 
 def show_completion(folder: Path, console: Console) -> None:
-    """Print a completion, drafted and plain: the same text in fewer steps."""
+    """Prints a completion with and without drafts: the same text in fewer steps."""
     console.rule(f"completion, drafted by {DRAFTER}", align="left")
     with Service.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU)) as service:
         completion(service, "none")
@@ -207,7 +223,7 @@ def show_completion(folder: Path, console: Console) -> None:
 
 
 def completion(service: Service, drafter: str) -> tuple[CompletionResponse, float]:
-    """The prompt continued, and the seconds it took."""
+    """Continues the prompt; returns the response and its time in seconds."""
     began = time.monotonic()
     body = CompletionRequest(
         prompt=PROMPT,
@@ -222,31 +238,32 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
 
 
 def slate(service: Service, user_id: str) -> RecommendResponse:
-    """Items the user has not seen."""
+    """Returns items that the user has not seen."""
     return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE_SIZE))
 
 
 def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankResponse:
-    """The order of these items for the user."""
+    """Ranks the items for the user."""
     candidates = [Candidate(item_id=item_id) for item_id in item_ids]
     return service.rank(RankRequest(user=UserRef(id=user_id), candidates=candidates))
 
 
 def say(console: Console, line: str) -> None:
-    """A line as it is: square brackets are no markup, a long line is not broken."""
+    """Prints a line without markup and without wrapping."""
     console.print(Text(line), soft_wrap=True)
 
 
 def cache_folder() -> Path:
-    """Where finished demos lie: XDG_CACHE_HOME, or ~/.cache."""
+    """Returns the folder of all demos, under XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "recserve" / "demo"
 
 
 def fingerprint(data: Path | None) -> str:
-    """Name of a demo: a digest of its data, its recipe and the code that makes bundles.
+    """Returns the folder name of a demo: a digest of its data, its recipe and the training code.
 
-    Raises SchemaError if the folder lacks one of the two files.
+    Raises:
+        SchemaError: If the folder lacks one of the two files.
     """
     digest = hashlib.sha256(f"{NUM_CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parents[1]
@@ -266,7 +283,11 @@ def fingerprint(data: Path | None) -> str:
 
 
 def free_port(wanted: int, tries: int = 20) -> int:
-    """The wanted port of loopback, or the next free one. Raises OSError after `tries` ports."""
+    """Returns the wanted port of the loopback address, or the next free one.
+
+    Raises:
+        OSError: If all `tries` ports are taken.
+    """
     for port in range(wanted, min(wanted + tries, 65536)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""What this machine can do and what stands in the way: one finding per line, with what to do.
+"""`recserve doctor`: checks this machine and gives advice, one finding per check.
 
-A finding is `ok`, `warn` (it works, but slower or with less room) or `fail` (it will not work).
+A finding is `ok`, `warn` (works, but slower or with little space left) or `fail` (does not work).
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi"
 
 @dataclass(frozen=True)
 class Finding:
-    """name: what was looked at. detail: what was found, and what to do where it is not `ok`."""
+    """The result of one check.
+
+    Attributes:
+        name: What was checked.
+        state: Outcome of the check.
+        detail: What the check found, and advice unless the state is `ok`.
+    """
 
     name: str
     state: State
@@ -47,12 +53,13 @@ def examine(
     llm: Path | None = None,
     drafters: tuple[str, ...] = (),
 ) -> list[Finding]:
-    """All findings. bundle: verified in full when given, and loaded, to see which of its searches
-    are recorded on a GPU. store: a history store's URL, asked once.
-    llm: a language model's folder, and its drafters as `serve` names them: loaded, to see which of
-    its steps are recorded.
+    """Runs all checks. A check that raises becomes a finding with state `fail`.
 
-    Never raises for what it examines: a check that breaks is a finding with state `fail`.
+    Args:
+        bundle: Bundle to verify and load, to see which searches are captured as CUDA graphs.
+        store: URL of a history store to query once.
+        llm: Folder of a language model to load, to see which steps are captured as CUDA graphs.
+        drafters: Drafters of the language model, in the format of `serve --drafter`.
     """
     checks: dict[str, Callable[[], Finding]] = {
         "python": check_python,
@@ -81,7 +88,7 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def check_python() -> Finding:
-    """The interpreter."""
+    """Checks the version of the Python interpreter."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
         wanted = ".".join(map(str, MIN_PYTHON))
@@ -90,7 +97,7 @@ def check_python() -> Finding:
 
 
 def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
-    """Versions of what recserve stands on."""
+    """Lists the versions of the packages that recserve needs."""
     found, missing = [], []
     for name in names:
         try:
@@ -103,7 +110,7 @@ def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
 
 
 def check_device() -> Finding:
-    """Where tensors will live: a GPU, or the CPU with its threads and instructions."""
+    """Reports the device of the models: a GPU, or the CPU with threads and instruction set."""
     import torch
 
     if torch.cuda.is_available():
@@ -126,7 +133,7 @@ def check_device() -> Finding:
 
 
 def check_kernels() -> Finding:
-    """What runs in C and what in torch on this CPU, measured for a small model."""
+    """Measures for a small model whether C or torch is faster on this CPU."""
     import torch
 
     from recserve.kernels import dispatch
@@ -153,7 +160,7 @@ def check_kernels() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Sockets a server may hold."""
+    """Checks the limit on open files, which bounds the number of connections."""
     try:
         import resource
     except ImportError:
@@ -166,7 +173,7 @@ def check_open_files() -> Finding:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Room for a bundle and its checkpoints."""
+    """Checks the free disk space for a bundle and its checkpoints."""
     free = shutil.disk_usage(folder).free
     found = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < MIN_FREE_BYTES:
@@ -175,7 +182,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_clock() -> Finding:
-    """Deadlines are counted on the monotonic clock; its steps must be finer than a millisecond."""
+    """Checks that the monotonic clock, which deadlines use, is finer than a millisecond."""
     step = time.get_clock_info("monotonic").resolution
     if step > 1e-3:
         return Finding("clock", "warn", f"monotonic steps of {step * 1e3:.1f} ms blur timings")
@@ -183,7 +190,7 @@ def check_clock() -> Finding:
 
 
 def check_bundle(path: Path) -> Finding:
-    """Every file of the bundle against its sha256."""
+    """Compares every file of the bundle with its recorded sha256."""
     from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -194,7 +201,7 @@ def check_bundle(path: Path) -> Finding:
 
 
 def check_store(url: str) -> Finding:
-    """Opens the store and asks it for a user that is not there."""
+    """Opens the store and times the read of a user that does not exist."""
     from recserve.features.history.stores import open_store
 
     shown = without_password(url)
@@ -215,7 +222,7 @@ def check_store(url: str) -> Finding:
 
 
 def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
-    """Which steps of a language model a server would record here, and what each takes."""
+    """Reports which steps of a language model a server captures as CUDA graphs here."""
     from recserve.engine.build import EngineModels, build_engine
     from recserve.service.model_loader import resolve_device
     from recserve.service.text.loader import TextSettings, load_text
@@ -229,12 +236,12 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
-    """Seconds and memory of each recorded step of an engine, and what was not recorded."""
+    """Lists the captured steps of an engine with seconds and memory, and the uncaptured ones."""
     return _records("graphs", "steps", "nodes x texts", stats)
 
 
 def vocabulary_limit(vocabulary: int) -> str:
-    """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
+    """Names the steps that need too much memory for capture on a GPU with this vocabulary."""
     from recserve.engine.text.step_graphs import GraphLimits, StepBucket, StepKind
 
     limits = GraphLimits()
@@ -248,8 +255,9 @@ def vocabulary_limit(vocabulary: int) -> str:
 
 
 def check_searches(path: Path) -> Finding:
-    """Which searches for items a server records for a bundle on a GPU, and what it launches as it
-    comes. On a GPU they are recorded, to see what each takes.
+    """Reports which item searches a server captures as CUDA graphs for a bundle.
+
+    On a GPU the searches are captured, to report time and memory of each.
     """
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
@@ -271,7 +279,13 @@ def check_searches(path: Path) -> Finding:
 
 
 def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
-    """What would be recorded on a GPU, told on another device. weighs: with a dense head beside."""
+    """Lists the searches that a GPU would capture, for a machine without one.
+
+    Args:
+        weighs: True if the recommender has a dense head.
+        strategies: Strategies of the engine.
+        device: Device of this machine.
+    """
     from recserve.engine.items.search_graphs import SearchLimits, buckets_of
 
     limits = SearchLimits()
@@ -282,13 +296,13 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
 
 
 def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
-    """Seconds and memory of each recorded search of an engine, and what is launched."""
+    """Lists the captured searches of an engine with seconds and memory, and the other ones."""
     found = _records("searches", "searches", "requests x beams", stats)
     return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
 
 
 def _launched(strategies: Seq[str]) -> str:
-    """What is recorded for no bundle, with the reason."""
+    """Lists the searches that are never captured, with the reasons."""
     from recserve.engine.items.search_graphs import SearchLimits
     from recserve.search.strategies.registry import strategy_classes
 
@@ -322,7 +336,7 @@ def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be printed."""
+    """Returns the URL with its password masked."""
     parts = urlsplit(url)
     if parts.password is None:
         return url

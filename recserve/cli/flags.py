@@ -1,4 +1,4 @@
-"""Flags that several commands share, and how their values are read."""
+"""Command-line flags that several commands share, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the answer of the 
 
 
 def ids(values: list[str] | None) -> list[str] | None:
-    """Ids of a flag that may be repeated and may hold commas; None where it was not given."""
+    """Returns the ids of a repeatable flag with comma-separated values; None if it is absent."""
     return [part for value in values for part in value.split(",") if part] if values else None
 
 
 def json_value(text: str, flag: str) -> Any:
-    """The value of a flag that takes JSON. Raises BadParameter."""
+    """Parses the JSON value of a flag. Raises BadParameter."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -37,7 +37,7 @@ def json_value(text: str, flag: str) -> Any:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Numbers between commas, each at least 1. Raises BadParameter."""
+    """Parses comma-separated numbers of at least 1. Raises BadParameter."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:

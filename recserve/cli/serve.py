@@ -1,4 +1,4 @@
-"""`recserve demo`, `serve`, `doctor`: what runs on this machine."""
+"""Commands `demo`, `serve` and `doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def demo(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of 127.0.0.1.")] = 8080,
     once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
 ) -> None:
-    """Build, train and serve a small catalogue, and print a slate and a ranking."""
+    """Build, train and serve a small catalogue; print a slate, a ranking and a completion."""
     from recserve.cli.demo import run_demo
 
     raise typer.Exit(run_demo(data, port, once))
@@ -48,7 +48,7 @@ def serve(
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
 
-    A flag wins over its RECSERVE_* variable, that over --config.
+    A flag overrides its RECSERVE_* variable, which overrides --config.
     """
     from recserve.config import ServerConfig
 
@@ -71,7 +71,7 @@ def doctor(
     ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
 ) -> None:
-    """What this machine can do and what stands in the way; exit status 1 if something fails."""
+    """Check this machine and print advice; the exit status is 1 if a check fails."""
     from rich.console import Console
 
     from recserve.cli.doctor import examine

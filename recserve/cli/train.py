@@ -1,4 +1,4 @@
-"""`recserve train MODEL`: one subcommand per model, with the flags that apply to it."""
+"""Command `train`: one subcommand per model, with the flags that apply to it."""
 
 from __future__ import annotations
 
@@ -167,10 +167,17 @@ def medusa(
 def train_language_model_from(
     texts: list[Path], out: Path, llm: Path | None, options: TrainOptions
 ) -> TrainReport:
-    """Trains a language model, with the tokenizer of `llm` if it drafts for one.
+    """Trains a language model.
+
+    Args:
+        texts: Files with the training text.
+        out: Folder of the new model.
+        llm: Folder of the model to draft for, whose tokenizer the new model shares; None trains
+            an independent model.
+        options: Limits of the training.
 
     Raises:
-        BadParameter: If there is no folder `llm`.
+        BadParameter: If the folder `llm` does not exist.
     """
     from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.text.language_model import BOOKS, DRAFT, read_texts, train_language_model
@@ -184,10 +191,16 @@ def train_language_model_from(
 def train_medusa_from(
     texts: list[Path], out: Path, llm: Path, options: TrainOptions
 ) -> TrainReport:
-    """Trains Medusa heads for `llm`; the last twentieth of the tokens validates them.
+    """Trains Medusa heads for `llm`; the last twentieth of the tokens is the validation set.
+
+    Args:
+        texts: Files with the training text.
+        out: Folder of the heads.
+        llm: Folder of the language model.
+        options: Limits of the training.
 
     Raises:
-        BadParameter: If there is no folder `llm`.
+        BadParameter: If the folder `llm` does not exist.
     """
     from recserve.models.loading import load_language_model
     from recserve.tokenizer.tokenizer import TextTokenizer
