@@ -67,7 +67,9 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name in _RENAMED:
         new = _RENAMED[name]
-        warnings.warn(f"recserve.{name} is recserve.{new} now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"recserve.{name} is deprecated; use recserve.{new}", DeprecationWarning, stacklevel=2
+        )
         name = new
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")

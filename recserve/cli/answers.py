@@ -32,20 +32,21 @@ def recommend(
     bundle: BundleFlag,
     user: UserFlag = None,
     history: HistoryFlag = None,
-    k: Annotated[int, typer.Option("-k", "--k", help="Items in the slate.")] = 10,
+    k: Annotated[int, typer.Option("-k", "--k", help="Number of items in the slate.")] = 10,
     strategy: Annotated[str, typer.Option(help="auto, beam, ...")] = "auto",
-    beam_width: Annotated[int | None, typer.Option(help="Kept prefixes; default 50 or k.")] = None,
-    filter: Annotated[str | None, typer.Option(help="Condition on items, as JSON.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Beam width; default: 50 or k.")] = None,
+    filter: Annotated[str | None, typer.Option(help="Filter on items, as JSON.")] = None,
     outcome: Annotated[
-        str | None, typer.Option(help='Mix for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.')
+        str | None,
+        typer.Option(help='Weights for dense (JSON): \'{"click": 0.5, "save": 0.5}\'.'),
     ] = None,
     diversity: Annotated[
-        str | None, typer.Option(help="Most of one kind, as JSON: '{\"category\": 2}'.")
+        str | None, typer.Option(help="Most items per group, as JSON: '{\"category\": 2}'.")
     ] = None,
     seen: Annotated[
-        bool, typer.Option("--seen/--unseen", help="Whether items of the history may come.")
+        bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where the work went.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the work it took.")] = False,
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -74,7 +75,7 @@ def recommend(
 
 def rank(
     bundle: BundleFlag,
-    item: Annotated[list[str], typer.Option(help="Candidates: repeat, or put commas between.")],
+    item: Annotated[list[str], typer.Option(help="Candidates; repeat, or use commas.")],
     user: UserFlag = None,
     history: HistoryFlag = None,
     scorer: Annotated[str, typer.Option(help="auto, ranker or likelihood.")] = "auto",
@@ -102,11 +103,11 @@ def rank(
 
 def batch(
     bundle: BundleFlag,
-    input: Annotated[Path, typer.Option(help="Parquet: user_id; history, k, strategy, ...")],
-    output: Annotated[Path, typer.Option(help="Folder of the answers; it appears at the end.")],
-    k: Annotated[int, typer.Option("-k", "--k", help="Where a row does not say.")] = 50,
-    strategy: Annotated[str, typer.Option(help="Where a row does not say.")] = "auto",
-    beam_width: Annotated[int | None, typer.Option(min=1, help="Kept prefixes.")] = None,
+    input: Annotated[Path, typer.Option(help="Parquet: user_id; optional k, history...")],
+    output: Annotated[Path, typer.Option(help="Folder of answers; created at the end.")],
+    k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
+    strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
+    beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Users per output file.")] = 20_000,
     in_flight: Annotated[int, typer.Option(min=1, max=1024, help="Users computed together.")] = 64,
     engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
@@ -114,7 +115,7 @@ def batch(
         bool, typer.Option("--overwrite", help="Replace an earlier job's output.")
     ] = False,
     progress: Annotated[
-        Literal["rich", "json"], typer.Option(help="A bar, or lines of JSON; on standard error.")
+        Literal["rich", "json"], typer.Option(help="A progress bar, or lines of JSON, on stderr.")
     ] = "rich",
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
@@ -139,7 +140,7 @@ def batch(
     with _service(bundle, store, device) as service:
         there = ("auto", *service.runtime.engine.strategies)
         if strategy not in there:
-            raise _called_wrongly(f"strategy is {strategy!r}; there are {', '.join(there)}")
+            raise _called_wrongly(f"strategy is {strategy!r}; expected one of {', '.join(there)}")
         with job_progress(progress) as tell:
             report = run(job, Generator(together(service), defaults, in_flight), tell)
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
@@ -162,7 +163,7 @@ def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
     """Delete all stored events of a user (on a running server: DELETE /v1/users/USER)."""
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
-    typer.echo(f"nothing is stored of {user}")
+    typer.echo(f"deleted all stored events of {user}")
 
 
 def _called_wrongly(message: str) -> typer.Exit:

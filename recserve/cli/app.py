@@ -40,13 +40,13 @@ for command in (
 
 app.add_typer(train.app, name="train")
 
-bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
+bundle_app = typer.Typer(help="Verify, calibrate or export a bundle.", no_args_is_help=True)
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
 app.add_typer(bundle_app, name="bundle")
 
-history_app = typer.Typer(help="Look after a user's stored history.", no_args_is_help=True)
+history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
 history_app.command()(answers.show)
 history_app.command()(answers.delete)
 app.add_typer(history_app, name="history")
@@ -63,9 +63,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show an error's trace back.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
     """Options of every command."""
     if debug:

@@ -121,7 +121,7 @@ def prepare(data: Path | None, console: Console) -> Path:
     with new_folder(folder) as making:
         make_bundle(data, making, console)
         make_llm(making / LLM, console)
-    say(console, f"kept for the next run: {folder / 'bundle'}")
+    say(console, f"saved for the next run: {folder / 'bundle'}")
     return folder
 
 

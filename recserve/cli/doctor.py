@@ -164,7 +164,7 @@ def check_open_files() -> Finding:
     try:
         import resource
     except ImportError:
-        return Finding("open files", "ok", "this system has no limit to read")
+        return Finding("open files", "ok", "this system has no such limit")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft < MIN_OPEN_FILES:
         advice = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n {MIN_OPEN_FILES}"
@@ -177,7 +177,7 @@ def check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     found = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < MIN_FREE_BYTES:
-        return Finding("disk", "warn", f"{found}; training wants {MIN_FREE_BYTES / 2**30:.0f} GiB")
+        return Finding("disk", "warn", f"{found}; training needs {MIN_FREE_BYTES / 2**30:.0f} GiB")
     return Finding("disk", "ok", found)
 
 
@@ -230,7 +230,7 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
     if device.type != "cuda":
-        none = f"none: steps are launched one by one on {device.type}"
+        none = f"none: steps are not captured on {device.type}"
         return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
     return describe_graphs(build_engine(EngineModels(text=network, drafters=named)).stats())
 
@@ -250,8 +250,8 @@ def vocabulary_limit(vocabulary: int) -> str:
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:
-        return f"{found} there is memory for all steps in {size}"
-    return f"{found} steps of more than {size} are launched, with any rule: {', '.join(large)}"
+        return f"{found} all steps fit into {size}"
+    return f"{found} steps of more than {size} are not captured: {', '.join(large)}"
 
 
 def check_searches(path: Path) -> Finding:
@@ -290,7 +290,7 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
 
     limits = SearchLimits()
     names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
-    most = f"until {limits.seconds:.0f} s or {limits.bytes / 2**20:.0f} MiB are taken"
+    most = f"within {limits.seconds:.0f} s and {limits.bytes / 2**20:.0f} MiB"
     wanted = f"on a GPU {len(names)} searches (requests x beams), {most}: {', '.join(names)}"
     return Finding("searches", "ok", f"none on {device}; {wanted}; {_launched(strategies)}")
 
@@ -311,12 +311,12 @@ def _launched(strategies: Seq[str]) -> str:
     requests = max(shape.requests for shape in limits.shapes)
     width = max(shape.width for shape in limits.shapes)
     reasons = [
-        f"what fits no pair, so more than {requests} requests or {width} beams (size)",
+        f"more than {requests} requests or {width} beams (size)",
         f"versions with more than {limits.capacity:,} new items (version)",
         *([f"{others} (no beam search)"] if others else []),
         *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),
     ]
-    return f"launched as they come: {', '.join(reasons)}"
+    return f"never captured: {', '.join(reasons)}"
 
 
 def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
@@ -325,12 +325,12 @@ def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
         for bucket, seconds in stats.graph_seconds.items()
     ]
     if not made:
-        return Finding(name, "warn", f"no {what} were recorded; the log says why")
+        return Finding(name, "warn", f"no {what} were captured; the log says why")
     total_s, size = sum(stats.graph_seconds.values()), sum(stats.graph_bytes.values())
     total = f"{len(made)} {what} in {total_s:.0f} s, {size / 2**20:.0f} MiB"
     detail = f"{total} ({sizes}): {', '.join(made)}"
     if stats.unrecorded:
-        left = f"launched, the log says why: {', '.join(stats.unrecorded)}"
+        left = f"not captured, the log says why: {', '.join(stats.unrecorded)}"
         return Finding(name, "warn", f"{detail}; {left}")
     return Finding(name, "ok", detail)
 

@@ -14,13 +14,13 @@ BundleFlag = Annotated[Path, typer.Option("--bundle", help="Folder of the bundle
 StoreFlag = Annotated[
     str | None, typer.Option("--store", help="History store: lmdb:PATH or redis://HOST:PORT/DB.")
 ]
-DeviceFlag = Annotated[Device, typer.Option("--device", help="Where tensors live.")]
+DeviceFlag = Annotated[Device, typer.Option("--device", help="Device of the models.")]
 UserFlag = Annotated[str | None, typer.Option("--user", help="User whose history is read.")]
 HistoryFlag = Annotated[
     list[str] | None,
-    typer.Option("--history", help="Item ids, oldest first: repeat, or put commas between."),
+    typer.Option("--history", help="Item ids, oldest first; repeat the flag, or use commas."),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the answer of the HTTP route.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the JSON of the HTTP route.")]
 
 
 def ids(values: list[str] | None) -> list[str] | None:
@@ -43,6 +43,6 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        message = f"{text!r}: expected numbers from 1, commas between"
+        message = f"{text!r}: expected numbers of at least 1, separated by commas"
         raise typer.BadParameter(message, param_hint=flag)
     return found

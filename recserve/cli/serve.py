@@ -13,7 +13,7 @@ from recserve.cli.flags import Device, StoreFlag
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with items.parquet and events.parquet; without it, made up."),
+        typer.Option(help="Folder of items.parquet and events.parquet; default: synthetic."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of 127.0.0.1.")] = 8080,
     once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
@@ -29,22 +29,22 @@ def serve(
     llm: Annotated[
         Path | None, typer.Option(help="Language model: a Hugging Face folder (Llama, Qwen).")
     ] = None,
-    llm_name: Annotated[str | None, typer.Option(help="Its name; default the folder's.")] = None,
+    llm_name: Annotated[str | None, typer.Option(help="Model name; default: folder.")] = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME, or NAME=DIR for one with weights; repeat. The first is default."),
+        typer.Option(help="NAME, or NAME=DIR with weights; repeatable. The first is the default."),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Chat template to use instead of the folder's.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address; beyond loopback needs keys.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default 8080.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address; any but loopback needs keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; default: 8080.")] = None,
     store: StoreFlag = None,
-    device: Annotated[Device | None, typer.Option(help="Where tensors live.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Device of the models.")] = None,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="No bit of an answer depends on company; CPU only.")
+        bool, typer.Option("--invariant", help="Answers do not depend on the batch; CPU only.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="Settings as YAML.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
 
@@ -67,7 +67,7 @@ def doctor(
     bundle: Annotated[Path | None, typer.Option(help="Verify this bundle too.")] = None,
     store: StoreFlag = None,
     llm: Annotated[
-        Path | None, typer.Option(help="Load this language model: which steps are recorded.")
+        Path | None, typer.Option(help="Load this language model and list its captured steps.")
     ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
 ) -> None:

@@ -18,17 +18,17 @@ EpochsFlag = Annotated[
 ]
 MinutesFlag = Annotated[
     float | None,
-    typer.Option("--max-minutes", help="End in time; with --resume, earlier runs do not count."),
+    typer.Option("--max-minutes", help="Time limit; with --resume, earlier runs do not count."),
 ]
-SeedFlag = Annotated[int, typer.Option("--seed", min=0, help="Of weights, order and sampling.")]
+SeedFlag = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, order, sampling.")]
 ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
 TextFlag = Annotated[
-    list[Path], typer.Option("--text", help="A text to learn from, plain or .zst; repeat.")
+    list[Path], typer.Option("--text", help="Training text, plain or .zst; repeatable.")
 ]
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
 app = typer.Typer(
-    help="Train a model of a bundle, or one of text; the best checkpoint on validation is kept.",
+    help="Train a model of a bundle, or a language model; the best checkpoint is saved.",
     no_args_is_help=True,
 )
 
@@ -135,7 +135,7 @@ def lm(
     text: TextFlag,
     out: OutFlag,
     llm: Annotated[
-        Path | None, typer.Option(help="Folder of a model to draft for, whose tokens it takes.")
+        Path | None, typer.Option(help="Folder of a model to draft for, whose tokenizer it uses.")
     ] = None,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
@@ -233,6 +233,6 @@ def _options(
 def _print(report: TrainReport) -> None:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     typer.echo(
-        f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
+        f"best epoch {report.best_epoch} of {report.epochs} by {report.selection} "
         f"(ended by {report.stopped}, {report.seconds:.0f} s): {metrics}"
     )

@@ -103,7 +103,7 @@ TABLE: dict[type[Exception], Row] = {
         "invalid_request_error",
         "request_too_large",
         "invalid",
-        "the request needs more memory than the server has for one; ask for less",
+        "the request needs more memory than the server has for one request; reduce its size",
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
@@ -114,7 +114,7 @@ TABLE: dict[type[Exception], Row] = {
         "server_error",
         "corrupt_history",
         "features_down",
-        "the stored history of this user is damaged; delete the user to start anew",
+        "the stored history of this user is damaged; delete the user to start again",
     ),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
     TooManyConnections: Row(
@@ -135,7 +135,7 @@ TABLE: dict[type[Exception], Row] = {
         "unavailable_error",
         "items_read_only",
         "features_down",
-        "items cannot be changed here now: another process does, or the disk refuses",
+        "items cannot be changed now: another process changes them, or the disk refuses writes",
     ),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }
@@ -146,7 +146,7 @@ ROUTING: dict[int, Row] = {
         "not_found_error",
         "unknown_route",
         "not_found",
-        "no such route; GET /openapi.json lists them",
+        "no such route; GET /openapi.json lists all routes",
     ),
     405: Row(405, "invalid_request_error", "method_not_allowed", "not_found", "wrong method"),
 }

@@ -69,7 +69,7 @@ class Exchange:
         limit = self.max_body_bytes
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
-            raise BodyTooLarge(f"the body may have {limit} bytes, got {announced}")
+            raise BodyTooLarge(f"the body may have at most {limit} bytes, got {announced}")
         chunks = []
         size = 0
         more = True
@@ -80,7 +80,7 @@ class Exchange:
             chunk = message.get("body", b"")
             size += len(chunk)
             if size > limit:
-                raise BodyTooLarge(f"the body may have {limit} bytes, got more")
+                raise BodyTooLarge(f"the body may have at most {limit} bytes, got more")
             chunks.append(chunk)
             more = message.get("more_body", False)
             error = upload_error(request.scope)

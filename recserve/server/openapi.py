@@ -64,11 +64,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 content = {"application/json": {"schema": by_kind[BODIES[name]]}}
                 operation["requestBody"] = {"required": True, "content": content}
             error = {"application/json": {"schema": by_kind[m.ErrorResponse]}}
-            operation["responses"] = {"default": {"description": "Refused.", "content": error}}
+            operation["responses"] = {"default": {"description": "Error.", "content": error}}
             if name == "delete_user":
-                operation["responses"]["204"] = {"description": "Forgotten."}
+                operation["responses"]["204"] = {"description": "Deleted."}
                 continue
-            answered: dict[str, Any] = {"description": "Answered."}
+            answered: dict[str, Any] = {"description": "Success."}
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
             operation["responses"]["200"] = answered

@@ -75,7 +75,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     limits = ConnectionLimits.of(config)
     possible = possible_connections(limits.max_connections)
     if possible < limits.max_connections:
-        log.warning("the limit on open files leaves room for %d connections", possible)
+        log.warning("the limit on open files allows only %d connections", possible)
     return uvicorn.Config(
         app,
         host=config.host,

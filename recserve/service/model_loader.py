@@ -130,7 +130,7 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
         # Bundles of older releases do not record the digest; their heads are assumed to fit.
         same = bool(bundle.manifest.sections[section].get("recommender", digest) == digest)
         if not same:
-            log.warning("%s belongs to another recommender: train it again; left out", section)
+            log.warning("%s belongs to another recommender and is unused; train it again", section)
         return same
 
     prefixes: PrefixHead | None = None
@@ -193,7 +193,7 @@ def resolve_device(name: Device) -> torch.device:
         ValueError: If the name is "cuda" and there is no CUDA device.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no CUDA device here")
+        raise ValueError("device is cuda, but torch finds no CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -49,7 +49,7 @@ def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOp
     """
     for name in old:
         if name == IGNORED_KEYWORD:
-            message = f"Service.open({name}=...) has no effect any more"
+            message = f"Service.open({name}=...) is deprecated and has no effect"
             warnings.warn(message, DeprecationWarning, stacklevel=3)
             continue
         if name not in OLD_ENGINE_KEYWORDS + OLD_KEYWORDS:
@@ -57,7 +57,7 @@ def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOp
         owner = "engine=EngineConfig" if name in OLD_ENGINE_KEYWORDS else ""
         new = f"{owner}({name}=...)" if owner else f"{name}=..."
         warnings.warn(
-            f"Service.open({name}=...) is Service.open(options=ServiceOptions({new})) now",
+            f"Service.open({name}=...) is deprecated; use options=ServiceOptions({new})",
             DeprecationWarning,
             stacklevel=3,
         )

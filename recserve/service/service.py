@@ -164,7 +164,7 @@ class Service:
         """Answers rank requests. Raises UnknownModel or ServiceClosed."""
         found = self._open_parts.rankings
         if found is None:
-            raise UnknownModel("this bundle holds no model that ranks; train one first")
+            raise UnknownModel("this bundle holds no ranking model; train one first")
         return found
 
     @property
@@ -304,7 +304,7 @@ class Service:
             if model["id"] == name:
                 return model
         there = ", ".join(repr(model["id"]) for model in models)
-        raise UnknownModel(f"the models here are {there}, got {name[:80]!r}")
+        raise UnknownModel(f"this server has the models {there}, got {name[:80]!r}")
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of models and catalogue; empty without a bundle."""

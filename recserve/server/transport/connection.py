@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
         """Parses a request again without `Upgrade`, which would make the parser skip the body."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(MalformedRequest("CONNECT is for proxies"))
+            self._refuse(MalformedRequest("CONNECT is not supported: this server is not a proxy"))
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]

@@ -87,7 +87,7 @@ class Gate:
             if not sum([hmac.compare_digest(given, key) for key in self.keys]):
                 raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
-            raise CrossSite("a page of another site may not send this")
+            raise CrossSite("a page of another site may not send this request")
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")

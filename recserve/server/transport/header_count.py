@@ -33,7 +33,7 @@ class HeaderCount:
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
             most = self._limits.max_headers
-            raise HeadersTooLarge(f"a request may have {most} headers, got more")
+            raise HeadersTooLarge(f"a request may have at most {most} headers, got more")
         self.url(len(name) + len(value) + len(b": \r\n"))
 
     def body(self) -> None:
@@ -52,4 +52,4 @@ class HeaderCount:
         """Raises HeadersTooLarge if the sum of reported and unreported bytes exceeds the limit."""
         most = self._limits.max_header_bytes
         if self._num_bytes + self._num_unreported > most:
-            raise HeadersTooLarge(f"URL and headers may have {most} bytes together, got more")
+            raise HeadersTooLarge(f"URL and headers may have at most {most} bytes, got more")

@@ -94,7 +94,7 @@ class ItemChanges:
         )
         for draft, found in zip(moving, codes, strict=True):
             if found is None:
-                self._reject(draft.index, "every semantic id near this item is taken")
+                self._reject(draft.index, "all semantic ids near this item are taken")
                 del self._drafts[draft.record.item_id]
             else:
                 draft.change = ItemChange(draft.record, draft.vector, found)
@@ -103,7 +103,7 @@ class ItemChanges:
     def _draft(self, index: int, body: ItemInput, raw: dict[str, Any], row: int) -> _Draft:
         """Raises ValueError with a message for the client."""
         if body.item_id in self._drafts:
-            raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
+            raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
         items = self.snapshot.items
         items.check_key(body.item_id, row)
         record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
@@ -162,9 +162,9 @@ class ItemChanges:
                 draft.vector = made[number]
                 continue
             draft.vector = self.vectors.of_categories(draft.record.categories, self._rows_of_path)
-            reason = "no embedding and no known word; placed by its categories alone"
+            reason = "no embedding and no known word; its vector comes from its categories only"
             if not draft.vector.any():
-                reason = "no embedding, known word or category; placed anywhere"
+                reason = "no embedding, known word or category; its position is arbitrary"
             self.degraded.append(Rejection(index=draft.index, reason=reason))
 
     def _rows_of_path(self, path: str) -> np.ndarray:

@@ -87,7 +87,7 @@ class VersionArchive:
                 return versions[name]
         if name == self._first.items.name:
             return self._first
-        raise UnknownVersion(f"no catalog_version {name[:80]!r} is kept; {self._nearest(name)}")
+        raise UnknownVersion(f"catalog_version {name[:80]!r} is unavailable; {self._nearest(name)}")
 
     def __len__(self) -> int:
         return len({self._first.items.name, *self._newest, *self._older})
@@ -98,7 +98,7 @@ class VersionArchive:
         bundle, _, last = name.rpartition(".")
         if bundle != self._first.items.name or not (last.isascii() and last.isdigit()):
             oldest, newest = kept[0].items.name, kept[-1].items.name
-            return f"there are {len(self)}, from {oldest} to {newest}"
+            return f"{len(self)} versions are, from {oldest} to {newest}"
         number = int(last[:18])
         before = [version for version in kept if version.items.number < number][-1:]
         after = [version for version in kept if version.items.number > number][:1]

@@ -105,14 +105,14 @@ class EventChanges:
         try:
             moment = datetime.datetime.fromisoformat(text)
         except ValueError:
-            raise ValueError(f"timestamp: not RFC 3339: {text[:60]!r}") from None
+            raise ValueError(f"timestamp: expected RFC 3339, got {text[:60]!r}") from None
         if moment.tzinfo is None:
             raise ValueError(f"timestamp: has no time zone: {text[:60]!r}")
         time_us = round(moment.timestamp() * 1e6)
         if time_us < POSITIONS_BELOW_US:
             raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
         if time_us > self.now_us + DAY_US:
-            raise ValueError(f"timestamp: more than a day ahead: {text[:60]!r}")
+            raise ValueError(f"timestamp: more than a day in the future: {text[:60]!r}")
         return time_us
 
 

@@ -127,7 +127,7 @@ class Histories:
         if inline is not None:
             return self._inline(inline, snapshot)
         if user is None:
-            raise InvalidRequest("user", "is required where there is no history")
+            raise InvalidRequest("user", "is required without a history")
         _check_user("user.id", user.id)
         try:
             stored = self.store.get(user.id)
@@ -244,7 +244,7 @@ class _Taken:
             elif done:
                 self.corrected += 1
             else:
-                reason = "event_id: no stored event of this user has it, or has it any more"
+                reason = "event_id: this user has no stored event with this id"
                 self.rejected.append(Rejection(index=index, reason=reason))
 
     def answer(self) -> EventsResponse:

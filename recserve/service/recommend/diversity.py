@@ -149,7 +149,7 @@ def caps_of(
         level, limit = diversity.prefix
         if level >= trie.num_levels:
             raise InvalidRequest(
-                "diversity.prefix", f"levels are 0..{trie.num_levels - 1}, got {level}"
+                "diversity.prefix", f"expected a level of 0 to {trie.num_levels - 1}, got {level}"
             )
         caps.append(Cap(PrefixGroups(trie, level), limit))
     return tuple(caps)

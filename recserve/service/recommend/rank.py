@@ -108,7 +108,7 @@ class Rankings:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
         if name not in self.scorers:
             there = ", ".join(("auto", *self.scorers))
-            raise InvalidRequest("scorer", f"this bundle has {there}, got {body.scorer!r}")
+            raise InvalidRequest("scorer", f"expected one of {there}, got {body.scorer!r}")
         return name
 
 
@@ -116,7 +116,7 @@ def _sorting_task(scorer: ItemScorer, name: str, body: RankRequest) -> str:
     task = scorer.tasks[0] if body.sort_by is None else body.sort_by
     if task not in scorer.tasks:
         there = ", ".join(scorer.tasks)
-        raise InvalidRequest("sort_by", f"{name} scores {there}, got {task!r}")
+        raise InvalidRequest("sort_by", f"expected a task of {name}: {there}, got {task!r}")
     return task
 
 

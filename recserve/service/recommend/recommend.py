@@ -144,7 +144,7 @@ class Recommendations:
             return self.chooser.choose(width, deadline_s)
         if name not in there:
             listed = ", ".join((AUTO, *there))
-            raise InvalidRequest("strategy", f"there are {listed}, got {body.strategy!r}")
+            raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return Choice(name)
 
     def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
@@ -153,17 +153,17 @@ class Recommendations:
             return None
         if not strategy_classes()[strategy].outcome:
             reads = _reads_outcome()
-            raise InvalidRequest("outcome", f"only {reads!r} reads it, got {strategy!r}")
+            raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
         unknown = sorted(set(asked) - set(self.outcomes))
         if unknown:
             known = ", ".join(self.outcomes)
-            raise InvalidRequest("outcome", f"there are {known}, got {unknown[0]!r}")
+            raise InvalidRequest("outcome", f"expected names from {known}, got {unknown[0]!r}")
         return np.array([asked.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, asked: float | None, strategy: str) -> float:
         if asked and strategy_classes()[strategy].dense_weight == "refused":
             raise InvalidRequest(
-                "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
+                "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {asked}"
             )
         if asked and not self.roots.config.dense_head:
             raise InvalidRequest(
@@ -319,7 +319,7 @@ def _reads_outcome() -> str:
 def _seen(exclude: Exclude, history: History) -> np.ndarray:
     """Returns the rows of the history to exclude. Raises InvalidRequest."""
     if exclude.seen_within_s is not None and not exclude.seen:
-        raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
+        raise InvalidRequest("exclude.seen_within_s", "expected seen = true with it, got false")
     if exclude.seen_within_s is not None:
         return history.rows_within(exclude.seen_within_s)
     return history.rows if exclude.seen else history.rows[:0]

@@ -215,5 +215,5 @@ def _same_beginning(columns: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
 
 
 def _tables(snapshot: Snapshot) -> RankingTables:
-    assert snapshot.ranking is not None, "a ranker answers from a snapshot without its tables"
+    assert snapshot.ranking is not None, "the snapshot has no tables for the ranker"
     return snapshot.ranking

@@ -118,7 +118,7 @@ class RankerScorer:
                     known = ", ".join(names) or "none"
                     raise InvalidRequest(
                         "candidates.features",
-                        f"this ranker has {known}; {candidate.item_id!r} came with {name!r}",
+                        f"this ranker has {known}; {candidate.item_id!r} has {name!r}",
                     )
                 low, high = settings.side_range(name)
                 if not low <= value <= high:

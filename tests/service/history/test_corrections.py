@@ -237,7 +237,7 @@ def test_corrections_are_judged_one_by_one(opened, ids):
         assert reasons[1].startswith("event_id: is required")
         assert "unknown item" in reasons[2]
         assert {reasons[n] for n in (3, 4, 6)} == {
-            "event_id: no stored event of this user has it, or has it any more"
+            "event_id: this user has no stored event with this id"
         }
         assert (answer["corrected"], answer["accepted"], answer["duplicates"]) == (1, 1, 1)
         times = [e["timestamp"] for e in client.get(f"/v1/users/{USER}/history").json()["events"]]
