@@ -162,8 +162,8 @@ def minutes(name: str, console: Console) -> TrainOptions:
 
 def tell(report: TrainReport, console: Console) -> None:
     """Prints the result of a training run."""
-    kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
-    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {kept}")
+    metrics = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
+    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {metrics}")
 
 
 @contextmanager
@@ -268,8 +268,8 @@ def fingerprint(data: Path | None) -> str:
     digest = hashlib.sha256(f"{NUM_CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parents[1]
     sources = []
-    for room in ("bundle", "features", "models", "training"):
-        sources += sorted((package / room).rglob("*.py"))
+    for folder in ("bundle", "features", "models", "training"):
+        sources += sorted((package / folder).rglob("*.py"))
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
     else:

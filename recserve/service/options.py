@@ -24,10 +24,10 @@ class ServiceOptions:
     Attributes:
         engine: Sizes and modes of the engine.
         dtype: Element type of the recommender; "auto" is the fastest on this machine.
-        signing_key: Key of attribution tokens; None: a random key, whose tokens are not valid in
-            another process.
-        journal: Folder of item changes; None: a folder next to the bundle.
-        text: A language model that the same engine serves.
+        signing_key: Key of attribution tokens; None draws a random key. Tokens of a random key are
+            not valid in another process.
+        journal: Folder of item changes; None means a folder next to the bundle.
+        text: A language model that the same engine serves; None for none.
     """
 
     engine: EngineConfig = EngineConfig()

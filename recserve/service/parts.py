@@ -104,8 +104,8 @@ def open_parts(
 
     Args:
         folder: Folder of the bundle.
-        store: URL of the history store; None: `default_store`. The bundle's own events fill an
-            empty store.
+        store: URL of the history store; None means `default_store`. An empty store is filled with
+            the bundle's own events.
         device: Device of the models.
         options: The other options.
 

@@ -176,6 +176,7 @@ class Connection(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Runs the timer only while the server waits for the client."""
+        # While the client waits for an answer, it cannot be late with the next part.
         waits = bool(self.pipeline) if self._part is RequestPart.BODY else self._running is not None
         free = self._refusal is not None or waits
         part = RequestPart.NOTHING if free else self._part

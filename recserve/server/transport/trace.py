@@ -47,8 +47,8 @@ class Trace:
         if request_id is None:
             return
         if not _SHAPE.match(request_id):
-            came = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
-            raise InvalidRequest("X-Request-Id", came)
+            message = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
+            raise InvalidRequest("X-Request-Id", message)
         self.request_id = request_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -61,13 +61,13 @@ class FilterCache:
             self._entries.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, kept: CachedFilter) -> None:
+    def put(self, key: bytes, entry: CachedFilter) -> None:
         """Inserts or replaces an entry, then evicts the least recently used ones."""
-        size = len(key) + kept.allowed.num_bytes + ENTRY_BYTES
+        size = len(key) + entry.allowed.num_bytes + ENTRY_BYTES
         with self._lock:
             if key in self._entries:
                 self.num_bytes -= self._entries.pop(key)[1]
-            self._entries[key] = kept, size
+            self._entries[key] = entry, size
             self.num_bytes += size
             while self.num_bytes > self.capacity_bytes:
                 self.num_bytes -= self._entries.popitem(last=False)[1][1]

@@ -109,13 +109,13 @@ class ItemChanges:
         record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
         others = {name: value for name, value in raw.items() if name not in FIELDS}
         given = {**others, **body.attributes}
-        said = checked_attributes(given, items.log.schema)
-        kept = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
+        updated = checked_attributes(given, items.log.schema)
+        retained = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
         record = ItemRecord(
             body.item_id,
             record.title if body.title is None else body.title,
             record.categories if body.categories is None else body.categories,
-            {**kept, **said},
+            {**retained, **updated},
         )
         return _Draft(index, row, record, self._vector(body.embedding, row))
 

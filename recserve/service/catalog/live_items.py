@@ -201,6 +201,7 @@ class LiveItems:
         """Rewrites the journal as the difference between the bundle and this version."""
         if self.journal is not None:
             said = difference(items)
+            # Two entries with one number: insertions first, then the hidden items.
             put = JournalEntry(items.number, said.changes)
             self.journal.replace([put, JournalEntry(items.number, hidden=said.hidden)])
 
@@ -223,7 +224,7 @@ class LiveItems:
 
     def _follow(self, items: CatalogVersion) -> None:
         """Appends the rows of the version that the models do not have yet."""
-        first_tail = len(items.base)
+        first_tail = len(items.base)  # `tail` arrays hold the rows after the bundle's own
         for model in (self.models.recommender, self.models.ranker):
             if model is None or model.num_bound_items >= items.num_rows:
                 continue

@@ -141,10 +141,11 @@ class Snapshot:
             FilterError: If the filter is invalid.
         """
         key, items = self.filters.key(tree), self.items
-        kept = self.filter_cache.get(key)
-        if kept is not None and kept.items() is items and kept.trie() is self.trie:
-            return kept.allowed
-        earlier = None if kept is None else kept.allowed
+        cached = self.filter_cache.get(key)
+        if cached is not None and cached.items() is items and cached.trie() is self.trie:
+            return cached.allowed
+        # An entry of another version still gives the bits of the bundle's own items.
+        earlier = None if cached is None else cached.allowed
         bits = packed_rows(self.filters.evaluate(tree)) if earlier is None else earlier.bits
         said = items.log.allowed(tree, items.num_records)[items.record_places]
         allowed = AllowedItems(bits, items.num_rows, items.record_rows, said, earlier)
@@ -177,9 +178,9 @@ class Snapshot:
         looked_at = count + excluded.size
         while True:
             head = self.items.popular(looked_at)
-            kept = head[~np.isin(head, excluded)]
+            rows = head[~np.isin(head, excluded)]
             if allowed is not None:
-                kept = kept[allowed.at(kept)]
-            if kept.size >= count or head.size < looked_at or allowed is None:
-                return np.asarray(kept[:count])
+                rows = rows[allowed.at(rows)]
+            if rows.size >= count or head.size < looked_at or allowed is None:
+                return np.asarray(rows[:count])
             looked_at *= POPULAR_GROWTH

@@ -93,13 +93,13 @@ class VersionArchive:
         return len({self._first.items.name, *self._newest, *self._older})
 
     def _nearest(self, name: str) -> str:
-        kept = [self._first, *self._older.values(), *self._newest.values()]
-        kept.sort(key=lambda version: version.items.number)
+        versions = [self._first, *self._older.values(), *self._newest.values()]
+        versions.sort(key=lambda version: version.items.number)
         bundle, _, last = name.rpartition(".")
         if bundle != self._first.items.name or not (last.isascii() and last.isdigit()):
-            oldest, newest = kept[0].items.name, kept[-1].items.name
+            oldest, newest = versions[0].items.name, versions[-1].items.name
             return f"{len(self)} versions are, from {oldest} to {newest}"
         number = int(last[:18])
-        before = [version for version in kept if version.items.number < number][-1:]
-        after = [version for version in kept if version.items.number > number][:1]
+        before = [version for version in versions if version.items.number < number][-1:]
+        after = [version for version in versions if version.items.number > number][:1]
         return "the nearest are " + " and ".join(v.items.name for v in before + after)

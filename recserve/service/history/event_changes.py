@@ -83,8 +83,8 @@ class EventChanges:
         if event.correction is None:
             return self._stored(event)
         if event.correction not in (REPLACE, REMOVE):
-            came = f"{event.correction[:40]!r}"
-            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {came}")
+            value = f"{event.correction[:40]!r}"
+            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {value}")
         if event.event_id is None:
             raise ValueError("event_id: is required with a correction")
         if event.correction == REMOVE:

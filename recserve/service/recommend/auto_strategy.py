@@ -74,6 +74,7 @@ class Chooser:
             expected = self._expected(self.exact, width)
             if not expected or expected * DEADLINE_MARGIN <= left:
                 return Choice(self.exact)
+            # Without this decay a strategy that once was slow would never be measured again.
             self._seconds[self.exact, width.bit_length()] = expected * RETRY_DECAY
             in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
         return Choice((in_time or self.quick)[0], hurried=True)

@@ -42,6 +42,8 @@ class ListedItems:
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns index pairs (position in `rows`, group), as defined in core/diversity.py."""
+        # Row i of `rows` owns counts[i] consecutive pairs. `place` repeats i, and `inner` counts
+        # 0..counts[i] - 1 within the run.
         counts = self.offsets[rows + 1] - self.offsets[rows]
         place = np.repeat(np.arange(rows.size), counts)
         inner = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)

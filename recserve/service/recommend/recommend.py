@@ -147,29 +147,29 @@ class Recommendations:
             raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return Choice(name)
 
-    def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
+    def _outcome(self, weights: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
-        if asked is None:
+        if weights is None:
             return None
         if not strategy_classes()[strategy].outcome:
             reads = _reads_outcome()
             raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
-        unknown = sorted(set(asked) - set(self.outcomes))
+        unknown = sorted(set(weights) - set(self.outcomes))
         if unknown:
             known = ", ".join(self.outcomes)
             raise InvalidRequest("outcome", f"expected names from {known}, got {unknown[0]!r}")
-        return np.array([asked.get(name, 0.0) for name in self.outcomes])
+        return np.array([weights.get(name, 0.0) for name in self.outcomes])
 
-    def _dense_weight(self, asked: float | None, strategy: str) -> float:
-        if asked and strategy_classes()[strategy].dense_weight == "refused":
+    def _dense_weight(self, weight: float | None, strategy: str) -> float:
+        if weight and strategy_classes()[strategy].dense_weight == "refused":
             raise InvalidRequest(
-                "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {asked}"
+                "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
-        if asked and not self.roots.config.dense_head:
+        if weight and not self.roots.config.dense_head:
             raise InvalidRequest(
-                "dense_weight", f"this recommender has no dense head; expected 0, got {asked}"
+                "dense_weight", f"this recommender has no dense head; expected 0, got {weight}"
             )
-        return self.dense_weight if asked is None else asked
+        return self.dense_weight if weight is None else weight
 
     def _finish(
         self,
@@ -257,11 +257,11 @@ class _SlateBuilder:
         """
         slate, wanted, allowed = rows, rows.size + count, self.allowed
         while True:
-            asked, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            popular = self.snapshot.most_popular(asked, taken, allowed)
+            num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
+            popular = self.snapshot.most_popular(num_missing, taken, allowed)
             both = np.concatenate([slate, popular])
             slate = both[first_k(both, self.caps, wanted)]
-            if slate.size == wanted or popular.size < asked:
+            if slate.size == wanted or popular.size < num_missing:
                 return np.asarray(slate[rows.size :])
             left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
             allowed = AllowedItems.of(left)

@@ -75,6 +75,7 @@ class RecommenderRoots:
             left: [m] int64 item rows of the current history. The common beginning stays cached.
         """
         same = _same_beginning([(rows, left)])
+        # Maps each window start to the longest history that had it; later lengths overwrite.
         starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
         for start, stop in starts.items():
             tokens = self._tokens(snapshot, rows[start:stop])
@@ -159,12 +160,12 @@ class RankerRoots:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         columns = root_columns(_tables(snapshot), events, self.salt)
-        kept = columns, user_side(_tables(snapshot), columns)
+        entry = columns, user_side(_tables(snapshot), columns)
         with self._lock:
-            self._cache[key] = kept
+            self._cache[key] = entry
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
-        return kept
+        return entry
 
     def _root(self, columns: RankingRoot) -> Root:
         return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)

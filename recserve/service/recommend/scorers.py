@@ -92,16 +92,16 @@ class RankerScorer:
             InvalidRequest: If a candidate has an unknown feature or a value out of range.
         """
         q, dated = query, query.dated
-        heeded = dated and self.roots.settings.has_timestamps
+        uses_time = dated and self.roots.settings.has_timestamps
         root, branches, limits = self.roots.root(
             q.snapshot,
             q.history,
             q.rows,
-            _moments(q.candidates) if heeded else None,
+            _moments(q.candidates) if uses_time else None,
             self._given(q.candidates) if q.described else {},
         )
         request = RankQuery(root, branches, limits, q.deadline_s)
-        return ScoringRequest(request, ("shown_at_ignored",) if dated and not heeded else ())
+        return ScoringRequest(request, ("shown_at_ignored",) if dated and not uses_time else ())
 
     def scores(self, values: np.ndarray) -> np.ndarray:
         """Converts logits to probabilities."""
