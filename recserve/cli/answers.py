@@ -38,7 +38,7 @@ def recommend(
     filter: Annotated[str | None, typer.Option(help="Filter on items, as JSON.")] = None,
     outcome: Annotated[
         str | None,
-        typer.Option(help='Weights for dense (JSON): \'{"click": 0.5, "save": 0.5}\'.'),
+        typer.Option(help='Outcome weights for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.'),
     ] = None,
     diversity: Annotated[
         str | None, typer.Option(help="Most items per group, as JSON: '{\"category\": 2}'.")
@@ -46,7 +46,9 @@ def recommend(
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print the work it took.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the work that the answer took.")
+    ] = False,
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -75,7 +77,7 @@ def recommend(
 
 def rank(
     bundle: BundleFlag,
-    item: Annotated[list[str], typer.Option(help="Candidates; repeat, or use commas.")],
+    item: Annotated[list[str], typer.Option(help="Candidate ids; repeat the flag, or use commas.")],
     user: UserFlag = None,
     history: HistoryFlag = None,
     scorer: Annotated[str, typer.Option(help="auto, ranker or likelihood.")] = "auto",
@@ -103,8 +105,10 @@ def rank(
 
 def batch(
     bundle: BundleFlag,
-    input: Annotated[Path, typer.Option(help="Parquet: user_id; optional k, history...")],
-    output: Annotated[Path, typer.Option(help="Folder of answers; created at the end.")],
+    input: Annotated[
+        Path, typer.Option(help="Parquet: user_id; optional: history, k, strategy, ...")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of the answers; created when the job ends.")],
     k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
     strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
     beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,

@@ -59,7 +59,9 @@ def evaluate(
     dense_weight: Annotated[
         float | None, typer.Option(help="Weight of the dense head; default: the bundle's.")
     ] = None,
-    users: Annotated[int | None, typer.Option(min=1, help="Evaluate only so many users.")] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate at most this many users.")
+    ] = None,
     device: DeviceFlag = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the metrics to this file.")

@@ -13,7 +13,7 @@ from recserve.cli.flags import Device, StoreFlag
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of items.parquet and events.parquet; default: synthetic."),
+        typer.Option(help="Folder with items.parquet and events.parquet; default: synthetic data."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of 127.0.0.1.")] = 8080,
     once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
@@ -29,7 +29,9 @@ def serve(
     llm: Annotated[
         Path | None, typer.Option(help="Language model: a Hugging Face folder (Llama, Qwen).")
     ] = None,
-    llm_name: Annotated[str | None, typer.Option(help="Model name; default: folder.")] = None,
+    llm_name: Annotated[
+        str | None, typer.Option(help="Name of the language model; default: the folder's name.")
+    ] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(help="NAME, or NAME=DIR with weights; repeatable. The first is the default."),
@@ -42,7 +44,8 @@ def serve(
     store: StoreFlag = None,
     device: Annotated[Device | None, typer.Option(help="Device of the models.")] = None,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="Answers do not depend on the batch; CPU only.")
+        bool,
+        typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:

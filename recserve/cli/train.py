@@ -20,7 +20,9 @@ MinutesFlag = Annotated[
     float | None,
     typer.Option("--max-minutes", help="Time limit; with --resume, earlier runs do not count."),
 ]
-SeedFlag = Annotated[int, typer.Option("--seed", min=0, help="Seed of weights, order, sampling.")]
+SeedFlag = Annotated[
+    int, typer.Option("--seed", min=0, help="Seed of weights, order and sampling.")
+]
 ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
 TextFlag = Annotated[
     list[Path], typer.Option("--text", help="Training text, plain or .zst; repeatable.")
@@ -28,7 +30,7 @@ TextFlag = Annotated[
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
 app = typer.Typer(
-    help="Train a model of a bundle, or a language model; the best checkpoint is saved.",
+    help="Train a model and save its best checkpoint on validation data.",
     no_args_is_help=True,
 )
 
