@@ -1,6 +1,6 @@
 """recserve: a generative recommendation server.
 
-Public names, loaded when first used:
+The public names are imported on first use:
 
     from recserve import RecommendRequest, Service
     with Service.open("shop.bundle") as service:
@@ -54,10 +54,11 @@ _HOMES = {
     "build_engine": "recserve.engine.build",
 }
 
-# Deprecated for one release: old name, new name.
+# Old name -> new name; the old names are deprecated for one release.
 _RENAMED = {"RankBody": "RankRequest", "RecommendBody": "RecommendRequest"}
 
-# Read by torch when it is loaded: large tensors on huge pages, of which weights stream faster.
+# torch reads this when it is imported. It places large tensors on huge pages, from which weights
+# stream faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -66,7 +67,9 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name in _RENAMED:
         new = _RENAMED[name]
-        warnings.warn(f"recserve.{name} is recserve.{new} now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"recserve.{name} is deprecated; use recserve.{new}", DeprecationWarning, stacklevel=2
+        )
         name = new
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
@@ -75,10 +78,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    # Imported here: `recserve --help` would spend a fifth of its time on importlib.metadata.
+    # Imported here, because importlib.metadata takes a fifth of the time of `recserve --help`.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("recserve")
-    except PackageNotFoundError:  # run from a checkout that was not installed
+    except PackageNotFoundError:  # runs from a checkout that is not installed
         return "0+unknown"

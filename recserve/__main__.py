@@ -1,4 +1,4 @@
-"""`python -m recserve`, the same as the command `recserve`."""
+"""Runs the command line: `python -m recserve` is the command `recserve`."""
 
 from recserve.cli import main
 

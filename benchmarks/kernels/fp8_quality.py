@@ -31,7 +31,7 @@ from recserve.kernels.tree import chain
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
-from recserve.service.loading import load_heads
+from recserve.service.model_loader import load_heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics

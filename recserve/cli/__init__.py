@@ -1,4 +1,4 @@
-"""The commands."""
+"""The command line `recserve`."""
 
 from recserve.cli.app import app, main
 

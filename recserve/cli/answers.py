@@ -1,4 +1,4 @@
-"""`recserve recommend`, `rank`, `batch`, `history`: the service's answers without a server."""
+"""Commands `recommend`, `rank`, `batch` and `history`, which use the service without a server."""
 
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ def recommend(
     bundle: BundleFlag,
     user: UserFlag = None,
     history: HistoryFlag = None,
-    k: Annotated[int, typer.Option("-k", "--k", help="Items in the slate.")] = 10,
+    k: Annotated[int, typer.Option("-k", "--k", help="Number of items in the slate.")] = 10,
     strategy: Annotated[str, typer.Option(help="auto, beam, ...")] = "auto",
-    beam_width: Annotated[int | None, typer.Option(help="Kept prefixes; default 50 or k.")] = None,
-    filter: Annotated[str | None, typer.Option(help="Condition on items, as JSON.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Beam width; default: 50 or k.")] = None,
+    filter: Annotated[str | None, typer.Option(help="Filter on items, as JSON.")] = None,
     outcome: Annotated[
-        str | None, typer.Option(help='Mix for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.')
+        str | None,
+        typer.Option(help='Outcome weights for dense, as JSON: \'{"click": 0.5, "save": 0.5}\'.'),
     ] = None,
     diversity: Annotated[
-        str | None, typer.Option(help="Most of one kind, as JSON: '{\"category\": 2}'.")
+        str | None, typer.Option(help="Most items per group, as JSON: '{\"category\": 2}'.")
     ] = None,
     seen: Annotated[
-        bool, typer.Option("--seen/--unseen", help="Whether items of the history may come.")
+        bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where the work went.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the work that the answer took.")
+    ] = False,
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """A slate for a user or a history, without a server."""
+    """Recommend items for a user or a history, without a server."""
     from recserve.cli.terminal import slate_table, titles
     from recserve.schemas.items import RecommendRequest
 
@@ -74,7 +77,7 @@ def recommend(
 
 def rank(
     bundle: BundleFlag,
-    item: Annotated[list[str], typer.Option(help="Candidates: repeat, or put commas between.")],
+    item: Annotated[list[str], typer.Option(help="Candidate ids; repeat the flag, or use commas.")],
     user: UserFlag = None,
     history: HistoryFlag = None,
     scorer: Annotated[str, typer.Option(help="auto, ranker or likelihood.")] = "auto",
@@ -82,7 +85,7 @@ def rank(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """The order of given items for a user or a history, without a server."""
+    """Rank given items for a user or a history, without a server."""
     from recserve.cli.terminal import ranking_table, titles
     from recserve.schemas.items import RankRequest
 
@@ -102,11 +105,13 @@ def rank(
 
 def batch(
     bundle: BundleFlag,
-    input: Annotated[Path, typer.Option(help="Parquet: user_id; history, k, strategy, ...")],
-    output: Annotated[Path, typer.Option(help="Folder of the answers; it appears at the end.")],
-    k: Annotated[int, typer.Option("-k", "--k", help="Where a row does not say.")] = 50,
-    strategy: Annotated[str, typer.Option(help="Where a row does not say.")] = "auto",
-    beam_width: Annotated[int | None, typer.Option(min=1, help="Kept prefixes.")] = None,
+    input: Annotated[
+        Path, typer.Option(help="Parquet: user_id; optional: history, k, strategy, ...")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of the answers; created when the job ends.")],
+    k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
+    strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
+    beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Users per output file.")] = 20_000,
     in_flight: Annotated[int, typer.Option(min=1, max=1024, help="Users computed together.")] = 64,
     engine: Annotated[Literal["local"], typer.Option(help="Where the work runs.")] = "local",
@@ -114,12 +119,15 @@ def batch(
         bool, typer.Option("--overwrite", help="Replace an earlier job's output.")
     ] = False,
     progress: Annotated[
-        Literal["rich", "json"], typer.Option(help="A bar, or lines of JSON; on standard error.")
+        Literal["rich", "json"], typer.Option(help="A progress bar, or lines of JSON, on stderr.")
     ] = "rich",
     store: StoreFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
-    """Slates for every user of a Parquet file. Exit status 1: failed, 2: called wrongly."""
+    """Recommend items for every user of a Parquet file.
+
+    The exit status is 1 if the job fails and 2 if an argument is invalid.
+    """
     from recserve.batch.generate import Defaults, Generator
     from recserve.batch.job import Job, check, run
     from recserve.batch.together import together
@@ -136,7 +144,7 @@ def batch(
     with _service(bundle, store, device) as service:
         there = ("auto", *service.runtime.engine.strategies)
         if strategy not in there:
-            raise _called_wrongly(f"strategy is {strategy!r}; there are {', '.join(there)}")
+            raise _called_wrongly(f"strategy is {strategy!r}; expected one of {', '.join(there)}")
         with job_progress(progress) as tell:
             report = run(job, Generator(together(service), defaults, in_flight), tell)
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
@@ -147,7 +155,7 @@ def batch(
 
 
 def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFlag = False) -> None:
-    """Print what is stored of a user, oldest first."""
+    """Print the stored events of a user, oldest first."""
     from recserve.cli.terminal import history_table, titles
 
     with _service(bundle, store, "cpu") as service:
@@ -156,10 +164,10 @@ def show(user: str, bundle: BundleFlag, store: StoreFlag = None, as_json: JsonFl
 
 
 def delete(user: str, bundle: BundleFlag, store: StoreFlag = None) -> None:
-    """Remove all that is stored of a user (of a running server: DELETE /v1/users/USER)."""
+    """Delete all stored events of a user (on a running server: DELETE /v1/users/USER)."""
     with _service(bundle, store, "cpu") as service:
         service.delete_user(user)
-    typer.echo(f"nothing is stored of {user}")
+    typer.echo(f"deleted all stored events of {user}")
 
 
 def _called_wrongly(message: str) -> typer.Exit:
@@ -174,7 +182,7 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 
 def _body(kind: type[Body], **fields: Any) -> Body:
-    """A request body, checked as its HTTP route checks it. Raises ValueError naming the field."""
+    """Builds a request body and validates it like the HTTP route. Raises ValueError."""
     from recserve.schemas.validation import converted
 
     return converted({n: v for n, v in fields.items() if v is not None}, kind)

@@ -1,6 +1,6 @@
-"""The command line: which commands there are, and how an error looks.
+"""The command line: registers the commands and formats their errors.
 
-Commands import what is heavy inside themselves, so that `recserve --help` is quick.
+Each command imports heavy modules in its own body, so that `recserve --help` starts fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from recserve.cli import answers, bundles, experiments, running, train
+from recserve.cli import answers, bundles, experiments, serve, train
 
 FAILED = 1
 TRAIN_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn": "scikit-learn"}
@@ -25,14 +25,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    running.demo,
+    serve.demo,
     bundles.build,
     bundles.evaluate,
-    running.serve,
+    serve.serve,
     answers.recommend,
     answers.rank,
     answers.batch,
-    running.doctor,
+    serve.doctor,
     experiments.bench,
     experiments.ab,
 ):
@@ -40,13 +40,13 @@ for command in (
 
 app.add_typer(train.app, name="train")
 
-bundle_app = typer.Typer(help="Look after a bundle.", no_args_is_help=True)
+bundle_app = typer.Typer(help="Verify, calibrate or export a bundle.", no_args_is_help=True)
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
 app.add_typer(bundle_app, name="bundle")
 
-history_app = typer.Typer(help="Look after a user's stored history.", no_args_is_help=True)
+history_app = typer.Typer(help="Show or delete a user's stored history.", no_args_is_help=True)
 history_app.command()(answers.show)
 history_app.command()(answers.delete)
 app.add_typer(history_app, name="history")
@@ -63,21 +63,30 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show an error's trace back.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of an error.")
+    ] = False,
 ) -> None:
-    """What holds for every command."""
+    """Options of every command."""
     if debug:
         logging.getLogger("recserve").setLevel(logging.DEBUG)
 
 
 def main() -> None:
-    """Run a command; an error is one line on standard error, with `--debug` its trace back too."""
+    """Runs a command. An error prints one line to stderr, or a traceback with `--debug`.
+
+    Raises:
+        SystemExit: With status 1 after an error.
+    """
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has gone; say nothing more, not even at exit.
+        # The reader of stdout has closed the pipe. The flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:

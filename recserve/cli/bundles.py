@@ -1,4 +1,4 @@
-"""`recserve build`, `evaluate`, `bundle verify|calibrate|export`: what makes bundles."""
+"""Commands `build`, `evaluate` and `bundle verify|calibrate|export`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
 
 
 def build(
-    items: Annotated[Path, typer.Option(help="Parquet: item_id, title, categories, more.")],
+    items: Annotated[Path, typer.Option(help="Parquet: item_id, title, categories, ...")],
     events: Annotated[Path, typer.Option(help="Parquet: user_id, item_id, timestamp/position.")],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     embeddings: Annotated[
-        Path | None, typer.Option(help="Item vectors, .npy or Parquet; without: from text.")
+        Path | None, typer.Option(help="Item vectors, .npy or Parquet; default: from text.")
     ] = None,
     quantizer: Annotated[
         Literal["residual", "product"], typer.Option(help="How vectors become semantic ids.")
     ] = "residual",
     levels: Annotated[int, typer.Option(min=1, max=64, help="Codes per semantic id.")] = 4,
     codes: Annotated[int, typer.Option(min=2, max=65536, help="Codes per level.")] = 256,
-    seed: Annotated[int, typer.Option(min=0, help="Of vectors and quantiser.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of vectors and quantiser.")] = 0,
     on_bad_rows: Annotated[
-        Literal["error", "skip"], typer.Option(help="What becomes of a row that cannot be used.")
+        Literal["error", "skip"], typer.Option(help="What to do with unusable rows.")
     ] = "error",
 ) -> None:
-    """Turn items and events into a bundle: vectors, semantic ids, catalogue."""
+    """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
 
     options = BuildOptions(
@@ -48,30 +48,35 @@ def build(
 def evaluate(
     bundle: BundleFlag,
     split: Annotated[
-        Literal["valid", "test"], typer.Option(help="The last event but one, or the last.")
+        Literal["valid", "test"], typer.Option(help="Predict the last event but one, or the last.")
     ] = "test",
     strategy: Annotated[
         str,
         typer.Option(help="A strategy, auto or all; dense_head, exhaustive, sasrec."),
     ] = "auto",
-    k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, commas between.")] = "5,10",
-    beam_width: Annotated[int, typer.Option(min=1, help="Kept prefixes.")] = 50,
+    k: Annotated[str, typer.Option("--k", "-k", help="Cut-offs, separated by commas.")] = "5,10",
+    beam_width: Annotated[int, typer.Option(min=1, help="Beam width.")] = 50,
     dense_weight: Annotated[
-        float | None, typer.Option(help="Of the dense head; default: the bundle's.")
+        float | None, typer.Option(help="Weight of the dense head; default: the bundle's.")
     ] = None,
-    users: Annotated[int | None, typer.Option(min=1, help="Only so many users.")] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate at most this many users.")
+    ] = None,
     device: DeviceFlag = "auto",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
+        Path | None, typer.Option("--json", help="Write the metrics to this file.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="With --strategy all: quality over time, as a PNG.")
+        Path | None, typer.Option(help="With --strategy all: plot quality over time as a PNG.")
     ] = None,
 ) -> None:
-    """NDCG and recall of leave-one-out over all items; --strategy all compares the strategies."""
+    """Measure leave-one-out NDCG and recall over all items.
+
+    With --strategy all, compare the strategies.
+    """
     cutoffs = numbers(k, "--k")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now or not after minutes
+        json_file.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
     from recserve.training.evaluation.evaluation import Evaluation, evaluate_bundle
     from recserve.training.evaluation.fidelity import Fidelity, compare_strategies
@@ -103,7 +108,7 @@ def evaluate(
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
-    """Compare every file of a bundle with its sha256."""
+    """Compare every file of a bundle with its recorded sha256."""
     from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -115,7 +120,7 @@ def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
 def calibrate(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE")], device: DeviceFlag = "auto"
 ) -> None:
-    """Measure anew what drafts of the trained draft head are worth; training does so by itself."""
+    """Measure the benefit of the draft head again; training does this automatically."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.item_drafters.calibration import recalibrate
     from recserve.training.options import TrainOptions

@@ -1,9 +1,15 @@
-"""`recserve demo`: from nothing to answers in about two minutes on a laptop.
+"""`recserve demo`: builds, trains and serves small models in about two minutes on a laptop.
 
-Data (made up, or the user's Parquet) becomes a bundle, two small models are trained within a minute
-together, then a tiny language model on the sources of the standard library; one slate, one ranking
-and one completion are printed, and the server starts. What was trained stays in the user's cache
-folder under a name made of its data, so that a second run starts at once.
+The demo has four steps:
+
+1. It builds a bundle from synthetic data, or from the user's Parquet files.
+2. It trains a recommender and a ranker, together in less than a minute, and then a tiny language
+   model on the sources of the standard library.
+3. It prints one slate, one ranking and one completion.
+4. It starts the server.
+
+The models stay in the user's cache folder under a digest of their data, so that a second run
+starts at once.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ from recserve.training.text.language_model import (
 HOST = "127.0.0.1"
 MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
-# Smaller than what `recserve train` takes, so that several epochs fit into half a minute.
+# Smaller than the model of `recserve train`, so that several epochs fit into half a minute.
 RECOMMENDER = replace(
     ITEMS_MASKED,
     hidden_size=96,
@@ -66,21 +72,31 @@ LANGUAGE = LanguageRecipe(num_layers=2, steps=50)
 SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"
 PROMPT = "def __init__(self, "
-WRITTEN = 64
+NUM_TOKENS = 64
 LLM = "llm"
 CPU = torch.device("cpu")
-CODES = 64
-SLATE = 10
-CANDIDATES = 200
-SHOWN = 10
+NUM_CODES = 64
+SLATE_SIZE = 10
+NUM_CANDIDATES = 200
+ROWS_SHOWN = 10
 LAST_EVENTS = 5
 
 
 def run_demo(data: Path | None, port: int, once: bool) -> int:
-    """The whole demo. data: folder with items.parquet and events.parquet, None: made up.
+    """Runs the whole demo.
 
-    Returns the exit status. Raises SchemaError or BadRowError for the data, OSError if no port
-    near the asked one is free.
+    Args:
+        data: Folder with items.parquet and events.parquet; None means synthetic data.
+        port: Port of the server, or the first one to try.
+        once: Exits after printing the answers, without starting the server.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SchemaError: If a file or a column is missing.
+        BadRowError: If the data has unusable rows.
+        OSError: If no port near `port` is free.
     """
     console = Console(highlight=False)
     folder = prepare(data, console)
@@ -97,7 +113,7 @@ def run_demo(data: Path | None, port: int, once: bool) -> int:
 
 
 def prepare(data: Path | None, console: Console) -> Path:
-    """The folder of a finished demo for this data; made now if it is not there yet."""
+    """Returns the folder of the demo for this data; builds and trains it if it does not exist."""
     folder = cache_folder() / fingerprint(data)
     if folder.is_dir():
         say(console, f"using the bundle of an earlier run: {folder / 'bundle'}")
@@ -105,12 +121,12 @@ def prepare(data: Path | None, console: Console) -> Path:
     with new_folder(folder) as making:
         make_bundle(data, making, console)
         make_llm(making / LLM, console)
-    say(console, f"kept for the next run: {folder / 'bundle'}")
+    say(console, f"saved for the next run: {folder / 'bundle'}")
     return folder
 
 
 def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
-    """Build and train `folder/bundle`, a rule per step."""
+    """Builds `folder/bundle` and trains its models; prints a rule for each step."""
     console.rule("catalogue and events", align="left")
     if data is None:
         files = write_synthetic(folder / "data", SYNTHETIC)
@@ -118,43 +134,41 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
     else:
         items, events = data / "items.parquet", data / "events.parquet"
     out = folder / "bundle"
-    options = BuildOptions(items, events, out, codes=CODES, on_bad_rows="skip")
+    options = BuildOptions(items, events, out, codes=NUM_CODES, on_bad_rows="skip")
     build_bundle(options, lambda line: say(console, line.replace(f"{folder}{os.sep}", "")))
     for name in ("recommender", "ranker"):
-        bundle, asked = Bundle.open(out), minutes(name, console)
+        bundle, limits = Bundle.open(out), minutes(name, console)
         with one_thread():
             if name == "recommender":
-                report = train_recommender(bundle, asked, RECOMMENDER, console)
+                report = train_recommender(bundle, limits, RECOMMENDER, console)
             else:
-                report = train_ranker(bundle, asked, RANKER, console)
+                report = train_ranker(bundle, limits, RANKER, console)
         tell(report, console)
 
 
 def make_llm(folder: Path, console: Console) -> None:
-    """A language model small enough to be trained on the spot."""
-    asked = minutes("llm", console)
+    """Trains a tiny language model."""
+    limits = minutes("llm", console)
     with one_thread():
-        tell(
-            train_language_model(standard_library(SOURCES_BYTES), folder, asked, LANGUAGE, console),
-            console,
-        )
+        sources = standard_library(SOURCES_BYTES)
+        tell(train_language_model(sources, folder, limits, LANGUAGE, console), console)
 
 
 def minutes(name: str, console: Console) -> TrainOptions:
-    """A rule over what is trained next, and how long it may take."""
+    """Prints a rule for the next training, and returns its time limit as options."""
     console.rule(f"{name}, about {MINUTES[name] * 60:.0f} s", align="left")
     return TrainOptions(max_minutes=MINUTES[name])
 
 
 def tell(report: TrainReport, console: Console) -> None:
-    """What a training run came to."""
-    kept = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
-    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {kept}")
+    """Prints the result of a training run."""
+    metrics = ", ".join(f"{metric} {value:.4f}" for metric, value in report.metrics.items())
+    say(console, f"trained {counted(report.epochs, 'epoch')} in {report.seconds:.0f} s: {metrics}")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Matrices this small gain little from a second thread, and wait long for one that is busy."""
+    """Runs torch on one thread, because matrices this small gain little from a second one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,12 +178,12 @@ def one_thread() -> Iterator[None]:
 
 
 def show_answers(bundle: Path, console: Console) -> None:
-    """Print one user's last events, a slate and a ranking, each with its times."""
+    """Prints one user's last events, a slate and a ranking, each with its times."""
     started = time.monotonic()
     with Service.open(bundle) as service:
         say(console, f"\nloaded in {time.monotonic() - started:.1f} s")
         title = titles(service.item)
-        samples = service.samples(2, CANDIDATES)
+        samples = service.samples(2, NUM_CANDIDATES)
         name, *others = samples["users"]
         past = [event.item_id for event in service.history(name).events]
         say(console, f"user {name}, {len(past)} events; the last ones:")
@@ -188,13 +202,13 @@ def show_answers(bundle: Path, console: Console) -> None:
 
         console.rule(f"rank {len(offered)} candidates", align="left")
         order, order_again = ranking(service, name, offered), ranking(service, name, offered)
-        console.print(ranking_table(order, title, SHOWN))
+        console.print(ranking_table(order, title, ROWS_SHOWN))
         say(console, timing_line(order.timing_ms, order.degraded))
         say(console, f"again, root cached: {timing_line(order_again.timing_ms)}")
 
 
 def show_completion(folder: Path, console: Console) -> None:
-    """Print a completion, drafted and plain: the same text in fewer steps."""
+    """Prints a completion with and without drafts: the same text in fewer steps."""
     console.rule(f"completion, drafted by {DRAFTER}", align="left")
     with Service.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU)) as service:
         completion(service, "none")
@@ -204,16 +218,16 @@ def show_completion(folder: Path, console: Console) -> None:
     same = "the same text" if drafted.choices[0].text == plain.choices[0].text else "another text"
     counts = drafted.metrics.speculative_decoding if drafted.metrics else None
     length = counts.mean_acceptance_length if counts else 1.0
-    steps = f"{WRITTEN} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
+    steps = f"{NUM_TOKENS} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
     say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
 
 
 def completion(service: Service, drafter: str) -> tuple[CompletionResponse, float]:
-    """The prompt continued, and the seconds it took."""
+    """Continues the prompt; returns the response and its time in seconds."""
     began = time.monotonic()
     body = CompletionRequest(
         prompt=PROMPT,
-        max_tokens=WRITTEN,
+        max_tokens=NUM_TOKENS,
         temperature=0.0,
         ignore_eos=True,
         speculation=SpeculationOptions(drafter=drafter),
@@ -224,37 +238,38 @@ def completion(service: Service, drafter: str) -> tuple[CompletionResponse, floa
 
 
 def slate(service: Service, user_id: str) -> RecommendResponse:
-    """Items the user has not seen."""
-    return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE))
+    """Returns items that the user has not seen."""
+    return service.recommend(RecommendRequest(user=UserRef(id=user_id), k=SLATE_SIZE))
 
 
 def ranking(service: Service, user_id: str, item_ids: list[str]) -> RankResponse:
-    """The order of these items for the user."""
+    """Ranks the items for the user."""
     candidates = [Candidate(item_id=item_id) for item_id in item_ids]
     return service.rank(RankRequest(user=UserRef(id=user_id), candidates=candidates))
 
 
 def say(console: Console, line: str) -> None:
-    """A line as it is: square brackets are no markup, a long line is not broken."""
+    """Prints a line without markup and without wrapping."""
     console.print(Text(line), soft_wrap=True)
 
 
 def cache_folder() -> Path:
-    """Where finished demos lie: XDG_CACHE_HOME, or ~/.cache."""
+    """Returns the folder of all demos, under XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "recserve" / "demo"
 
 
 def fingerprint(data: Path | None) -> str:
-    """Name of a demo: a digest of its data, its recipe and the code that makes bundles.
+    """Returns the folder name of a demo: a digest of its data, its recipe and the training code.
 
-    Raises SchemaError if the folder lacks one of the two files.
+    Raises:
+        SchemaError: If the folder lacks one of the two files.
     """
-    digest = hashlib.sha256(f"{CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
+    digest = hashlib.sha256(f"{NUM_CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parents[1]
     sources = []
-    for room in ("bundle", "features", "models", "training"):
-        sources += sorted((package / room).rglob("*.py"))
+    for folder in ("bundle", "features", "models", "training"):
+        sources += sorted((package / folder).rglob("*.py"))
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
     else:
@@ -268,7 +283,11 @@ def fingerprint(data: Path | None) -> str:
 
 
 def free_port(wanted: int, tries: int = 20) -> int:
-    """The wanted port of loopback, or the next free one. Raises OSError after `tries` ports."""
+    """Returns the wanted port of the loopback address, or the next free one.
+
+    Raises:
+        OSError: If all `tries` ports are taken.
+    """
     for port in range(wanted, min(wanted + tries, 65536)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

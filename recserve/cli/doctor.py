@@ -1,6 +1,6 @@
-"""What this machine can do and what stands in the way: one finding per line, with what to do.
+"""`recserve doctor`: checks this machine and gives advice, one finding per check.
 
-A finding is `ok`, `warn` (it works, but slower or with less room) or `fail` (it will not work).
+A finding is `ok`, `warn` (works, but slower or with little space left) or `fail` (does not work).
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi"
 
 @dataclass(frozen=True)
 class Finding:
-    """name: what was looked at. detail: what was found, and what to do where it is not `ok`."""
+    """The result of one check.
+
+    Attributes:
+        name: What was checked.
+        state: Outcome of the check.
+        detail: What the check found, and advice unless the state is `ok`.
+    """
 
     name: str
     state: State
@@ -47,12 +53,13 @@ def examine(
     llm: Path | None = None,
     drafters: tuple[str, ...] = (),
 ) -> list[Finding]:
-    """All findings. bundle: verified in full when given, and loaded, to see which of its searches
-    are recorded on a GPU. store: a history store's URL, asked once.
-    llm: a language model's folder, and its drafters as `serve` names them: loaded, to see which of
-    its steps are recorded.
+    """Runs all checks. A check that raises becomes a finding with state `fail`.
 
-    Never raises for what it examines: a check that breaks is a finding with state `fail`.
+    Args:
+        bundle: Bundle to verify and load, to see which searches are captured as CUDA graphs.
+        store: URL of a history store to query once.
+        llm: Folder of a language model to load, to see which steps are captured as CUDA graphs.
+        drafters: Drafters of the language model, in the format of `serve --drafter`.
     """
     checks: dict[str, Callable[[], Finding]] = {
         "python": check_python,
@@ -81,7 +88,7 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def check_python() -> Finding:
-    """The interpreter."""
+    """Checks the version of the Python interpreter."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
         wanted = ".".join(map(str, MIN_PYTHON))
@@ -90,7 +97,7 @@ def check_python() -> Finding:
 
 
 def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
-    """Versions of what recserve stands on."""
+    """Lists the versions of the packages that recserve needs."""
     found, missing = [], []
     for name in names:
         try:
@@ -103,7 +110,7 @@ def check_packages(names: tuple[str, ...] = PACKAGES) -> Finding:
 
 
 def check_device() -> Finding:
-    """Where tensors will live: a GPU, or the CPU with its threads and instructions."""
+    """Reports the device of the models: a GPU, or the CPU with threads and instruction set."""
     import torch
 
     if torch.cuda.is_available():
@@ -126,7 +133,7 @@ def check_device() -> Finding:
 
 
 def check_kernels() -> Finding:
-    """What runs in C and what in torch on this CPU, measured for a small model."""
+    """Measures for a small model whether C or torch is faster on this CPU."""
     import torch
 
     from recserve.kernels import dispatch
@@ -153,11 +160,11 @@ def check_kernels() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Sockets a server may hold."""
+    """Checks the limit on open files, which bounds the number of connections."""
     try:
         import resource
     except ImportError:
-        return Finding("open files", "ok", "this system has no limit to read")
+        return Finding("open files", "ok", "this system has no such limit")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft < MIN_OPEN_FILES:
         advice = f"raise it to {MIN_OPEN_FILES} or more: ulimit -n {MIN_OPEN_FILES}"
@@ -166,16 +173,16 @@ def check_open_files() -> Finding:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Room for a bundle and its checkpoints."""
+    """Checks the free disk space for a bundle and its checkpoints."""
     free = shutil.disk_usage(folder).free
     found = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < MIN_FREE_BYTES:
-        return Finding("disk", "warn", f"{found}; training wants {MIN_FREE_BYTES / 2**30:.0f} GiB")
+        return Finding("disk", "warn", f"{found}; training needs {MIN_FREE_BYTES / 2**30:.0f} GiB")
     return Finding("disk", "ok", found)
 
 
 def check_clock() -> Finding:
-    """Deadlines are counted on the monotonic clock; its steps must be finer than a millisecond."""
+    """Checks that the monotonic clock, which deadlines use, is finer than a millisecond."""
     step = time.get_clock_info("monotonic").resolution
     if step > 1e-3:
         return Finding("clock", "warn", f"monotonic steps of {step * 1e3:.1f} ms blur timings")
@@ -183,7 +190,7 @@ def check_clock() -> Finding:
 
 
 def check_bundle(path: Path) -> Finding:
-    """Every file of the bundle against its sha256."""
+    """Compares every file of the bundle with its recorded sha256."""
     from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -194,7 +201,7 @@ def check_bundle(path: Path) -> Finding:
 
 
 def check_store(url: str) -> Finding:
-    """Opens the store and asks it for a user that is not there."""
+    """Opens the store and times the read of a user that does not exist."""
     from recserve.features.history.stores import open_store
 
     shown = without_password(url)
@@ -215,26 +222,26 @@ def check_store(url: str) -> Finding:
 
 
 def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
-    """Which steps of a language model a server would record here, and what each takes."""
+    """Reports which steps of a language model a server captures as CUDA graphs here."""
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.service.loading import resolve_device
+    from recserve.service.model_loader import resolve_device
     from recserve.service.text.loader import TextSettings, load_text
 
     device = resolve_device("auto")
     network, named = load_text(TextSettings(llm, drafters=drafters), device).parts
     if device.type != "cuda":
-        none = f"none: steps are launched one by one on {device.type}"
+        none = f"none: steps are not captured on {device.type}"
         return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
     return describe_graphs(build_engine(EngineModels(text=network, drafters=named)).stats())
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
-    """Seconds and memory of each recorded step of an engine, and what was not recorded."""
+    """Lists the captured steps of an engine with seconds and memory, and the uncaptured ones."""
     return _records("graphs", "steps", "nodes x texts", stats)
 
 
 def vocabulary_limit(vocabulary: int) -> str:
-    """Which steps take too much memory with a vocabulary to be recorded on a GPU."""
+    """Names the steps that need too much memory for capture on a GPU with this vocabulary."""
     from recserve.engine.text.step_graphs import GraphLimits, StepBucket, StepKind
 
     limits = GraphLimits()
@@ -243,18 +250,19 @@ def vocabulary_limit(vocabulary: int) -> str:
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:
-        return f"{found} there is memory for all steps in {size}"
-    return f"{found} steps of more than {size} are launched, with any rule: {', '.join(large)}"
+        return f"{found} all steps fit into {size}"
+    return f"{found} steps of more than {size} are not captured: {', '.join(large)}"
 
 
 def check_searches(path: Path) -> Finding:
-    """Which searches for items a server records for a bundle on a GPU, and what it launches as it
-    comes. On a GPU they are recorded, to see what each takes.
+    """Reports which item searches a server captures as CUDA graphs for a bundle.
+
+    On a GPU the searches are captured, to report time and memory of each.
     """
     from recserve.bundle.bundle import Bundle
     from recserve.engine.build import EngineModels, build_engine
     from recserve.service.catalog.snapshot import Snapshot
-    from recserve.service.loading import load_models, resolve_device
+    from recserve.service.model_loader import load_models, resolve_device
 
     bundle, device = Bundle.open(path), resolve_device("auto")
     snapshot = Snapshot.of(bundle.catalog(), device)
@@ -271,24 +279,30 @@ def check_searches(path: Path) -> Finding:
 
 
 def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
-    """What would be recorded on a GPU, told on another device. weighs: with a dense head beside."""
+    """Lists the searches that a GPU would capture, for a machine without one.
+
+    Args:
+        weighs: True if the recommender has a dense head.
+        strategies: Strategies of the engine.
+        device: Device of this machine.
+    """
     from recserve.engine.items.search_graphs import SearchLimits, buckets_of
 
     limits = SearchLimits()
     names = [b.name for b in buckets_of(weighs, "nezha" in strategies, limits.shapes)]
-    most = f"until {limits.seconds:.0f} s or {limits.bytes / 2**20:.0f} MiB are taken"
+    most = f"within {limits.seconds:.0f} s and {limits.bytes / 2**20:.0f} MiB"
     wanted = f"on a GPU {len(names)} searches (requests x beams), {most}: {', '.join(names)}"
     return Finding("searches", "ok", f"none on {device}; {wanted}; {_launched(strategies)}")
 
 
 def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
-    """Seconds and memory of each recorded search of an engine, and what is launched."""
+    """Lists the captured searches of an engine with seconds and memory, and the other ones."""
     found = _records("searches", "searches", "requests x beams", stats)
     return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
 
 
 def _launched(strategies: Seq[str]) -> str:
-    """What is recorded for no bundle, with the reason."""
+    """Lists the searches that are never captured, with the reasons."""
     from recserve.engine.items.search_graphs import SearchLimits
     from recserve.search.strategies.registry import strategy_classes
 
@@ -297,12 +311,12 @@ def _launched(strategies: Seq[str]) -> str:
     requests = max(shape.requests for shape in limits.shapes)
     width = max(shape.width for shape in limits.shapes)
     reasons = [
-        f"what fits no pair, so more than {requests} requests or {width} beams (size)",
+        f"more than {requests} requests or {width} beams (size)",
         f"versions with more than {limits.capacity:,} new items (version)",
         *([f"{others} (no beam search)"] if others else []),
         *(["speculative where a draft pays (drafts)"] if "speculative" in strategies else []),
     ]
-    return f"launched as they come: {', '.join(reasons)}"
+    return f"never captured: {', '.join(reasons)}"
 
 
 def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
@@ -311,18 +325,18 @@ def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
         for bucket, seconds in stats.graph_seconds.items()
     ]
     if not made:
-        return Finding(name, "warn", f"no {what} were recorded; the log says why")
+        return Finding(name, "warn", f"no {what} were captured; the log says why")
     total_s, size = sum(stats.graph_seconds.values()), sum(stats.graph_bytes.values())
     total = f"{len(made)} {what} in {total_s:.0f} s, {size / 2**20:.0f} MiB"
     detail = f"{total} ({sizes}): {', '.join(made)}"
     if stats.unrecorded:
-        left = f"launched, the log says why: {', '.join(stats.unrecorded)}"
+        left = f"not captured, the log says why: {', '.join(stats.unrecorded)}"
         return Finding(name, "warn", f"{detail}; {left}")
     return Finding(name, "ok", detail)
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be printed."""
+    """Returns the URL with its password masked."""
     parts = urlsplit(url)
     if parts.password is None:
         return url

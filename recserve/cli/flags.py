@@ -1,4 +1,4 @@
-"""Flags that several commands share, and how their values are read."""
+"""Command-line flags that several commands share, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ BundleFlag = Annotated[Path, typer.Option("--bundle", help="Folder of the bundle
 StoreFlag = Annotated[
     str | None, typer.Option("--store", help="History store: lmdb:PATH or redis://HOST:PORT/DB.")
 ]
-DeviceFlag = Annotated[Device, typer.Option("--device", help="Where tensors live.")]
+DeviceFlag = Annotated[Device, typer.Option("--device", help="Device of the models.")]
 UserFlag = Annotated[str | None, typer.Option("--user", help="User whose history is read.")]
 HistoryFlag = Annotated[
     list[str] | None,
-    typer.Option("--history", help="Item ids, oldest first: repeat, or put commas between."),
+    typer.Option("--history", help="Item ids, oldest first; repeat the flag, or use commas."),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the answer of the HTTP route.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the JSON of the HTTP route.")]
 
 
 def ids(values: list[str] | None) -> list[str] | None:
-    """Ids of a flag that may be repeated and may hold commas; None where it was not given."""
+    """Returns the ids of a repeatable flag with comma-separated values; None if it is absent."""
     return [part for value in values for part in value.split(",") if part] if values else None
 
 
 def json_value(text: str, flag: str) -> Any:
-    """The value of a flag that takes JSON. Raises BadParameter."""
+    """Parses the JSON value of a flag. Raises BadParameter."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -37,12 +37,12 @@ def json_value(text: str, flag: str) -> Any:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Numbers between commas, each at least 1. Raises BadParameter."""
+    """Parses comma-separated numbers of at least 1. Raises BadParameter."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        message = f"{text!r}: expected numbers from 1, commas between"
+        message = f"{text!r}: expected numbers of at least 1, separated by commas"
         raise typer.BadParameter(message, param_hint=flag)
     return found

@@ -1,4 +1,4 @@
-"""Slates, rankings, histories, findings and the progress of a job, for a terminal."""
+"""Formats slates, rankings, histories, findings and job progress for a terminal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 part`, `2 parts`."""
+    """Returns number and noun with the right plural, such as `1 part` or `2 parts`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def titles(item: Callable[[str], ItemResponse]) -> Title:
-    """Titles from a service's `item`; an item that is not there any more has none."""
+    """Returns a function from item id to title, which gives None for a missing item.
+
+    Args:
+        item: Looks up an item; raises LookupError if the catalogue does not have it.
+    """
 
     def title(item_id: str) -> str | None:
         try:
@@ -42,7 +46,7 @@ def titles(item: Callable[[str], ItemResponse]) -> Title:
 
 
 def slate_table(answer: RecommendResponse, title: Title) -> Table:
-    """One row per recommended item. title: of an item id, None where it has none."""
+    """Returns a table with one row per recommended item; `title` maps item ids to titles."""
     exact = "exact " if answer.exact else ""
     table = Table(title=f"recommend: {exact}{answer.strategy}", title_justify="left", expand=True)
     table.add_column("rank", justify="right")
@@ -57,7 +61,13 @@ def slate_table(answer: RecommendResponse, title: Title) -> Table:
 
 
 def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) -> Table:
-    """One row per candidate, one column per task. limit: rows at most, None: all of them."""
+    """Returns a table with one row per candidate and one column per task.
+
+    Args:
+        answer: The ranking.
+        title: Maps item ids to titles.
+        limit: Upper bound on the number of rows; None shows all.
+    """
     table = Table(title=f"rank: {answer.scorer}", title_justify="left", expand=True)
     table.add_column("rank", justify="right")
     table.add_column("item", no_wrap=True)
@@ -72,7 +82,7 @@ def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) 
 
 
 def history_table(answer: HistoryResponse, title: Title) -> Table:
-    """One row per event, oldest first."""
+    """Returns a table with one row per event, oldest first."""
     table = Table(title=f"history of {answer.user_id}", title_justify="left")
     table.add_column("item", no_wrap=True)
     table.add_column("title")
@@ -85,12 +95,12 @@ def history_table(answer: HistoryResponse, title: Title) -> Table:
 
 
 def _named(item_id: str, title: Title) -> tuple[Text, Text]:
-    """Id and title as they are: square brackets in them are no markup."""
+    """Returns id and title without markup, so that square brackets print unchanged."""
     return Text(item_id), Text(title(item_id) or "")
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """One row per finding, coloured by its state."""
+    """Returns a table with one row per finding, coloured by its state."""
     table = Table(show_header=False)
     for finding in findings:
         style = STATE_STYLES[finding.state]
@@ -99,7 +109,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 
 
 def timing_line(timing: TimingMs, degraded: Iterable[str] = ()) -> str:
-    """Where the time went; and in what way the answer is less than what was asked."""
+    """Returns one line with the time of each stage and the reasons for a degraded answer."""
     stages = ("queue", "features", "prefill", "draft", "verify")
     spent = ", ".join(f"{name} {getattr(timing, name):.1f}" for name in stages)
     less = ", ".join(degraded)
@@ -108,7 +118,11 @@ def timing_line(timing: TimingMs, degraded: Iterable[str] = ()) -> str:
 
 @contextmanager
 def job_progress(form: str) -> Iterator[Callable[[Progress], None]]:
-    """Where a job is, on standard error. form: "rich" is a bar, "json" a line per group of rows."""
+    """Yields a function that prints the progress of a job to stderr.
+
+    Args:
+        form: "rich" draws a bar; "json" prints one line per group of rows.
+    """
     if form == "json":
         yield _print_json
         return

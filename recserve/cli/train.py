@@ -1,4 +1,4 @@
-"""`recserve train MODEL`: one subcommand per model, with the flags that apply to it."""
+"""Command `train`: one subcommand per model, with the flags that apply to it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ EpochsFlag = Annotated[
 ]
 MinutesFlag = Annotated[
     float | None,
-    typer.Option("--max-minutes", help="End in time; with --resume, earlier runs do not count."),
+    typer.Option("--max-minutes", help="Time limit; with --resume, earlier runs do not count."),
 ]
-SeedFlag = Annotated[int, typer.Option("--seed", min=0, help="Of weights, order and sampling.")]
+SeedFlag = Annotated[
+    int, typer.Option("--seed", min=0, help="Seed of weights, order and sampling.")
+]
 ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
 TextFlag = Annotated[
-    list[Path], typer.Option("--text", help="A text to learn from, plain or .zst; repeat.")
+    list[Path], typer.Option("--text", help="Training text, plain or .zst; repeatable.")
 ]
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
 app = typer.Typer(
-    help="Train a model of a bundle, or one of text; the best checkpoint on validation is kept.",
+    help="Train a model and save its best checkpoint on validation data.",
     no_args_is_help=True,
 )
 
@@ -135,7 +137,7 @@ def lm(
     text: TextFlag,
     out: OutFlag,
     llm: Annotated[
-        Path | None, typer.Option(help="Folder of a model to draft for, whose tokens it takes.")
+        Path | None, typer.Option(help="Folder of a model to draft for, whose tokenizer it uses.")
     ] = None,
     epochs: EpochsFlag = None,
     max_minutes: MinutesFlag = None,
@@ -167,10 +169,17 @@ def medusa(
 def train_language_model_from(
     texts: list[Path], out: Path, llm: Path | None, options: TrainOptions
 ) -> TrainReport:
-    """Trains a language model, with the tokenizer of `llm` if it drafts for one.
+    """Trains a language model.
+
+    Args:
+        texts: Files with the training text.
+        out: Folder of the new model.
+        llm: Folder of the model to draft for, whose tokenizer the new model shares; None trains
+            an independent model.
+        options: Limits of the training.
 
     Raises:
-        BadParameter: If there is no folder `llm`.
+        BadParameter: If the folder `llm` does not exist.
     """
     from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.text.language_model import BOOKS, DRAFT, read_texts, train_language_model
@@ -184,10 +193,16 @@ def train_language_model_from(
 def train_medusa_from(
     texts: list[Path], out: Path, llm: Path, options: TrainOptions
 ) -> TrainReport:
-    """Trains Medusa heads for `llm`; the last twentieth of the tokens validates them.
+    """Trains Medusa heads for `llm`; the last twentieth of the tokens is the validation set.
+
+    Args:
+        texts: Files with the training text.
+        out: Folder of the heads.
+        llm: Folder of the language model.
+        options: Limits of the training.
 
     Raises:
-        BadParameter: If there is no folder `llm`.
+        BadParameter: If the folder `llm` does not exist.
     """
     from recserve.models.loading import load_language_model
     from recserve.tokenizer.tokenizer import TextTokenizer
@@ -220,6 +235,6 @@ def _options(
 def _print(report: TrainReport) -> None:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
     typer.echo(
-        f"kept epoch {report.best_epoch} of {report.epochs} by {report.selection} "
+        f"best epoch {report.best_epoch} of {report.epochs} by {report.selection} "
         f"(ended by {report.stopped}, {report.seconds:.0f} s): {metrics}"
     )

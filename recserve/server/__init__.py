@@ -1,1 +1,1 @@
-"""HTTP: routes, errors, the lifecycle of the service and the playground page."""
+"""The HTTP server: routes, errors, the lifecycle of the service, and the playground page."""

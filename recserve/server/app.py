@@ -1,4 +1,4 @@
-"""The ASGI application: routes, the gate in front of them, the service behind them."""
+"""Assembles the ASGI application: gate, routes and service."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from recserve.server.routes import (
     recommend,
     text_scores,
 )
-from recserve.server.routes.routing import allowed_methods
+from recserve.server.routes.paths import allowed_methods
 from recserve.server.transport.gate import Gate
 from recserve.service import Service
-from recserve.service.loading import resolve_device
+from recserve.service.model_loader import resolve_device
 from recserve.service.options import ServiceOptions
 from recserve.service.recommend.recommend import POPULAR
 from recserve.service.service import SCORERS
 from recserve.service.text.loader import TextSettings, load_text
 
-# Engine settings that the server's configuration has, by their common name.
+# Names that EngineConfig and ServerConfig share; these settings pass through unchanged.
 ENGINE_SETTINGS = sorted(
     {field.name for field in fields(EngineConfig)} & set(ServerConfig.model_fields)
 )
@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     """Returns an application for any ASGI server. Its lifespan loads and closes the service.
 
-    `app.state.lifecycle` drains the service; `app.state.metrics` also counts what connections
-    refuse.
+    `app.state.lifecycle` drains the service. `app.state.metrics` also counts requests that the
+    connections refuse.
 
     Args:
         config: Settings of the server.
-        service: An open service to use instead of the one that `config` names.
+        service: An open service to use; None opens the one that `config` names.
     """
     lifecycle = Lifecycle((lambda: load(config)) if service is None else (lambda: service))
 
@@ -76,7 +76,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    # All names, so that dashboards keep their series from bundle to bundle.
+    # All registered names, so that dashboards have the same series for every bundle.
     strategies = (*strategy_classes(), POPULAR)
     metrics = Metrics((*strategies, *SCORERS), REASONS, lifecycle.gauges)
     exchange = Exchange(
@@ -86,9 +86,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.default_timeout_ms,
         config.text_timeout_ms,
     )
-    items_rooms = (recommend, rank, events, items)
-    for room in (*items_rooms, models, completions, text_scores, health, playground):
-        room.add_routes(app, exchange)
+    item_routes = (recommend, rank, events, items)
+    for routes in (*item_routes, models, completions, text_scores, health, playground):
+        routes.add_routes(app, exchange)
     metrics.routes = frozenset(getattr(route, "path", "") for route in app.routes)
     keys = tuple(key.get_secret_value() for key in config.api_keys)
     app.add_middleware(Gate, lifecycle=lifecycle, metrics=metrics, api_keys=keys)
@@ -100,7 +100,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
 
 
 async def _to_gate(request: Request, error: Exception) -> Response:
-    """Passes the framework's own refusals on to the gate; a 405 names all methods of the path."""
+    """Passes the framework's own errors to the gate; a 405 lists all methods of the path."""
     if isinstance(error, HTTPException) and error.status_code == 405:
         allow = allowed_methods(request.app.routes, request.scope)
         raise HTTPException(405, headers={"Allow": allow}) from None
@@ -108,7 +108,7 @@ async def _to_gate(request: Request, error: Exception) -> Response:
 
 
 def load(config: ServerConfig) -> Service:
-    """Opens the service that the settings name; its engine runs."""
+    """Opens the service that the settings name, with a running engine."""
     engine = EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS})
     text = None
     if config.llm is not None:

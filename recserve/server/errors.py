@@ -1,4 +1,4 @@
-"""The one table from exception class to HTTP status, and the one shape of every error."""
+"""Maps exception classes to HTTP errors, and formats every error response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
-from recserve.server.decoding import MalformedBody
+from recserve.server.body_decoder import MalformedBody
 from recserve.server.transport.trace import Trace
 from recserve.service.errors import (
     ContextExceeded,
@@ -51,15 +51,15 @@ class TooManyConnections(RuntimeError):
 
 
 class Unauthorized(PermissionError):
-    """No valid key came with the request."""
+    """The request has no valid API key."""
 
 
 class CrossSite(PermissionError):
-    """A page of another site made a browser send this."""
+    """A page of another site made the browser send this request."""
 
 
 class NotReady(RuntimeError):
-    """The server is loading, draining or broken."""
+    """The server is loading, is draining or has failed."""
 
 
 class ClientGone(ConnectionError):
@@ -68,9 +68,14 @@ class ClientGone(ConnectionError):
 
 @dataclass(frozen=True)
 class Row:
-    """status: of HTTP. type, code: words of the answer. reason: label of the failure counter.
+    """The HTTP form of an exception class.
 
-    message: what the client reads; None: the exception's own words, which are written for clients.
+    Attributes:
+        status: HTTP status.
+        type: Field `type` of the response.
+        code: Field `code` of the response.
+        reason: Label of the failure counter.
+        message: Text for the client; None uses the exception's own message.
     """
 
     status: int
@@ -98,7 +103,7 @@ TABLE: dict[type[Exception], Row] = {
         "invalid_request_error",
         "request_too_large",
         "invalid",
-        "the request needs more memory than the server has for one; ask for less",
+        "the request needs more memory than the server has for one request; reduce its size",
     ),
     UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full", "the queue is full"),
@@ -109,7 +114,7 @@ TABLE: dict[type[Exception], Row] = {
         "server_error",
         "corrupt_history",
         "features_down",
-        "the stored history of this user is damaged; delete the user to start anew",
+        "the stored history of this user is damaged; delete the user to start again",
     ),
     NotReady: Row(503, "unavailable_error", "not_ready", "not_ready"),
     TooManyConnections: Row(
@@ -130,18 +135,18 @@ TABLE: dict[type[Exception], Row] = {
         "unavailable_error",
         "items_read_only",
         "features_down",
-        "items cannot be changed here now: another process does, or the disk refuses",
+        "items cannot be changed now: another process changes them, or the disk refuses writes",
     ),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }
-# What routing itself refuses: unknown path, wrong method.
+# Errors of the framework's routing: unknown path, wrong method.
 ROUTING: dict[int, Row] = {
     404: Row(
         404,
         "not_found_error",
         "unknown_route",
         "not_found",
-        "no such route; GET /openapi.json lists them",
+        "no such route; GET /openapi.json lists all routes",
     ),
     405: Row(405, "invalid_request_error", "method_not_allowed", "not_found", "wrong method"),
 }
@@ -149,7 +154,7 @@ REASONS = tuple(sorted({r.reason for r in (*TABLE.values(), *ROUTING.values(), I
 
 
 def row_of(error: BaseException) -> Row:
-    """The table's row of an exception, by its nearest class; anything else is internal."""
+    """Returns the row of an exception's nearest class in the table; INTERNAL if there is none."""
     if isinstance(error, HTTPException):
         return ROUTING.get(error.status_code, INTERNAL)
     for kind in type(error).__mro__:
@@ -159,7 +164,7 @@ def row_of(error: BaseException) -> Row:
 
 
 def error_answer(error: BaseException) -> ErrorResponse:
-    """The body of an error, without any internal name."""
+    """Returns the response body of an error. It contains no internal names."""
     row = row_of(error)
     message = row.message or str(error) or row.code.replace("_", " ")
     if isinstance(error, HTTPException) and error.headers and "Allow" in error.headers:
@@ -171,7 +176,7 @@ def error_answer(error: BaseException) -> ErrorResponse:
 
 
 def error_response(error: BaseException) -> Response:
-    """The answer of an error, with the headers that belong to its status."""
+    """Returns the response of an error, with the headers that its status requires."""
     row = row_of(error)
     headers = {}
     if isinstance(error, QueueFull):
@@ -187,11 +192,11 @@ def error_response(error: BaseException) -> Response:
 
 
 def refusal_bytes(error: Exception, default_headers: Sequence[Header]) -> bytes:
-    """Returns the whole answer of an error, as the application would write it.
+    """Returns the complete HTTP response of an error, as the application would write it.
 
     Args:
-        error: An exception of the table in errors.py.
-        default_headers: Headers that the server gives every answer, such as `date`.
+        error: An exception; TABLE maps it to a status.
+        default_headers: Headers that the server adds to every response, such as `date`.
     """
     response = error_response(error)
     status = HTTPStatus(response.status_code)

@@ -1,4 +1,4 @@
-"""Server-sent events: pieces of texts from the engine's thread to a client that may leave."""
+"""Server-sent events: streams pieces of text from the engine's thread to the client."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Pieces:
-    """A queue from the engine's thread to the event loop that made it."""
+    """A queue of text pieces from the engine's thread to the event loop that created it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     def put(self, piece: Piece) -> None:
-        """On the engine's thread, which may outlive the loop."""
-        with contextlib.suppress(RuntimeError):
+        """Adds a piece; called on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop may have closed before the engine
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
     def fail(self, error: Exception) -> None:
-        """Nobody waits for more, or may; on the event loop."""
+        """Ends the queue with an error; called on the event loop."""
         self._queue.put_nowait(error)
 
     async def next(self) -> Piece:
-        """The next piece. Raises what came instead of it."""
+        """Waits for the next piece. Raises the error that ended the queue or the text."""
         piece = await self._queue.get()
         error = piece if isinstance(piece, Exception) else piece.error
         if error is not None:
@@ -51,8 +51,19 @@ class Pieces:
 
 
 class EventStream(Response):
-    """Texts as they are written. The answer begins with the first piece, so that whatever fails
-    before it has an HTTP status of its own; a later failure is an event.
+    """A response that streams texts while the engine generates them.
+
+    The response starts with the first piece. An error before that gets its own HTTP status; a later
+    error is sent as an event.
+
+    Attributes:
+        request: The HTTP request.
+        work: The texts in progress.
+        pieces: Queue of text pieces.
+        on_end: Called once nothing more will be sent.
+        gone: Completes when the client has closed the connection.
+        timer: Ends the stream after the deadline.
+        first: The first piece; None until it has arrived.
     """
 
     def __init__(
@@ -63,7 +74,15 @@ class EventStream(Response):
         deadline_s: float,
         on_end: Callable[[], None],
     ) -> None:
-        """on_end: called when nothing more is sent, whatever the reason."""
+        """Watches the connection and the deadline.
+
+        Args:
+            request: The HTTP request.
+            work: The texts in progress.
+            pieces: Queue that the engine fills.
+            deadline_s: time.monotonic() value of the deadline.
+            on_end: Called once nothing more will be sent, whatever the reason.
+        """
         super().__init__(None, 200, HEADERS, "text/event-stream; charset=utf-8")
         del self.headers["content-length"]
         self.request, self.work = request, work
@@ -71,14 +90,14 @@ class EventStream(Response):
         self.gone = asyncio.ensure_future(disconnected(request))
         gone = ClientGone("the client closed the connection")
         self.gone.add_done_callback(lambda _: pieces.fail(gone))
-        # The engine itself ends what is late; this is for the case that it cannot.
+        # The engine ends late texts itself. This timer is for an engine that is stuck.
         left_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
         late = DeadlineExceeded("the deadline passed before the text was complete")
         self.timer = asyncio.get_running_loop().call_later(left_s, pieces.fail, late)
         self.first: Piece | None = None
 
     async def begin(self) -> EventStream:
-        """Wait for the first piece. Raises what came instead of it."""
+        """Waits for the first piece. Raises the error if the text fails before it."""
         try:
             self.first = await self.pieces.next()
         except BaseException:
@@ -87,7 +106,7 @@ class EventStream(Response):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send every piece as an event, then the counts and [DONE]."""
+        """Sends every piece as an event, then the token counts and [DONE]."""
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
@@ -120,7 +139,7 @@ class EventStream(Response):
         yield DONE
 
     def _close(self) -> None:
-        """Whatever of the texts is not done is not wanted."""
+        """Stops the watchers and cancels the unfinished texts."""
         self.gone.cancel()
         self.timer.cancel()
         self.work.cancel()

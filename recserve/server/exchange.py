@@ -1,4 +1,4 @@
-"""Between a route and the service: bodies, deadlines, pending results, JSON answers."""
+"""Connects routes with the service: bodies, deadlines, pending results, JSON responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recserve.core.request import DeadlineExceeded
 from recserve.metrics import Metrics
 from recserve.schemas.items import MAX_TIMEOUT_MS, InvalidRequest
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
-from recserve.server.decoding import decode
+from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import Trace, trace_of, upload_error
@@ -29,20 +29,20 @@ T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")
 DEADLINE_HEADER = "x-deadline-ms"
-# The engine itself ends what is late; this is how much longer a route waits for it to say so.
+# The engine itself ends late requests. A route waits this much longer for the engine's error.
 GRACE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the routes of one app share.
+    """State that all routes of an application share.
 
     Attributes:
         lifecycle: Holds the service.
-        metrics: Counters and histograms of the app.
-        max_body_bytes: Most bytes of a request body.
-        default_timeout_ms: Time of a request that names none.
-        text_timeout_ms: The same for text requests.
+        metrics: Counters and histograms of the application.
+        max_body_bytes: Upper bound on the size of a request body.
+        default_timeout_ms: Timeout of an item request that does not set one.
+        text_timeout_ms: Timeout of a text request that does not set one.
     """
 
     lifecycle: Lifecycle
@@ -53,23 +53,23 @@ class Exchange:
 
     @property
     def service(self) -> Service:
-        """The service. Raises NotReady."""
+        """The service. Raises NotReady while it takes no requests."""
         return self.lifecycle.service
 
     async def body(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """Returns the typed body of a request.
+        """Reads and decodes the body of a request.
 
         Raises:
-            BodyTooLarge: If it is longer than `max_body_bytes`.
-            MalformedBody: If it is not JSON.
-            InvalidRequest: If it does not fit the message.
+            BodyTooLarge: If the body is longer than `max_body_bytes`.
+            MalformedBody: If the body is not JSON.
+            InvalidRequest: If a field is invalid.
             ClientGone: If the client closes the connection.
-            Exception: If the connection has refused the rest of the body, whatever it says.
+            Exception: The connection's own error if it has refused the rest of the body.
         """
         limit = self.max_body_bytes
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
-            raise BodyTooLarge(f"the body may have {limit} bytes, got {announced}")
+            raise BodyTooLarge(f"the body may have at most {limit} bytes, got {announced}")
         chunks = []
         size = 0
         more = True
@@ -80,7 +80,7 @@ class Exchange:
             chunk = message.get("body", b"")
             size += len(chunk)
             if size > limit:
-                raise BodyTooLarge(f"the body may have {limit} bytes, got more")
+                raise BodyTooLarge(f"the body may have at most {limit} bytes, got more")
             chunks.append(chunk)
             more = message.get("more_body", False)
             error = upload_error(request.scope)
@@ -97,10 +97,18 @@ class Exchange:
         default_ms: int | None = None,
         most_ms: int = MAX_TIMEOUT_MS,
     ) -> float:
-        """time.monotonic() value after which the client does not want its answer.
+        """Returns the deadline of a request as a time.monotonic() value.
 
-        The sooner of `timeout_ms` and the X-Deadline-Ms header (milliseconds left, at most most_ms
-        of them). default_ms: without either; None: `default_timeout_ms`.
+        The deadline is the earlier one of `timeout_ms` and of the header X-Deadline-Ms.
+
+        Args:
+            request: The HTTP request.
+            timeout_ms: Timeout in the body; None if there is none.
+            default_ms: Timeout if body and header set none; None means `default_timeout_ms`.
+            most_ms: Upper bound on the value of the header.
+
+        Raises:
+            InvalidRequest: If the header is not a positive number.
         """
         limits = [] if timeout_ms is None else [timeout_ms]
         header = request.headers.get(DEADLINE_HEADER)
@@ -114,7 +122,7 @@ class Exchange:
         return trace_of(request.scope).began_s + left_ms / 1e3
 
     def text_deadline_s(self, request: Request, timeout_ms: int | None) -> float:
-        """As `deadline_s`, with the longer times that texts take."""
+        """Returns the deadline of a text request, with the longer limits for texts."""
         return self.deadline_s(request, timeout_ms, self.text_timeout_ms, MAX_TEXT_TIMEOUT_MS)
 
     async def begin(
@@ -124,7 +132,14 @@ class Exchange:
         body: B,
         deadline_s: float,
     ) -> A:
-        """Starts work that reads the history store, on a thread where that may block."""
+        """Calls a function that reads the history store, on a thread if the store may block.
+
+        Args:
+            function: Called with body, request id and deadline.
+            request: The HTTP request.
+            body: The decoded body.
+            deadline_s: time.monotonic() value of the deadline.
+        """
         arguments = body, trace_of(request.scope).request_id, deadline_s
         if self.service.store_blocks:
             return await asyncio.to_thread(function, *arguments)
@@ -134,9 +149,16 @@ class Exchange:
 async def outcomes(
     request: Request, works: Sequence[Pending[A]], deadline_s: float
 ) -> list[A | Exception]:
-    """The answer or error of each work, in order.
+    """Waits for pending answers and returns each answer or its error, in order.
 
-    Raises ClientGone or DeadlineExceeded, after cancelling all that is not done.
+    Args:
+        request: The HTTP request.
+        works: The pending answers.
+        deadline_s: time.monotonic() value of the deadline.
+
+    Raises:
+        ClientGone: If the client closes the connection; unfinished answers are cancelled.
+        DeadlineExceeded: If the deadline passes; unfinished answers are cancelled.
     """
     futures = [work.future for work in works if work.future is not None]
     if futures:
@@ -145,7 +167,17 @@ async def outcomes(
 
 
 async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: float) -> None:
-    """Wait until all are done. Raises ClientGone or DeadlineExceeded; all are cancelled then."""
+    """Waits until all futures are done; on an error it cancels the unfinished ones.
+
+    Args:
+        request: The HTTP request.
+        futures: Results of the engine.
+        deadline_s: time.monotonic() value of the deadline.
+
+    Raises:
+        ClientGone: If the client closes the connection.
+        DeadlineExceeded: If the deadline passes.
+    """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Exception | None] = loop.create_future()
     left = len(futures)
@@ -161,7 +193,7 @@ async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: fl
             end(None)
 
     def computed(_: Future[Any]) -> None:
-        """On the engine's thread, which may outlive the loop."""
+        """Runs on the engine's thread, which may outlive the event loop."""
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(count)
 
@@ -183,13 +215,13 @@ async def ended(request: Request, futures: Sequence[Future[Any]], deadline_s: fl
 
 
 async def disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+    """Waits until the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def finished(trace: Trace, answer: A | Exception) -> A:
-    """The answer, noted in the trace. Raises the error it is."""
+    """Records an answer in the trace and returns it; raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
     trace.strategy = getattr(answer, "strategy", "none")
@@ -201,5 +233,5 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def json_response(answer: Any, status: int = 200) -> Response:
-    """Any message as JSON."""
+    """Returns a message as a JSON response."""
     return Response(_ENCODER.encode(answer), status, media_type="application/json")

@@ -13,7 +13,7 @@ from recserve.server.errors import NotReady
 from recserve.service import Service
 
 log = logging.getLogger(__name__)
-# Messages of these are for the operator; any other exception is a bug and is logged with a trace.
+# Their messages are for the operator. Any other exception is a bug and is logged with a traceback.
 EXPECTED_ERRORS = (ValueError, LookupError, OSError, RuntimeError)
 
 
@@ -22,13 +22,17 @@ class Lifecycle:
 
     Attributes:
         loaded: Set when loading has ended, with or without success.
-        failure: Why loading failed; None: it did not.
+        failure: The error that ended loading; None unless loading failed.
         draining: True once the server takes no new requests.
-        in_flight: Requests without an answer; only the event loop touches it.
+        in_flight: Number of unanswered requests; only the event loop changes it.
     """
 
     def __init__(self, load: Callable[[], Service]) -> None:
-        """load: Opens the service. It runs on a thread; the server answers `live` meanwhile."""
+        """Stores the loader; `start` calls it.
+
+        Args:
+            load: Opens the service. It runs on a thread, so that `live` answers meanwhile.
+        """
         self._load = load
         self._service: Service | None = None
         self._thread: threading.Thread | None = None
@@ -38,7 +42,7 @@ class Lifecycle:
         self.in_flight = 0
 
     def start(self) -> None:
-        """Starts to load."""
+        """Starts loading on a thread."""
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
         self._thread.start()
 
@@ -46,8 +50,8 @@ class Lifecycle:
         began_s = time.monotonic()
         try:
             service = self._load()
-            # Models and catalogue live as long as the process. Without this, every full garbage
-            # collection walks them in the middle of a request.
+            # Models and catalogue live as long as the process. Freezing them keeps full garbage
+            # collections from traversing them during a request.
             gc.collect()
             gc.freeze()
             self._service = service
@@ -62,7 +66,7 @@ class Lifecycle:
 
     @property
     def service(self) -> Service:
-        """The service, while it takes requests. Raises NotReady."""
+        """The service. Raises NotReady unless it takes requests."""
         if self.draining:
             raise NotReady("the server is shutting down")
         if self.failure is not None:
@@ -74,7 +78,7 @@ class Lifecycle:
         return self._service
 
     def gauges(self) -> Gauges | None:
-        """Returns the engine's figures; None before it is loaded."""
+        """Returns the metrics of the engine; None before it is loaded."""
         return None if self._service is None else self._service.gauges()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""GET /openapi.json: the framework's description, with the messages' own schemas put in.
+"""Builds GET /openapi.json from the framework's description and the messages' own schemas.
 
-Routes read raw bodies, which makes them quick, so the framework cannot know what is in them.
+Routes decode raw bodies themselves for speed, so the framework does not know their schemas.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ANSWERS = {
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description of the app."""
+    """Returns the OpenAPI description of the application."""
     said = get_openapi(title=app.title, version=app.version, routes=app.routes)
     kinds = [*BODIES.values(), *ANSWERS.values(), m.ErrorResponse, m.ItemInput]
     kinds = list(dict.fromkeys(kinds))
@@ -64,11 +64,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
                 content = {"application/json": {"schema": by_kind[BODIES[name]]}}
                 operation["requestBody"] = {"required": True, "content": content}
             error = {"application/json": {"schema": by_kind[m.ErrorResponse]}}
-            operation["responses"] = {"default": {"description": "Refused.", "content": error}}
+            operation["responses"] = {"default": {"description": "Error.", "content": error}}
             if name == "delete_user":
-                operation["responses"]["204"] = {"description": "Forgotten."}
+                operation["responses"]["204"] = {"description": "Deleted."}
                 continue
-            answered: dict[str, Any] = {"description": "Answered."}
+            answered: dict[str, Any] = {"description": "Success."}
             if name in ANSWERS:
                 answered["content"] = {"application/json": {"schema": by_kind[ANSWERS[name]]}}
             operation["responses"]["200"] = answered

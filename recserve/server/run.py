@@ -1,4 +1,4 @@
-"""`recserve serve`: uvicorn, with a drain between the signal and the end."""
+"""Runs the HTTP server: uvicorn, which drains between a signal and its exit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal `ready` and new work get 503, what runs is finished, and it exits.
+    """A uvicorn server that drains on a signal.
 
-    A second signal ends the wait.
+    After the first signal, `ready` and new requests get 503, running requests finish, and then the
+    server exits. A second signal ends the wait.
+
+    Attributes:
+        lifecycle: State of the service.
+        delay_s: Time left until the server stops listening.
     """
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, delay_s: float) -> None:
@@ -33,7 +38,7 @@ class DrainingServer(uvicorn.Server):
         self.delay_s = delay_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Signal handler."""
+        """Handles a signal: the first one starts the drain, the second one ends it."""
         if self.lifecycle.draining:
             super().handle_exit(sig, frame)
             return
@@ -41,7 +46,7 @@ class DrainingServer(uvicorn.Server):
         self.lifecycle.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True: stop listening and wait for what is in flight."""
+        """Runs ten times a second; True stops listening and waits for running requests."""
         if self.lifecycle.failure is not None:
             return True
         if self.lifecycle.draining:
@@ -55,7 +60,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def show_log() -> None:
-    """Our own messages on stderr, in the form of uvicorn's, unless someone has set that up."""
+    """Logs to stderr in uvicorn's format, unless logging is configured already."""
     ours = logging.getLogger("recserve")
     if not ours.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
@@ -66,11 +71,11 @@ def show_log() -> None:
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """Returns how uvicorn serves the app."""
+    """Returns the uvicorn configuration of the application."""
     limits = ConnectionLimits.of(config)
     possible = possible_connections(limits.max_connections)
     if possible < limits.max_connections:
-        log.warning("the limit on open files leaves room for %d connections", possible)
+        log.warning("the limit on open files allows only %d connections", possible)
     return uvicorn.Config(
         app,
         host=config.host,
@@ -85,14 +90,21 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until a signal comes. Returns the exit code: 1 if the bundle could not be served."""
+    """Serves until a signal arrives.
+
+    Args:
+        config: Settings of the server.
+
+    Returns:
+        The exit status: 1 if the service could not be loaded, else 0.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     show_log()
     app = create_app(config)
     lifecycle: Lifecycle = app.state.lifecycle
     settings = uvicorn_config(app, config)
-    # uvloop where it is installed; plain asyncio.run would ignore that setting.
+    # Uses uvloop if it is installed; plain asyncio.run would ignore that setting.
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
         runner.run(DrainingServer(settings, lifecycle, config.drain_delay_s).serve())
     return 1 if lifecycle.failure is not None else 0

@@ -1,6 +1,6 @@
-"""Answers from a bundle: one object behind HTTP, the commands and batch jobs."""
+"""The Python API: one `Service` object serves HTTP, the command line and batch jobs."""
 
-from recserve.service.loading import default_store
+from recserve.service.model_loader import default_store
 from recserve.service.options import ServiceOptions
 from recserve.service.service import Service
 

@@ -1,4 +1,4 @@
-"""Failures a client can cause or meet, each a class of its own."""
+"""Exceptions of the service that a client can cause or encounter, one class per cause."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class UnknownItem(LookupError):
 
 
 class UnknownVersion(LookupError):
-    """The catalogue version is not kept, or never was."""
+    """The catalogue version does not exist or is no longer in the archive."""
 
 
 class UnknownModel(LookupError):
-    """The bundle holds no such model."""
+    """The server has no model of this name or kind."""
 
 
 class ServiceClosed(RuntimeError):
@@ -22,4 +22,4 @@ class ServiceClosed(RuntimeError):
 
 
 class ContextExceeded(InvalidRequest):
-    """Prompt and text together are longer than the model reads."""
+    """Prompt and completion together exceed the context length of the model."""

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.service.loading import DTypeName
+from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
-# Keywords of `Service.open` that the previous release had, by the object that has them now.
+# Keywords of `Service.open` in the previous release, grouped by the class that has them now.
 OLD_ENGINE_KEYWORDS = ("max_queue", "kv_bytes", "kv_dtype", "load_aware", "graphs", "invariant")
 OLD_KEYWORDS = ("signing_key", "journal", "dtype", "text")
-WITHOUT_EFFECT = "warm_drafts"  # events with `warm` compute the root alone
+IGNORED_KEYWORD = "warm_drafts"  # events with `warm` now compute only the prefix
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class ServiceOptions:
     Attributes:
         engine: Sizes and modes of the engine.
         dtype: Element type of the recommender; "auto" is the fastest on this machine.
-        signing_key: Key of attribution tokens; None: a random key, whose tokens are not valid in
-            another process.
-        journal: Folder of item changes; None: a folder next to the bundle.
-        text: A language model that the same engine serves.
+        signing_key: Key of attribution tokens; None draws a random key. Tokens of a random key are
+            not valid in another process.
+        journal: Folder of item changes; None means a folder next to the bundle.
+        text: A language model that the same engine serves; None for none.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -38,18 +38,18 @@ class ServiceOptions:
 
 
 def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOptions:
-    """Returns the options with the previous release's keywords of `Service.open` put in.
+    """Returns the options with deprecated keywords of `Service.open` applied to them.
 
     Args:
-        options: The options.
+        options: The options to start from.
         old: Keyword arguments as the previous release accepted them.
 
     Raises:
         TypeError: If a keyword is unknown.
     """
     for name in old:
-        if name == WITHOUT_EFFECT:
-            message = f"Service.open({name}=...) has no effect any more"
+        if name == IGNORED_KEYWORD:
+            message = f"Service.open({name}=...) is deprecated and has no effect"
             warnings.warn(message, DeprecationWarning, stacklevel=3)
             continue
         if name not in OLD_ENGINE_KEYWORDS + OLD_KEYWORDS:
@@ -57,7 +57,7 @@ def with_old_keywords(options: ServiceOptions, old: dict[str, Any]) -> ServiceOp
         owner = "engine=EngineConfig" if name in OLD_ENGINE_KEYWORDS else ""
         new = f"{owner}({name}=...)" if owner else f"{name}=..."
         warnings.warn(
-            f"Service.open({name}=...) is Service.open(options=ServiceOptions({new})) now",
+            f"Service.open({name}=...) is deprecated; use options=ServiceOptions({new})",
             DeprecationWarning,
             stacklevel=3,
         )

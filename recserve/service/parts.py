@@ -1,4 +1,4 @@
-"""From a bundle on disk to the parts of a service: models, engine, histories, catalogue."""
+"""Opens a bundle and assembles the parts of a service: models, engine, histories, catalogue."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.history.event_changes import import_events
 from recserve.service.history.histories import Histories
-from recserve.service.history.incoming import import_events
 from recserve.service.history.user_histories import UserHistories
-from recserve.service.loading import (
+from recserve.service.model_loader import (
     Device,
     Models,
     default_journal,
@@ -44,7 +44,7 @@ from recserve.service.runtime import Runtime
 
 @dataclass(frozen=True)
 class ItemParts:
-    """What serves the items of a bundle.
+    """The parts of a service that answer requests about the items of a bundle.
 
     Attributes:
         bundle: The open bundle.
@@ -52,9 +52,9 @@ class ItemParts:
         runtime: Engine, catalogue snapshot, histories, versions.
         items: The live catalogue.
         users: Stored events.
-        prewarm: Prefixes that are computed before a request needs them.
-        recommendations: Slates; None: the bundle has no recommender.
-        rankings: Rankings; None: the bundle has no model that ranks.
+        prewarm: Computes prefixes before a request needs them.
+        recommendations: Answers recommend requests; None if the bundle has no recommender.
+        rankings: Answers rank requests; None if no model of the bundle can rank.
     """
 
     bundle: Bundle
@@ -67,13 +67,13 @@ class ItemParts:
     rankings: Rankings | None
 
     def close(self) -> None:
-        """Finishes what the engine has, then closes the engine and the stores."""
+        """Finishes the engine's requests, then closes the journal, the engine and the stores."""
         self.items.close()
         self.runtime.engine.close()
         self.runtime.histories.close()
 
     def described(self) -> list[dict[str, Any]]:
-        """Returns the models in OpenAI's form, with fields of ours under `recserve`."""
+        """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
         return [
             {
                 "id": name,
@@ -86,7 +86,7 @@ class ItemParts:
         ]
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
-        """Returns ids of some users and of the most popular items."""
+        """Returns the ids of some users and of the most popular items."""
         snapshot = self.runtime.snapshot
         popular = snapshot.most_popular(num_items, np.zeros(0, np.int64), None)
         items = [snapshot.items.item_id(row) for row in popular.tolist()]
@@ -104,8 +104,8 @@ def open_parts(
 
     Args:
         folder: Folder of the bundle.
-        store: URL of the history store; None: `default_store`. The bundle's own events fill an
-            empty store.
+        store: URL of the history store; None means `default_store`. An empty store is filled with
+            the bundle's own events.
         device: Device of the models.
         options: The other options.
 

@@ -1,4 +1,4 @@
-"""A pending answer: the caller starts it, the engine computes it, the caller finishes it."""
+"""A pending answer: the caller starts it, the engine computes it, and the caller finishes it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Pending(Generic[A]):
     """An answer that the engine computes.
 
     Attributes:
-        future: Result of the engine; None: the answer needs none.
-        finish: Makes the answer from the engine's result.
+        future: The engine's result; None if the answer does not need the engine.
+        finish: Builds the answer from the engine's result.
     """
 
     future: Future[Result] | None
     finish: Callable[[Result | None], A]
 
     def wait(self) -> A:
-        """Waits for the answer. Raises what the engine raised."""
+        """Waits for the answer. Raises the engine's exception if the request failed."""
         return self.finish(None if self.future is None else self.future.result())
 
     def outcome(self) -> A | Exception:
-        """Waits for the answer. Returns the error in its place where there is one."""
+        """Waits for the answer, or for the exception if the request failed."""
         try:
             return self.wait()
         except Exception as error:
@@ -39,18 +39,25 @@ class Pending(Generic[A]):
 
 
 class Stopwatch:
-    """Splits a request's time into the stages of the answer."""
+    """Measures how long each stage of a request takes."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._features_ms = 0.0
 
     def features_done(self) -> None:
-        """History, encoding and ids are ready; the engine takes over."""
+        """Ends the features stage: history, encoding and item ids are ready."""
         self._features_ms = (time.perf_counter() - self._began) * 1e3
 
     def read(self, engine: Timing | None) -> TimingMs:
-        """The stages so far; `total` is everything from the start until now."""
+        """Returns the stages of the request in milliseconds.
+
+        Args:
+            engine: Times of the engine's stages; None if the engine did not take part.
+
+        Returns:
+            The stages; `total` is the time from the start until now.
+        """
         spent = engine or Timing()
         return TimingMs(
             queue=round(spent.queue_ms, 3),

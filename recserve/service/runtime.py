@@ -1,4 +1,4 @@
-"""What every answer is made with: engine, catalogue, histories, versions."""
+"""State that all item requests share: engine, catalogue snapshot, histories, versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Runtime:
-    """Shared by the parts of a service that answer about items.
+    """Objects that all parts of a service with a bundle share.
 
     Attributes:
         engine: Runs the requests.
@@ -35,8 +35,8 @@ class Runtime:
         signer: Signs attribution tokens.
         model_version: Version of the bundle's models.
         device: Device of the models.
-        illegal_items: Items that a model returned and may not; must stay 0.
-        shadow: Compares another strategy with the answers given; None: there is no comparison.
+        illegal_items: Number of excluded or missing items that a model has returned; must stay 0.
+        shadow: Compares another strategy with the answers; None if there is no comparison.
     """
 
     engine: Engine
@@ -57,7 +57,19 @@ class Runtime:
         watch: Stopwatch,
         timing: Timing | None,
     ) -> dict[str, Any]:
-        """The fields that all answers of a model have, but `strategy`, `exact` and `rounds`."""
+        """Returns the fields that recommend and rank responses share.
+
+        Args:
+            request_id: Identifies the request; None draws a random id.
+            user: The user of the request; None for an anonymous history.
+            snapshot: The catalogue version of the answer.
+            degraded: Reasons why the answer is less than requested; duplicates are removed.
+            watch: Stopwatch of the request.
+            timing: Times of the engine's stages; None if the engine did not take part.
+
+        Returns:
+            Keyword arguments of the response, without `strategy`, `exact` and `rounds`.
+        """
         request_id = request_id or str(uuid.uuid4())
         version = snapshot.items.name
         user_id = None if user is None else user.id
@@ -73,16 +85,20 @@ class Runtime:
         }
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of models and catalogue."""
+        """Returns the versions of the models and of the catalogue."""
         return {"model_version": self.model_version, "catalog_version": self.snapshot.items.name}
 
     def illegal(self, count: int) -> None:
-        """Note items that a model should never have returned."""
+        """Counts and logs items that a model must not return.
+
+        Args:
+            count: Number of such items in one answer.
+        """
         self.illegal_items += count
         log.error("a model returned %d items that do not exist or were excluded", count)
 
     def gauges(self) -> Gauges:
-        """The engine's figures for Prometheus."""
+        """Returns the metrics of the engine and of the shadow strategy for Prometheus."""
         gauges = gauges_of(self.engine.stats(), self.illegal_items)
         if self.shadow is None:
             return gauges
@@ -90,7 +106,7 @@ class Runtime:
 
 
 def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
-    """An engine's figures as Prometheus gets them."""
+    """Returns an engine's statistics as Prometheus metrics."""
     used = stats.pages_total - stats.pages_free - stats.pages_cached
     return Gauges(
         queue_depth=stats.queue_depth,

@@ -1,6 +1,6 @@
 """The service: models, an engine and a history store behind plain methods.
 
-HTTP, the commands and batch jobs answer through a Service, so that they answer alike.
+HTTP, the command line and batch jobs all call a `Service`, so that their answers agree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recserve.schemas.items import (
 from recserve.service.catalog.live_items import LiveItems
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.history.user_histories import UserHistories
-from recserve.service.loading import Device
+from recserve.service.model_loader import Device
 from recserve.service.options import ServiceOptions, with_old_keywords
 from recserve.service.parts import ItemParts, open_parts
 from recserve.service.pending import Pending, failed
@@ -49,7 +49,7 @@ from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 
 SCORERS = ("ranker", "likelihood")
-MANY_IN_FLIGHT = 64
+MAX_IN_FLIGHT = 64
 
 
 class Service:
@@ -57,18 +57,18 @@ class Service:
 
     Attributes:
         engine: Runs the requests of all models on its own thread.
-        item_parts: What serves the bundle; None: there is no bundle.
+        item_parts: Parts that serve the bundle; None without a bundle.
     """
 
     def __init__(
         self, engine: Engine, item_parts: ItemParts | None = None, text: TextModel | None = None
     ) -> None:
-        """Prefer `Service.open`.
+        """Assembles a service; `Service.open` is the usual entry point.
 
         Args:
             engine: A running engine of the models.
-            item_parts: What serves the bundle; None: there is no bundle.
-            text: The language model; None: there is none.
+            item_parts: Parts that serve the bundle; None without a bundle.
+            text: The language model; None without one.
         """
         self.engine = engine
         self.item_parts = item_parts
@@ -90,11 +90,11 @@ class Service:
 
         Args:
             bundle: Folder of the bundle.
-            store: URL of the history store; None: an LMDB folder next to the bundle. The bundle's
-                own events fill an empty store.
+            store: URL of the history store; None means an LMDB folder next to the bundle. An empty
+                store is filled with the bundle's own events.
             device: Device of the models.
-            options: The other options; None: the defaults.
-            old: The options as keywords; deprecated for one release.
+            options: The other options; None means the defaults.
+            old: Options of the previous release as keywords; deprecated for one release.
 
         Raises:
             BundleError: If the bundle is damaged.
@@ -109,14 +109,14 @@ class Service:
 
     @staticmethod
     def of_text(text: LoadedText, config: EngineConfig | None = None) -> Service:
-        """Returns a service of a language model alone; its engine runs."""
+        """Returns a service that has only a language model, with a running engine."""
         network, drafters = text.parts
         engine = build_engine(EngineModels(text=network, drafters=drafters), config)
         engine.start()
         return Service(engine, None, text.model)
 
     def close(self) -> None:
-        """Finishes what the engine has, then closes engine and store. May be called again."""
+        """Finishes the engine's requests, then closes engine and store. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -133,27 +133,27 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are answered."""
+        """True while the service answers requests."""
         return not self._closed and self.engine.alive
 
     @property
     def bundle(self) -> Bundle:
-        """The open bundle. Raises UnknownModel where there is none."""
+        """The open bundle. Raises UnknownModel without one."""
         return self._parts.bundle
 
     @property
     def runtime(self) -> Runtime:
-        """What all answers about items use. Raises UnknownModel where there is no bundle."""
+        """State that all item requests share. Raises UnknownModel without a bundle."""
         return self._parts.runtime
 
     @property
     def store_blocks(self) -> bool:
-        """Whether a read of a history may wait for a network."""
+        """True if reading a history may wait for a network."""
         return self.runtime.histories.blocks
 
     @property
     def recommendations(self) -> Recommendations:
-        """Slates. Raises UnknownModel or ServiceClosed."""
+        """Answers recommend requests. Raises UnknownModel or ServiceClosed."""
         found = self._open_parts.recommendations
         if found is None:
             raise UnknownModel("this bundle holds no recommender; train one first")
@@ -161,10 +161,10 @@ class Service:
 
     @property
     def rankings(self) -> Rankings:
-        """Rankings. Raises UnknownModel or ServiceClosed."""
+        """Answers rank requests. Raises UnknownModel or ServiceClosed."""
         found = self._open_parts.rankings
         if found is None:
-            raise UnknownModel("this bundle holds no model that ranks; train one first")
+            raise UnknownModel("this bundle holds no ranking model; train one first")
         return found
 
     @property
@@ -191,13 +191,13 @@ class Service:
 
         Args:
             body: The request.
-            request_id: Identifies the request in the answer; None: the body's own, or a random one.
-            deadline_s: time.monotonic() value after which the answer is useless.
+            request_id: Identifies the request; None means the body's own id, or a random one.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
 
         Raises:
-            InvalidRequest: If the body does not fit the catalogue or the models.
+            InvalidRequest: If the body does not match the catalogue or the models.
             UnknownModel: If the bundle has no recommender.
-            QueueFull: If too many requests wait.
+            QueueFull: If the queue of the engine is full.
             ServiceClosed: If the service is closed.
         """
         return self.recommendations.begin(body, request_id or body.request_id, deadline_s)
@@ -205,7 +205,7 @@ class Service:
     def begin_rank(
         self, body: RankRequest, request_id: str | None = None, deadline_s: float | None = None
     ) -> Pending[RankResponse]:
-        """Starts a ranking, as `begin_recommend`."""
+        """Starts a ranking; arguments and errors are those of `begin_recommend`."""
         return self.rankings.begin(body, request_id or body.request_id, deadline_s)
 
     def begin_rank_batch(
@@ -214,10 +214,14 @@ class Service:
         request_id: str | None = None,
         deadline_s: float | None = None,
     ) -> list[Pending[RankResponse]]:
-        """Starts the rankings of a batch, in order; an invalid one answers with its error.
+        """Starts the rankings of a batch, in order.
+
+        Returns:
+            One pending answer per ranking. An invalid request yields its error as the answer.
 
         Raises:
-            QueueFull: If not all find a place; the others are cancelled.
+            QueueFull: If the queue cannot hold the whole batch; rankings already started are
+                cancelled.
         """
         works: list[Pending[RankResponse]] = []
         for index, one in enumerate(body.requests):
@@ -244,11 +248,11 @@ class Service:
     def recommend_many(
         self, bodies: Sequence[RecommendRequest]
     ) -> list[RecommendResponse | Exception]:
-        """Returns slates in order, computed together; a refused body has an exception instead."""
+        """Computes slates together and returns them in order; an invalid body yields its error."""
         answers: list[RecommendResponse | Exception] = []
         works: deque[Pending[RecommendResponse]] = deque()
         for body in bodies:
-            while len(works) >= MANY_IN_FLIGHT:
+            while len(works) >= MAX_IN_FLIGHT:
                 answers.append(works.popleft().outcome())
             try:
                 works.append(self._begin_patiently(body))
@@ -289,38 +293,38 @@ class Service:
         return self.items.rollback(body.catalog_version)
 
     def models(self) -> list[dict[str, Any]]:
-        """Returns the loaded models in OpenAI's form, with fields of ours under `recserve`."""
+        """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
         listed = [] if self.item_parts is None else self.item_parts.described()
         return listed if self._texts is None else [*listed, self._texts.described()]
 
     def model(self, name: str) -> dict[str, Any]:
-        """Returns one of the models. Raises UnknownModel."""
+        """Returns one model of `models()`. Raises UnknownModel."""
         models = self.models()
         for model in models:
             if model["id"] == name:
                 return model
         there = ", ".join(repr(model["id"]) for model in models)
-        raise UnknownModel(f"the models here are {there}, got {name[:80]!r}")
+        raise UnknownModel(f"this server has the models {there}, got {name[:80]!r}")
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of bundle and catalogue; empty without a bundle."""
+        """Returns the versions of models and catalogue; empty without a bundle."""
         return {} if self.item_parts is None else self.runtime.versions()
 
     def samples(self, num_users: int, num_items: int) -> dict[str, list[str]]:
-        """Returns ids of some users and of the most popular items; none without a bundle."""
+        """Returns ids of some users and of the most popular items; empty without a bundle."""
         if self.item_parts is None:
             return {"users": [], "items": []}
         return self.item_parts.samples(num_users, num_items)
 
     def gauges(self) -> Gauges:
-        """Returns the engine's figures for Prometheus."""
+        """Returns the metrics of the engine for Prometheus."""
         return gauges_of(self.engine.stats()) if self.item_parts is None else self.runtime.gauges()
 
     def compare_with(self, strategy: str, share: float) -> None:
-        """Computes a share of the requests with another strategy too, to compare the answers.
+        """Runs a second strategy on a share (0 to 1) of the requests and compares the answers.
 
         Raises:
-            ValueError: If the strategy is not available.
+            ValueError: If the strategy is not available or the share is out of range.
         """
         self.runtime.shadow = Shadow(self.engine, strategy, share)
 
@@ -337,7 +341,7 @@ class Service:
         return self._parts
 
     def _begin_patiently(self, body: RecommendRequest) -> Pending[RecommendResponse]:
-        """As `begin_recommend`; waits for a place where the queue is full."""
+        """Calls `begin_recommend` and waits while the queue is full."""
         while True:
             try:
                 return self.begin_recommend(body)

@@ -238,7 +238,7 @@ def test_batch_called_wrongly_ends_with_2(bundle, store, tmp_path):
     pq.write_table(pa.table({"user_id": ["a"]}), source)
     assert run(*arguments, "--input", source, "-k", 0).exit_code == 2
     wrong = run(*arguments, "--input", source, "--strategy", "bean")
-    assert wrong.exit_code == 2 and "strategy is 'bean'; there are auto, beam" in wrong.stderr
+    assert wrong.exit_code == 2 and "strategy is 'bean'; expected one of auto, beam" in wrong.stderr
     assert run(*arguments, "--input", tmp_path / "none.parquet").exit_code == 2
 
 
@@ -257,7 +257,7 @@ def test_build_train_and_evaluate(tmp_path):
     assert "no recommender was trained" in str(early.exception)
     trained = run("train", "sasrec", "--bundle", out, "--epochs", 1, "--device", "cpu")
     assert trained.exit_code == 0, trained.output
-    assert "kept epoch 1 of 1" in trained.stdout
+    assert "best epoch 1 of 1" in trained.stdout
     figures = tmp_path / "new" / "figures.json"
     done = run(
         *("evaluate", "--bundle", out, "--strategy", "sasrec", "--split", "valid"),
@@ -273,7 +273,7 @@ def test_doctor_examines_bundle_and_store(bundle, store):
     result = run("doctor", "--bundle", bundle, "--store", store)
     assert result.exit_code == 0, result.output
     assert "fail" not in result.stdout
-    assert "beam" in result.stdout and "launched as they come" in " ".join(result.stdout.split())
+    assert "beam" in result.stdout and "never captured" in " ".join(result.stdout.split())
     assert run("doctor", "--store", "redis://127.0.0.1:1/0").exit_code == 1
 
 

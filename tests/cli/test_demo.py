@@ -28,7 +28,7 @@ def small(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(demo, "SYNTHETIC", SyntheticOptions(500, 120, 12))
-        patch.setattr(demo, "CODES", 16)
+        patch.setattr(demo, "NUM_CODES", 16)
         patch.setattr(demo, "MINUTES", {"recommender": 0.01, "ranker": 0.01, "llm": 0.01})
         patch.setattr(demo, "SOURCES_BYTES", 200_000)
         patch.setattr(demo, "LANGUAGE", replace(demo.LANGUAGE, hidden_size=32, steps=5))
@@ -57,7 +57,7 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
         "without drafts the same text",
     ):
         assert words in out
-    assert out.count("item0") >= demo.SLATE + demo.SHOWN
+    assert out.count("item0") >= demo.SLATE_SIZE + demo.ROWS_SHOWN
     assert out.count(" ms (queue ") == 4
     (folder,) = (small / "recserve" / "demo").iterdir()
     bundle = Bundle.open(folder / "bundle")

@@ -77,7 +77,7 @@ def test_an_installed_strategy_is_served(installed, tmp_path):
         filtered = service.recommend(RecommendRequest(**body))
         assert [item.item_id for item in filtered.items] == [ids[0], ids[1], ids[2], ids[3]]
         assert service.recommend(RecommendRequest(history=list(ids[:3]))).strategy != "first_items"
-        with pytest.raises(InvalidRequest, match="has no use for it"):
+        with pytest.raises(InvalidRequest, match="does not use it"):
             service.recommend(RecommendRequest(**body, dense_weight=1.0))
         assert "first_items" in str(service.models())
 

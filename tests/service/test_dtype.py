@@ -9,7 +9,7 @@ from recserve.models import packing
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.saving import save_language_model
-from recserve.service import loading
+from recserve.service import model_loader
 from recserve.service.text import loader
 from recserve.service.text.loader import TextSettings
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 def test_auto_is_the_fastest_type(monkeypatch, folder, fastest, caplog):
     prefer(monkeypatch, fastest)
     with caplog.at_level(logging.INFO, logger="recserve"):
-        assert loading.resolve_dtype("auto", DECODER, CPU) == fastest
+        assert model_loader.resolve_dtype("auto", DECODER, CPU) == fastest
     assert f"{str(fastest)[6:]} is the fastest" in caplog.text
     for stored in (torch.float32, torch.bfloat16):
         settings = TextSettings(folder(stored), dtype="auto")
@@ -48,7 +48,7 @@ def test_auto_is_the_fastest_type(monkeypatch, folder, fastest, caplog):
 
 def test_a_named_type_is_taken_whatever_is_faster(monkeypatch, folder):
     prefer(monkeypatch, torch.bfloat16)
-    assert loading.resolve_dtype("float32", DECODER, CPU) == torch.float32
+    assert model_loader.resolve_dtype("float32", DECODER, CPU) == torch.float32
     assert loader._dtype(TextSettings(folder(torch.bfloat16), dtype="float32"), CPU) == (
         torch.float32
     )

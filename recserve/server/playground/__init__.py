@@ -1,4 +1,4 @@
-"""GET /, the playground: one self-contained page under a strict content security policy."""
+"""The playground at GET /: one self-contained page with a strict content security policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import add_get_and_head
+from recserve.server.routes.paths import add_get_and_head
 
 NUM_USERS = 50
 NUM_ITEMS = 200
 
 
 def policy(page: str) -> str:
-    """A policy under which this page's own script and style run, and nothing else does."""
+    """Returns a content security policy that allows only the page's own scripts and styles."""
 
     def sources(tag: str) -> str:
         blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -34,7 +34,7 @@ def policy(page: str) -> str:
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """The page, and the users and items it offers to try."""
+    """Adds the page, and the sample users and items that it offers."""
     page = (files(__package__) / "index.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": policy(page),

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""Routes POST /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Begin = Callable[[B, str, float, Listener], TextWork]
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes that write text, in OpenAI's shapes."""
+    """Adds the routes that generate text, in OpenAI's format."""
 
     @app.post("/v1/completions", operation_id="complete")
     async def complete(request: Request) -> Response:
-        """The prompt goes on."""
+        """Continue a prompt."""
         body = await exchange.body(request, BODY)
         return await _answer(exchange, request, body, exchange.service.texts.begin_completion)
 
     @app.post("/v1/chat/completions", operation_id="chat")
     async def chat(request: Request) -> Response:
-        """The assistant's next turn."""
+        """Generate the assistant's next turn."""
         body = await exchange.body(request, CHAT_BODY)
         return await _answer(exchange, request, body, exchange.service.texts.begin_chat)
 
@@ -51,7 +51,7 @@ async def _answer(exchange: Exchange, request: Request, body: B, begin: Begin[B]
         if body.stream:
             pieces.put(piece)
 
-    # Encoding a long prompt takes a while; the event loop need not wait for it.
+    # Tokenising a long prompt takes a while, so it runs off the event loop.
     work = await asyncio.to_thread(begin, body, trace.request_id, deadline_s, listen)
 
     def count() -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/events and what is kept of a user."""
+"""Routes POST /v1/events, and GET and DELETE of a user's history."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from starlette.responses import Response
 from recserve.schemas.events import EventsRequest
 from recserve.schemas.items import MAX_ID_LENGTH, InvalidRequest
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import HistoryRoute, UserRoute
+from recserve.server.routes.paths import HistoryRoute, UserRoute
 
 BODY = msgspec.json.Decoder(EventsRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the history store; all of them wait for it on a thread."""
+    """Adds the routes of the history store; each waits for the store on a thread."""
 
     @app.post("/v1/events", operation_id="add_events")
     async def add_events(request: Request) -> Response:
-        """Store events; the next answer sees them."""
+        """Store events; the next answer takes them into account."""
         body = await exchange.body(request, BODY)
         return json_response(await asyncio.to_thread(exchange.service.users.add, body))
 
     async def history(user_id: str) -> Response:
-        """A user's events, oldest first."""
+        """Return a user's events, oldest first."""
         return json_response(
             await asyncio.to_thread(exchange.service.users.history, _bounded(user_id))
         )
 
     async def delete_user(user_id: str) -> Response:
-        """Forget a user: stored events and cached work."""
+        """Delete a user's stored events and cached prefixes."""
         await asyncio.to_thread(exchange.service.users.delete, _bounded(user_id))
         return Response(status_code=204)
 

@@ -1,4 +1,4 @@
-"""Liveness, readiness, version, metrics."""
+"""Routes for operators: liveness, readiness, version, metrics."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from recserve.server.exchange import Exchange, json_response
-from recserve.server.routes.routing import add_get_and_head
+from recserve.server.routes.paths import add_get_and_head
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes for operators; the health routes also have the names of vLLM and of `/v2`."""
+    """Adds the routes for operators; health routes also have the names of vLLM and of `/v2`."""
 
     async def live() -> Response:
-        """The process answers."""
+        """Report that the process runs."""
         return json_response({"status": "live"})
 
     async def ready() -> Response:
-        """Requests are taken now; 503 while loading, draining or broken."""
+        """Report that the server takes requests; 503 while loading, draining or failed."""
         _ = exchange.service
         return json_response({"status": "ready"})
 
     @app.get("/version", operation_id="version")
     async def version() -> Response:
-        """Versions of the program and of what it serves."""
+        """Return the versions of the program, the models and the catalogue."""
         return json_response({"version": installed("recserve"), **exchange.service.versions()})
 
-    def metrics() -> Response:  # ten milliseconds, on a thread: other requests do not wait for it
-        """Prometheus' text format."""
+    def metrics() -> Response:  # not async: its ten milliseconds run on a thread
+        """Return the metrics in the text format of Prometheus."""
         return Response(exchange.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     add_get_and_head(app, "/health/live", live, "live")

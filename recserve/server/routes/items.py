@@ -1,4 +1,4 @@
-"""The catalogue: GET, PUT and DELETE of items, and rollback."""
+"""Routes of the catalogue: GET, PUT and DELETE of items, and rollback."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ ROLLBACK = msgspec.json.Decoder(RollbackRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the catalogue; changes wait for the disk on a thread."""
+    """Adds the routes of the catalogue; changes wait for the disk on a thread."""
 
     @app.put("/v1/items", operation_id="put_items")
     async def put_items(request: Request) -> Response:
-        """Insert and update items; the next answer knows them."""
+        """Insert and update items; the next answer takes them into account."""
         body = await exchange.body(request, ITEMS)
         return json_response(await asyncio.to_thread(exchange.service.items.put, body))
 
     @app.post("/v1/items:rollback", operation_id="rollback_items")
     async def rollback_items(request: Request) -> Response:
-        """Go back to the items of an earlier catalogue version."""
+        """Restore the items of an earlier catalogue version."""
         body = await exchange.body(request, ROLLBACK)
         return json_response(await asyncio.to_thread(exchange.service.rollback_items, body))
 
     @app.delete("/v1/items/{item_id:path}", operation_id="hide_item")
     async def hide_item(item_id: str) -> Response:
-        """Take an item out of all answers."""
+        """Remove an item from all answers."""
         return json_response(await asyncio.to_thread(exchange.service.hide_item, item_id))
 
     @app.get("/v1/items/{item_id:path}", operation_id="item")
     async def item(item_id: str) -> Response:
-        """What the catalogue knows of an item."""
+        """Return one item of the catalogue."""
         return json_response(exchange.service.items.get(item_id))

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{name}."""
+"""Routes GET /v1/models and /v1/models/{name}."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from recserve.server.exchange import Exchange, json_response
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the models."""
+    """Adds the routes that list models."""
 
     @app.get("/v1/models", operation_id="models")
     async def models() -> Response:
-        """What is served, in OpenAI's list form."""
+        """Return the served models in OpenAI's list format."""
         return json_response({"object": "list", "data": exchange.service.models()})
 
     @app.get("/v1/models/{name:path}", operation_id="model")
     async def model(name: str) -> Response:
-        """One of the models."""
+        """Return one of the models."""
         return json_response(exchange.service.model(name))

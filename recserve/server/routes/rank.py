@@ -1,4 +1,4 @@
-"""POST /v1/rank and /v1/rank:batch."""
+"""Routes POST /v1/rank and /v1/rank:batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BATCH_BODY = msgspec.json.Decoder(RankBatchRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the scorers."""
+    """Adds the routes that rank candidates."""
 
     @app.post("/v1/rank", operation_id="rank")
     async def rank(request: Request) -> Response:
-        """Given candidates, best first."""
+        """Return the given candidates, best first."""
         body = await exchange.body(request, BODY)
         begin = exchange.service.rankings.begin
         deadline_s = exchange.deadline_s(request, body.timeout_ms)
@@ -31,7 +31,7 @@ def add_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.post("/v1/rank:batch", operation_id="rank_batch")
     async def rank_batch(request: Request) -> Response:
-        """One ranking per user; an error in one leaves the others as they are."""
+        """Return one ranking per request; an error in one does not affect the others."""
         body = await exchange.body(request, BATCH_BODY)
         begin = exchange.service.begin_rank_batch
         deadline_s = exchange.deadline_s(request, body.timeout_ms)

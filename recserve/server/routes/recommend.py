@@ -1,4 +1,4 @@
-"""POST /v1/recommend."""
+"""Route POST /v1/recommend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BODY = msgspec.json.Decoder(RecommendRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes of the recommender."""
+    """Adds the route of the recommender."""
 
     @app.post("/v1/recommend", operation_id="recommend")
     async def recommend(request: Request) -> Response:
-        """The k best items for a user or a history."""
+        """Return the k best items for a user or a history."""
         body = await exchange.body(request, BODY)
         begin = exchange.service.recommendations.begin
         deadline_s = exchange.deadline_s(request, body.timeout_ms)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, /v2/rerank and /generative_scoring."""
+"""Routes POST /v1/rerank, /v2/rerank and /generative_scoring."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SCORING_BODY = msgspec.json.Decoder(GenerativeScoringRequest)
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:
-    """Routes that score given texts under a language model."""
+    """Adds the routes that score given texts under a language model."""
 
     @app.post("/v1/rerank", operation_id="rerank")
     async def rerank(request: Request) -> Response:
-        """Documents by relevance to a query, in Jina's shape."""
+        """Sort documents by relevance to a query, in Jina's format."""
         return await _rerank(exchange, request, "1")
 
     @app.post("/v2/rerank", operation_id="rerank_v2")
     async def rerank_v2(request: Request) -> Response:
-        """The same in Cohere's shape."""
+        """Sort documents by relevance to a query, in Cohere's format."""
         return await _rerank(exchange, request, "2")
 
     @app.post("/generative_scoring", operation_id="generative_scoring")
     async def generative_scoring(request: Request) -> Response:
-        """Probabilities of label tokens after a query and each item."""
+        """Return probabilities of label tokens after a query and each item."""
         body = await exchange.body(request, SCORING_BODY)
         deadline_s = exchange.text_deadline_s(request, body.timeout_ms)
         name, scores = trace_of(request.scope).request_id, exchange.service.texts.scores

@@ -1,1 +1,1 @@
-"""Connections and their limits, and the gate in front of the routes."""
+"""Client connections with their limits, and the gate in front of the routes."""

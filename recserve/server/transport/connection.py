@@ -1,6 +1,6 @@
-"""uvicorn's HTTP connection, with limits on the size and the time of requests.
+"""uvicorn's HTTP connection with limits on the size and duration of requests.
 
-uvicorn itself limits neither headers, nor pipelined requests, nor the time that either takes.
+uvicorn itself limits neither the headers, nor pipelined requests, nor the time to send a request.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ from recserve.server.transport.request_timer import RequestPart, RequestTimer
 from recserve.server.transport.trace import UPLOAD_KEY, Upload
 
 SLICE_BYTES = 4096  # bounds the requests that one call of the parser can queue
-# What a refused client still sends is dropped for this long; closing at once could lose the answer.
+# After a refusal, incoming bytes are dropped for this long. Closing at once could lose the error.
 LINGER_S = 1.0
 
 
 class Connection(HttpToolsProtocol):
-    """Answers a request that exceeds a limit with an error, and closes.
+    """An HTTP connection that refuses requests beyond a limit with an error, and then closes.
 
-    Bytes are parsed one slice at a time, and only while no pipelined request waits for its turn.
+    Bytes are parsed in slices, and only while no pipelined request is queued.
+
+    Attributes:
+        limits: Limits of the connection.
+        metrics: Counts the refusals.
+        flow: Flow control of the transport.
     """
 
     def __init__(
@@ -54,19 +59,19 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.limits = limits
         self.metrics = metrics
-        self._number = 0  # of requests that were read
+        self._number = 0  # number of complete requests so far
         self._part = RequestPart.HEADERS
         self._begun = False
         self._unread = b""
-        self._running: RequestResponseCycle | None = None  # the request that is being answered
+        self._running: RequestResponseCycle | None = None  # the request in progress
         self._header_count = HeaderCount(limits)
         self._timer = RequestTimer(self.loop, limits)
         self._upload = Upload()
-        self._refusal: Exception | None = None  # once set, what arrives is dropped
+        self._refusal: Exception | None = None  # once set, incoming bytes are dropped
         self._linger: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Handles a new connection; refuses it beyond the limit of connections."""
         super().connection_made(transport)
         self.flow = self._reading = HoldableFlow(transport)
         if len(self.connections) > self.limits.max_connections:
@@ -78,18 +83,18 @@ class Connection(HttpToolsProtocol):
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Handles the end of the connection; stops the timers."""
         self._timer.stop()
         if self._linger is not None:
             self._linger.cancel()
         self._unset_keepalive_if_required()
-        if self._running is not None:  # uvicorn tells the latest request alone
+        if self._running is not None:  # uvicorn notifies only the latest request
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have arrived."""
+        """Handles incoming bytes."""
         if self._refusal is not None:
             return
         self._unset_keepalive_if_required()
@@ -99,7 +104,7 @@ class Connection(HttpToolsProtocol):
         self._parse()
 
     def on_message_begin(self) -> None:
-        """Parser: a request begins."""
+        """Parser callback: a request begins."""
         super().on_message_begin()
         self._part = RequestPart.HEADERS
         self._begun = True
@@ -108,18 +113,21 @@ class Connection(HttpToolsProtocol):
         cast(dict[str, Any], self.scope)[UPLOAD_KEY] = self._upload
 
     def on_url(self, url: bytes) -> None:
-        """Parser: a part of the URL."""
+        """Parser callback: a part of the URL."""
         self._header_count.url(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Parser: a header, or a trailer, which the application does not get."""
+        """Parser callback: a header or a trailer. The application does not see trailers."""
         self._header_count.header(name, value)
         if self._part is RequestPart.HEADERS:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Parser: the body follows, unless the request is parsed again without `Upgrade`."""
+        """Parser callback: the body follows.
+
+        A request with `Upgrade` is ignored here, because `_ignore_upgrade` parses it again.
+        """
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
@@ -127,12 +135,15 @@ class Connection(HttpToolsProtocol):
         self._part = RequestPart.BODY
 
     def on_body(self, body: bytes) -> None:
-        """Parser: a part of the body."""
+        """Parser callback: a part of the body."""
         self._header_count.body()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Parser: the request is complete, unless it is parsed again without `Upgrade`."""
+        """Parser callback: the request is complete.
+
+        A request with `Upgrade` is ignored here, because `_ignore_upgrade` parses it again.
+        """
         if self.parser.should_upgrade():
             return
         self._number += 1
@@ -141,7 +152,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The application has answered the oldest request."""
+        """Continues with the next request after the application has answered the oldest one."""
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.transport.is_closing():
@@ -154,17 +165,18 @@ class Connection(HttpToolsProtocol):
             self._parse()
 
     def shutdown(self) -> None:
-        """The server stops; from now on it only waits for running requests."""
+        """Handles the end of the server, which now only waits for running requests."""
         super().shutdown()
         self.drain()
 
     def drain(self) -> None:
-        """The server takes no new work; refuses a request whose body is not complete."""
+        """Handles the start of a drain; refuses a request whose body is incomplete."""
         if self._part is RequestPart.BODY and self._refusal is None:
             self._refuse(NotReady("the server is shutting down"))
 
     def _watch(self) -> None:
-        """Runs the timer while the server waits for the client, and stops it otherwise."""
+        """Runs the timer only while the server waits for the client."""
+        # While the client waits for an answer, it cannot be late with the next part.
         waits = bool(self.pipeline) if self._part is RequestPart.BODY else self._running is not None
         free = self._refusal is not None or waits
         part = RequestPart.NOTHING if free else self._part
@@ -178,7 +190,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _parse(self) -> None:
-        """Feeds the parser until nothing is left, a request is queued or one is refused."""
+        """Feeds the parser until no bytes are left, a request is queued or one is refused."""
         view, start = memoryview(self._unread), 0
         while start < len(view) and not self.pipeline and self._refusal is None:
             self._feed(view[start : start + SLICE_BYTES])
@@ -203,10 +215,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(error)
 
     def _ignore_upgrade(self, rest: memoryview) -> None:
-        """Parses a request again without `Upgrade`, for which the parser skips its body."""
+        """Parses a request again without `Upgrade`, which would make the parser skip the body."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(MalformedRequest("CONNECT is for proxies"))
+            self._refuse(MalformedRequest("CONNECT is not supported: this server is not a proxy"))
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
@@ -215,7 +227,7 @@ class Connection(HttpToolsProtocol):
         self._feed(memoryview(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(rest)))
 
     def _refuse(self, error: Exception) -> None:
-        """Stops reading. The error is sent after the answers to earlier requests."""
+        """Stops reading. The error follows the responses to earlier requests."""
         self._refusal = error
         self._timer.stop()
         if self._part is RequestPart.BODY:
@@ -224,7 +236,7 @@ class Connection(HttpToolsProtocol):
             self._send_refusal(error)
 
     def _end_body(self, error: Exception) -> None:
-        """Makes the route that waits for the body answer with the error."""
+        """Wakes the route that waits for the body, which then responds with the error."""
         if self.cycle.response_complete:
             self.transport.close()
             return

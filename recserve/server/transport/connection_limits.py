@@ -1,4 +1,4 @@
-"""Limits of client connections, also by the number of open files."""
+"""Limits of client connections, and their bound by the number of open files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass
 
 from recserve.config import ServerConfig
 
-RESERVED_FILES = 256  # not for connections: models, history store, journal
+RESERVED_FILES = 256  # for models, history store and journal
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """Limits of one connection, and the number of connections.
 
-    max_header_bytes: size of the URL, the headers and the trailers of one request.
-    max_headers: number of headers and trailers of one request.
-    header_timeout_s: time from the connection, or the first byte of a request, to its last header.
-    body_timeout_s: time from the last header to the end of the body.
-    unread_timeout_s: time in which a client must read some part of its answer.
-    max_connections: number of connections; further clients get 503.
+    Attributes:
+        max_header_bytes: Total size of URL, headers and trailers of a request.
+        max_headers: Number of headers and trailers of a request.
+        header_timeout_s: Time until the last header of a request, from its first byte. The first
+            request counts from the start of the connection.
+        body_timeout_s: Time from the last header to the end of the body.
+        unread_timeout_s: Time in which a client must read some part of its response.
+        max_connections: Number of connections; further clients get 503.
     """
 
     max_header_bytes: int = 64 << 10
@@ -41,9 +43,9 @@ class ConnectionLimits:
 
 
 def possible_connections(wanted: int) -> int:
-    """Returns the number of connections that may be open at once, at most `wanted`.
+    """Returns how many connections may be open at once, at most `wanted`.
 
-    Raises the soft limit on open files towards what they need, up to the hard limit.
+    If the soft limit on open files is too low, it is raised as far as the hard limit allows.
     """
     if sys.platform == "win32":
         return wanted

@@ -1,4 +1,4 @@
-"""Flow control of a connection: bytes held from the parser, answers that a client does not read."""
+"""Flow control of a connection: bytes that wait for the parser, and unread responses."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class HoldableFlow(FlowControl):
-    """Keeps reading paused while earlier bytes wait for the parser."""
+    """Flow control that stays paused while earlier bytes wait for the parser."""
 
     _held = False
 
     def resume_reading(self) -> None:
-        """Reads on, unless bytes are held."""
+        """Resumes reading, unless bytes wait for the parser."""
         if not self._held:
             super().resume_reading()
 
     def hold(self, held: bool, resume: bool) -> None:
-        """Says whether bytes wait for the parser.
+        """Pauses or resumes reading.
 
         Args:
-            held: True pauses reading until the next call with False.
-            resume: Whether reading resumes at once where it was paused for that reason; if not,
-                it resumes with the next answer.
+            held: True if bytes wait for the parser. Reading then pauses until a call with False.
+            resume: Resumes reading at once after such a pause. Otherwise reading resumes after the
+                next response.
         """
         was_held, self._held = self._held, held
         if held:
@@ -34,14 +34,14 @@ class HoldableFlow(FlowControl):
 
 
 def limit_unread_answer(transport: asyncio.Transport, timeout_s: float) -> None:
-    """Makes the system close a connection whose client does not read what was sent to it.
+    """Makes the system close a connection whose client does not read its response.
 
-    The system applies the limit also after the server has closed its side. Only Linux has the
-    option; elsewhere there is no limit.
+    The limit also holds after the server has closed its side. Only Linux has this option; other
+    systems have no limit.
 
     Args:
         transport: The connection.
-        timeout_s: Time without any progress after which the connection is closed.
+        timeout_s: Time without progress after which the connection is closed.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     opened = transport.get_extra_info("socket")

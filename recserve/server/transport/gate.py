@@ -1,4 +1,4 @@
-"""What stands in front of every route: request id, key, cross-site check, error shape, counting."""
+"""Middleware of every route: request id, API key, cross-site check, errors, metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.transport.trace import HEADER, SCOPE_KEY, Trace
 
 log = logging.getLogger(__name__)
-# Probes of orchestrators carry no key, and up or down is all that these say.
+# Orchestrators probe without a key. These paths reveal only whether the server is up.
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 )
 
 
 class Gate:
-    """ASGI middleware; the only place that sees keys."""
+    """ASGI middleware in front of all routes; no other class reads API keys.
+
+    Attributes:
+        app: The application behind the gate.
+        lifecycle: Counts requests in progress.
+        metrics: Counts requests and failures.
+        keys: Valid API keys; empty means that no key is required.
+    """
 
     def __init__(
         self, app: ASGIApp, lifecycle: Lifecycle, metrics: Metrics, api_keys: tuple[str, ...]
@@ -36,7 +43,7 @@ class Gate:
         self.keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Passes a request to the application, or answers it with an error."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
@@ -64,7 +71,7 @@ class Gate:
                 if row.status == 500:
                     log.error("request %s failed", trace.request_id, exc_info=error)
                 elif row.status == 503 and row.message is not None:
-                    # The client reads less than the operator, who has a disk or a store to mend.
+                    # The response hides the cause; the operator needs it to repair disk or store.
                     log.warning("request %s failed: %s", trace.request_id, error)
                 if not started and not isinstance(error, ClientGone):
                     await error_response(error)(scope, receive, answer)
@@ -76,11 +83,11 @@ class Gate:
         """Raises Unauthorized or CrossSite."""
         if self.keys and scope["path"] not in OPEN_PATHS:
             given = _key(headers.get("authorization", ""))
-            # Every key is compared, so that the time says nothing about which one was near.
+            # Compares every key, so that the duration reveals nothing about a partial match.
             if not sum([hmac.compare_digest(given, key) for key in self.keys]):
                 raise Unauthorized("a valid key is needed: Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
-            raise CrossSite("a page of another site may not send this")
+            raise CrossSite("a page of another site may not send this request")
 
     def _count(self, scope: Scope, trace: Trace) -> None:
         route: Any = scope.get("route")
@@ -94,7 +101,7 @@ class Gate:
 
 
 def _key(authorization: str) -> bytes:
-    """The key of `Bearer KEY`, or of `Basic` as its password, which is what a browser can send."""
+    """Returns the key of a `Bearer` header, or the password of a `Basic` one (from browsers)."""
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode()

@@ -1,4 +1,4 @@
-"""Counts the URL, headers and trailers of a request against their limits."""
+"""Checks the URL, headers and trailers of a request against their limits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 
 
 class HeaderCount:
-    """Counts what the parser reports, and the bytes it took since its last report.
+    """Counts reported headers, and the bytes that the parser has read since its last report.
 
-    The parser stores a header that never ends and does not report it.
+    The second count is needed because the parser buffers an endless header without a report.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -19,33 +19,37 @@ class HeaderCount:
         self._num_unreported = 0
 
     def begin(self) -> None:
-        """A request begins."""
+        """Resets the counts for a new request."""
         self._num_headers = self._num_bytes = self._num_unreported = 0
 
     def url(self, size: int) -> None:
-        """A part of the URL was reported. Raises HeadersTooLarge."""
+        """Counts a reported part of the URL. Raises HeadersTooLarge."""
         self._num_unreported = 0
         self._num_bytes += size
         self.check()
 
     def header(self, name: bytes, value: bytes) -> None:
-        """A header or a trailer was reported. Raises HeadersTooLarge."""
+        """Counts a reported header or trailer. Raises HeadersTooLarge."""
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
             most = self._limits.max_headers
-            raise HeadersTooLarge(f"a request may have {most} headers, got more")
+            raise HeadersTooLarge(f"a request may have at most {most} headers, got more")
         self.url(len(name) + len(value) + len(b": \r\n"))
 
     def body(self) -> None:
-        """A part of the body was reported."""
+        """Resets the unreported bytes: they belonged to the body."""
         self._num_unreported = 0
 
     def fed(self, size: int) -> None:
-        """The parser is about to get so many bytes."""
+        """Counts bytes that the parser is about to read.
+
+        Args:
+            size: Number of bytes.
+        """
         self._num_unreported += size
 
     def check(self) -> None:
-        """Raises HeadersTooLarge if reported and unreported bytes exceed the limit together."""
+        """Raises HeadersTooLarge if the sum of reported and unreported bytes exceeds the limit."""
         most = self._limits.max_header_bytes
         if self._num_bytes + self._num_unreported > most:
-            raise HeadersTooLarge(f"URL and headers may have {most} bytes together, got more")
+            raise HeadersTooLarge(f"URL and headers may have at most {most} bytes, got more")

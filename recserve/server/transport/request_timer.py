@@ -1,4 +1,4 @@
-"""Limits the time that a client takes to send the next part of its request."""
+"""A timer that limits how long a client takes to send the next part of its request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 
 
 class RequestPart(Enum):
-    """What the client is expected to send next."""
+    """The part of a request that the server expects next."""
 
     NOTHING = "nothing"
     HEADERS = "headers"
@@ -18,9 +18,10 @@ class RequestPart(Enum):
 
 
 class RequestTimer:
-    """At most one timer at a time. Bytes that arrive do not restart it.
+    """Runs at most one timer. Incoming bytes do not restart it.
 
-    seconds: time limit of each part.
+    Attributes:
+        seconds: Time limit of each part.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
@@ -33,11 +34,11 @@ class RequestTimer:
         self._handle: asyncio.TimerHandle | None = None
 
     def watch(self, number: int, part: RequestPart, on_late: Callable[[], None]) -> None:
-        """Starts the timer, unless it runs for this part of this request already.
+        """Starts the timer, unless it already runs for this part of this request.
 
         Args:
-            number: Which request of the connection.
-            part: What is expected; `NOTHING` stops the timer.
+            number: Number of the request within the connection.
+            part: The expected part; `NOTHING` stops the timer.
             on_late: Called when the part takes too long.
         """
         if self._watched == (number, part):

@@ -1,4 +1,4 @@
-"""State of one HTTP request: its trace, and the body that is still arriving."""
+"""State of one HTTP request: its trace, and the progress of its body."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ UPLOAD_KEY = "recserve.upload"
 
 @dataclass
 class Trace:
-    """request_id: the client's, else drawn. began_s: of time.monotonic().
+    """Facts about a request that the gate logs and counts.
 
-    strategy, timing_ms: set once a model has answered. failure: label of the failure counter.
+    Attributes:
+        request_id: The client's id, or a random one.
+        began_s: time.monotonic() value at the start.
+        strategy: Strategy of the answer; "none" until a model has answered.
+        timing_ms: Times of the stages; None until a model has answered.
+        failure: Label of the failure counter; None unless the request failed.
     """
 
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -31,19 +36,23 @@ class Trace:
     failure: str | None = None
 
     def rename(self, request_id: str | None) -> None:
-        """Take the id that the client gave, if it gave one.
+        """Uses the client's id.
 
-        Raises InvalidRequest for one that could not stand in a header.
+        Args:
+            request_id: The id; None changes nothing.
+
+        Raises:
+            InvalidRequest: If the id is not valid as a header value.
         """
         if request_id is None:
             return
         if not _SHAPE.match(request_id):
-            came = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
-            raise InvalidRequest("X-Request-Id", came)
+            message = f"expected {REQUEST_ID.description}, got {request_id[:40]!r}"
+            raise InvalidRequest("X-Request-Id", message)
         self.request_id = request_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What every answer carries."""
+        """Returns the headers of every response."""
         headers = [
             (b"x-request-id", self.request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
@@ -65,12 +74,16 @@ def trace_of(scope: Scope) -> Trace:
 
 @dataclass
 class Upload:
-    """error: why the connection has given up the rest of the body; None while it waits for it."""
+    """Progress of a request body.
+
+    Attributes:
+        error: Why the connection refuses the rest of the body; None while it accepts it.
+    """
 
     error: Exception | None = None
 
 
 def upload_error(scope: Scope) -> Exception | None:
-    """Returns why the body of a request will not be completed; None if it still may be."""
+    """Returns why the connection refuses the rest of a body; None if it accepts it."""
     upload: Upload | None = scope.get(UPLOAD_KEY)
     return None if upload is None else upload.error

@@ -1,4 +1,4 @@
-"""Filters that were asked for, as the items that they allow, from version to version."""
+"""An LRU cache of filters: the items that each filter allows, carried from version to version."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_view import TrieView
 
 CAPACITY_BYTES = 256 << 20
-# Python objects and tensor headers of one entry, measured as growth of the process: 2.9 kB. Of a
-# filter over a small catalogue that is nearly all there is.
+# Python objects and tensor headers of one entry: 2.9 kB, measured as growth of the process. For a
+# filter over a small catalogue this is nearly the whole size.
 ENTRY_BYTES = 3 << 10
 
 
 @dataclass(frozen=True)
 class CachedFilter:
-    """A filter's items in the version that it was last asked of, over the version's trie; both may
-    be gone by now.
+    """The items that a filter allows in the catalogue version that used it last.
+
+    Attributes:
+        items: The version. The weak reference is dead once the version has been freed.
+        trie: The version's trie, also a weak reference.
+        allowed: Items and trie leaves that the filter allows.
     """
 
     items: weakref.ref[CatalogVersion]
@@ -29,37 +33,44 @@ class CachedFilter:
 
 
 class FilterCache:
-    """The most recently used filters, within a bound in bytes; safe to use from several threads.
+    """A thread-safe LRU cache of filters with a bound on its size in bytes.
 
-    An entry counts its key, what it holds of items and leaves (3/8 byte per item of the catalogue
-    and 17 bytes per changed item), and ENTRY_BYTES.
+    The size of an entry is the sum of three parts:
+
+    - its key;
+    - its bitmaps: 3/8 byte per item of the catalogue and 17 bytes per changed item;
+    - ENTRY_BYTES.
+
+    Attributes:
+        capacity_bytes: Upper bound on the size of all entries.
+        num_bytes: Size of all entries.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self._kept: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[CachedFilter, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> CachedFilter | None:
-        """What is kept of a filter, of whichever version."""
+        """Returns the cached filter of a key, of any catalogue version; None if there is none."""
         with self._lock:
-            found = self._kept.get(key)
+            found = self._entries.get(key)
             if found is None:
                 return None
-            self._kept.move_to_end(key)
+            self._entries.move_to_end(key)
             return found[0]
 
-    def put(self, key: bytes, kept: CachedFilter) -> None:
-        """Keep it in place of what was kept of the filter; those asked longest ago make room."""
-        size = len(key) + kept.allowed.num_bytes + ENTRY_BYTES
+    def put(self, key: bytes, entry: CachedFilter) -> None:
+        """Inserts or replaces an entry, then evicts the least recently used ones."""
+        size = len(key) + entry.allowed.num_bytes + ENTRY_BYTES
         with self._lock:
-            if key in self._kept:
-                self.num_bytes -= self._kept.pop(key)[1]
-            self._kept[key] = kept, size
+            if key in self._entries:
+                self.num_bytes -= self._entries.pop(key)[1]
+            self._entries[key] = entry, size
             self.num_bytes += size
             while self.num_bytes > self.capacity_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1][1]
+                self.num_bytes -= self._entries.popitem(last=False)[1][1]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)

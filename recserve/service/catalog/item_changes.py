@@ -1,4 +1,4 @@
-"""Items on their way into the catalogue: judged one by one, then given vectors and semantic ids."""
+"""Turns the items of a PUT request into catalogue changes with vectors and semantic ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ FIELDS = frozenset(ItemInput.__struct_fields__)
 
 @dataclass
 class _Draft:
-    """A change that still lacks its vector or its semantic id."""
+    """A change that does not have its vector or its semantic id yet.
+
+    Attributes:
+        index: Position of the item in the request.
+        row: Current row of the item; -1 for a new item.
+        record: Title, categories and attributes after the change.
+        vector: [F] the item's new vector; None if the vector does not change.
+        change: The finished change; None until the item has a semantic id.
+    """
 
     index: int
     row: int
@@ -33,7 +41,15 @@ class _Draft:
 
 
 class ItemChanges:
-    """The items of one call. rejected: what was refused; degraded: what was made do with."""
+    """The items of one request; each is validated on its own.
+
+    Attributes:
+        snapshot: The catalogue version that the changes apply to.
+        vectors: Makes vectors for items that come without an embedding.
+        assigner: Assigns semantic ids.
+        rejected: Items that the request cannot change, with the reason.
+        degraded: Items that got an approximate vector, with the reason.
+    """
 
     def __init__(self, snapshot: Snapshot, vectors: NewVectors, assigner: IdAssigner) -> None:
         self.snapshot = snapshot
@@ -44,7 +60,7 @@ class ItemChanges:
         self._drafts: dict[str, _Draft] = {}
 
     def take(self, items: Sequence[dict[str, Any]]) -> None:
-        """Keep the items of a call, or note why not."""
+        """Validates the items of a request; an invalid item goes to `rejected`."""
         bodies: dict[int, ItemInput] = {}
         for index, raw in enumerate(items):
             try:
@@ -61,7 +77,12 @@ class ItemChanges:
                 self._drafts[body.item_id] = draft
 
     def finish(self) -> list[ItemChange]:
-        """The changes of all items that can be had, in their order."""
+        """Assigns vectors and semantic ids.
+
+        Returns:
+            The changes of all valid items, in request order. An item without a free semantic id
+            goes to `rejected`.
+        """
         drafts = list(self._drafts.values())
         self._fill_vectors([d for d in drafts if d.vector is None and self._needs_vector(d)])
         moving = [d for d in drafts if d.vector is not None]
@@ -73,33 +94,33 @@ class ItemChanges:
         )
         for draft, found in zip(moving, codes, strict=True):
             if found is None:
-                self._reject(draft.index, "every semantic id near this item is taken")
+                self._reject(draft.index, "all semantic ids near this item are taken")
                 del self._drafts[draft.record.item_id]
             else:
                 draft.change = ItemChange(draft.record, draft.vector, found)
         return [d.change or ItemChange(d.record) for d in self._drafts.values()]
 
     def _draft(self, index: int, body: ItemInput, raw: dict[str, Any], row: int) -> _Draft:
-        """Raises ValueError in words for the client."""
+        """Raises ValueError with a message for the client."""
         if body.item_id in self._drafts:
-            raise ValueError(f"item {body.item_id[:80]!r} is in this call twice")
+            raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
         items = self.snapshot.items
         items.check_key(body.item_id, row)
         record = items.record(row) if row >= 0 else ItemRecord(body.item_id, "", [], {})
         others = {name: value for name, value in raw.items() if name not in FIELDS}
         given = {**others, **body.attributes}
-        said = checked_attributes(given, items.log.schema)
-        kept = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
+        updated = checked_attributes(given, items.log.schema)
+        retained = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
         record = ItemRecord(
             body.item_id,
             record.title if body.title is None else body.title,
             record.categories if body.categories is None else body.categories,
-            {**kept, **said},
+            {**retained, **updated},
         )
         return _Draft(index, row, record, self._vector(body.embedding, row))
 
     def _vector(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
-        """[F] of a given embedding; None where there is none, or the item has this one already."""
+        """Returns the [F] vector of an embedding; None if there is none or it does not change."""
         if embedding is None:
             return None
         given = np.array(embedding, dtype=np.float32)
@@ -118,7 +139,7 @@ class ItemChanges:
         return np.asarray(vector)
 
     def _needs_vector(self, draft: _Draft) -> bool:
-        """New items do, and hidden ones whose semantic id another item has taken."""
+        """Returns True for new items, and for hidden items whose semantic id has been reused."""
         if draft.row < 0:
             return True
         if not self.snapshot.items.is_gone(draft.row) or self._owns_id(draft.row):
@@ -131,7 +152,7 @@ class ItemChanges:
         return self.snapshot.items.owners.get(name) in (-1, row)
 
     def _fill_vectors(self, drafts: list[_Draft]) -> None:
-        """Vectors from text, or from the items of the same category."""
+        """Makes vectors from the items' text, or else from other items of the same categories."""
         if not drafts:
             return
         content = self.vectors.of_text([d.record for d in drafts])
@@ -141,9 +162,9 @@ class ItemChanges:
                 draft.vector = made[number]
                 continue
             draft.vector = self.vectors.of_categories(draft.record.categories, self._rows_of_path)
-            reason = "no embedding and no known word; placed by its categories alone"
+            reason = "no embedding and no known word; its vector comes from its categories only"
             if not draft.vector.any():
-                reason = "no embedding, known word or category; placed anywhere"
+                reason = "no embedding, known word or category; its position is arbitrary"
             self.degraded.append(Rejection(index=draft.index, reason=reason))
 
     def _rows_of_path(self, path: str) -> np.ndarray:
@@ -154,5 +175,5 @@ class ItemChanges:
 
 
 def _converted(raw: dict[str, Any]) -> ItemInput:
-    """The fields that every item may have; what else it says are attributes."""
+    """Validates the fields that the schema names; all other fields are attributes."""
     return converted({k: v for k, v in raw.items() if k in FIELDS}, ItemInput)

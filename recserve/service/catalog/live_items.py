@@ -1,4 +1,7 @@
-"""Items that change while answers go out: one writer, versions that readers keep."""
+"""The live catalogue: items change while the server answers requests.
+
+One writer at a time creates versions. A reader uses one immutable snapshot from start to end.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,29 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.items import ItemResponse, ItemsRequest, ItemsResponse, RollbackResponse
 from recserve.service.catalog.item_changes import ItemChanges
-from recserve.service.catalog.kept_versions import KeptVersions
 from recserve.service.catalog.snapshot import Snapshot
+from recserve.service.catalog.version_archive import VersionArchive
 from recserve.service.errors import UnknownItem
 from recserve.service.history.histories import History
-from recserve.service.loading import Models
+from recserve.service.model_loader import Models
 from recserve.service.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-# From here on the overlay is folded into a new base: changes cost what the overlay holds.
+# The cost of a change grows with the overlay, so an overlay of this size is folded into a new base.
 MAX_OVERLAY = 8_192
 
 
 class LiveItems:
-    """Makes versions and publishes them: `runtime.snapshot` is replaced, nothing is written to.
+    """Creates catalogue versions and publishes them.
 
-    journal: None: nothing is kept on disk.
+    To publish a version means to replace `runtime.snapshot`. Existing snapshots never change.
+
+    Attributes:
+        runtime: Holds the snapshot that new requests use.
+        models: Networks that get a row for every new item.
+        journal: Journal of the changes; None keeps the changes in memory only.
+        ranking: The ranker's item tables; None without a ranker.
     """
 
     def __init__(
@@ -56,12 +65,12 @@ class LiveItems:
         self._bundle = bundle
         self._tools: tuple[NewVectors, IdAssigner] | None = None
         self._lock = threading.Lock()
-        self._kept = KeptVersions(runtime.snapshot.items, runtime.snapshot.base_trie)
+        self._archive = VersionArchive(runtime.snapshot.items, runtime.snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._lineage = 0
 
     def replay(self) -> None:
-        """Take over what the journal says. Raises JournalError."""
+        """Applies the change sets of the journal. Raises JournalError."""
         if self.journal is None:
             return
         entries = self.journal.read()
@@ -73,7 +82,7 @@ class LiveItems:
             except ValueError as error:
                 raise JournalError(f"{self.journal.path}: {error}") from error
             self.runtime.snapshot = replace(first, items=items)
-            self._kept.add(items, first.base_trie)
+            self._archive.add(items, first.base_trie)
         if entries:
             items, self.runtime.snapshot = self.runtime.snapshot.items, first
             self._publish(items, first.base_trie, first.index)
@@ -81,7 +90,7 @@ class LiveItems:
             self._fold_if_large()
 
     def get(self, item_id: str) -> ItemResponse:
-        """One item. Raises UnknownItem."""
+        """Returns one item of the current version. Raises UnknownItem."""
         items = self.runtime.snapshot.items
         row = items.visible.get(item_id)
         if row < 0:
@@ -98,7 +107,11 @@ class LiveItems:
         )
 
     def put(self, body: ItemsRequest) -> ItemsResponse:
-        """Insert and update items, each judged by itself. Raises JournalError."""
+        """Inserts and updates items; an invalid item does not affect the others.
+
+        Raises:
+            JournalError: If the journal cannot be written.
+        """
         with self._lock:
             before = self.runtime.snapshot
             incoming = ItemChanges(before, *self._made_tools())
@@ -117,9 +130,14 @@ class LiveItems:
             )
 
     def hide(self, item_id: str) -> str:
-        """Take an item out of all answers; the version without it.
+        """Removes an item from all answers.
 
-        Raises UnknownItem or JournalError.
+        Returns:
+            Name of the version without the item.
+
+        Raises:
+            UnknownItem: If the catalogue does not have the item.
+            JournalError: If the journal cannot be written.
         """
         with self._lock:
             items = self.runtime.snapshot.items
@@ -129,12 +147,17 @@ class LiveItems:
             return self.runtime.snapshot.items.name
 
     def rollback(self, name: str) -> RollbackResponse:
-        """Go back to what an earlier version held, as a version of its own.
+        """Publishes a new version with the items of an earlier one.
 
-        Raises UnknownVersion for one that is not kept, or JournalError.
+        Args:
+            name: Name of the earlier version.
+
+        Raises:
+            UnknownVersion: If the archive does not have the version.
+            JournalError: If the journal cannot be written.
         """
         with self._lock:
-            there = self._kept.get(name)
+            there = self._archive.get(name)
             snapshot = self.runtime.snapshot
             current = snapshot.items
             items = restored(there.items, current, current.number + 1)
@@ -144,10 +167,11 @@ class LiveItems:
             self._record_on_a_thread()
             return RollbackResponse(catalog_version=items.name, restored=name)
 
-    def was_read_otherwise(self, history: History) -> bool:
-        """Whether an earlier version may have read this history as other rows.
+    def has_changed_rows(self, history: History) -> bool:
+        """Returns True if an earlier version may have mapped this history to other rows.
 
-        So it is where an item of it has had several rows, or is of no version now.
+        This is possible if an item of the history has had more than one row, or if the current
+        version does not know it.
         """
         items = self.runtime.snapshot.items
         if not items.tail.ids:
@@ -158,14 +182,14 @@ class LiveItems:
         return history.num_events > history.rows.size or max(rows.values(), default=0) > 1
 
     def close(self) -> None:
-        """Wait for what is being folded, and let others write the journal."""
+        """Waits for a fold in progress, then releases the journal for other processes."""
         if self._folding is not None:
             self._folding.join()
         if self.journal is not None:
             self.journal.close()
 
     def _commit(self, entry: JournalEntry) -> None:
-        """Write a change set down, then serve it."""
+        """Writes a change set to the journal, then publishes it."""
         if self.journal is not None:
             self.journal.append(entry)
         current = self.runtime.snapshot
@@ -174,26 +198,33 @@ class LiveItems:
         self._fold_if_large()
 
     def _condense_journal(self, items: CatalogVersion) -> None:
-        """Write down what makes this version of the bundle, and nothing of the way there."""
+        """Rewrites the journal as the difference between the bundle and this version."""
         if self.journal is not None:
             said = difference(items)
+            # Two entries with one number: insertions first, then the hidden items.
             put = JournalEntry(items.number, said.changes)
             self.journal.replace([put, JournalEntry(items.number, hidden=said.hidden)])
 
     def _publish(self, items: CatalogVersion, base_trie: Trie, index: GrownIndex | None) -> None:
-        """Models first, then the version that needs them. index: of this version or before it."""
+        """Updates the models, then publishes the version that needs them.
+
+        Args:
+            items: The version.
+            base_trie: Base trie of this version or of an earlier one.
+            index: Retriever index of this version or of an earlier one; None without a retriever.
+        """
         self._follow(items)
         ranking = None if self.ranking is None else self.ranking.at(items)
         snapshot = self.runtime.snapshot.at(items, ranking, base_trie)
         if index is not None:
             index = index.at(items.num_rows, items.gone, self._item_vectors)
             snapshot = replace(snapshot, index=index)
-        self._kept.add(items, base_trie)
+        self._archive.add(items, base_trie)
         self.runtime.snapshot = snapshot
 
     def _follow(self, items: CatalogVersion) -> None:
-        """Rows that the models do not have yet."""
-        first_tail = len(items.base)
+        """Appends the rows of the version that the models do not have yet."""
+        first_tail = len(items.base)  # `tail` arrays hold the rows after the bundle's own
         for model in (self.models.recommender, self.models.ranker):
             if model is None or model.num_bound_items >= items.num_rows:
                 continue
@@ -207,19 +238,19 @@ class LiveItems:
                 self.models.ranker.append_items(vectors, learned)
 
     def _item_vectors(self, rows: np.ndarray) -> np.ndarray:
-        """[n, E] what the retriever's index holds of item rows [n]."""
+        """Returns the retriever's vectors [n, E] of the item rows [n]."""
         retriever, recommender = self.models.heads.retriever, self.models.recommender
         assert retriever is not None and recommender is not None
         return item_vectors(retriever, recommender, torch.from_numpy(rows)).numpy()
 
     def _record_on_a_thread(self) -> None:
-        """Searches over the base that is served now, where they are recorded."""
+        """Captures searches over the current base trie again, if the engine uses CUDA graphs."""
         engine, base = self.runtime.engine, self.runtime.snapshot.base_trie
         if engine.searches is not None:
             threading.Thread(target=engine.record, args=(base,), daemon=True).start()
 
     def _made_tools(self) -> tuple[NewVectors, IdAssigner]:
-        """What new items need, read when the first one comes."""
+        """Returns the tools for new items; the first call reads them from the bundle."""
         if self._tools is None:
             bundle, catalog = self._bundle, self.runtime.snapshot.catalog
             build = bundle.manifest.build
@@ -230,7 +261,7 @@ class LiveItems:
         return self._tools
 
     def _fold_if_large(self) -> None:
-        """Build new bases of a large overlay on a thread; changes go on meanwhile."""
+        """Starts a thread that folds a large overlay into new bases; changes continue meanwhile."""
         snapshot = self.runtime.snapshot
         size = snapshot.trie.num_rows - snapshot.base_trie.num_rows
         busy = self._folding is not None and self._folding.is_alive()
@@ -243,7 +274,13 @@ class LiveItems:
         self._folding.start()
 
     def _fold(self, snapshot: Snapshot, lineage: int) -> None:
-        """Bases of the given version for trie and index, if versions still descend from it."""
+        """Folds trie and index of a snapshot into new bases and publishes them.
+
+        Args:
+            snapshot: The snapshot to fold.
+            lineage: Number of rollbacks before the fold. A rollback during the fold discards the
+                new bases, because later versions do not descend from the snapshot.
+        """
         trie, index = snapshot.compacted_trie(), snapshot.index
         if index is not None:
             index = index.folded(snapshot.items.gone, self._item_vectors)

@@ -1,4 +1,4 @@
-"""One catalogue version with everything that is looked up in it while answering."""
+"""One catalogue version with the lookup structures that requests need."""
 
 from __future__ import annotations
 
@@ -24,24 +24,30 @@ from recserve.kernels.trie.trie_view import TrieView
 from recserve.service.catalog.filter_cache import CachedFilter, FilterCache
 from recserve.service.recommend.diversity import BundleCategories
 
-DEEPER = 10  # how many more popular items are looked at where too few were allowed
+POPULAR_GROWTH = 10  # factor by which the popularity scan grows if it finds too few items
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Immutable; a request reads one snapshot from start to end.
+    """An immutable catalogue version; a request reads one snapshot from start to end.
 
-    items: the version. base_trie: of an earlier version, under `trie`. filters: of the bundle's own
-    items. asked: what requests filtered by, in any version. categories: as diversity counts them.
-    ranking: tables of the ranker, None where there is none. graph: of similar items, None: the
-    recommender has none. index: the items' vectors, where a retriever was trained.
+    Attributes:
+        items: The version.
+        base_trie: Base of `trie`, of this version or of an earlier one.
+        trie: The base trie with an overlay of later items.
+        filters: Filters over the bundle's own items.
+        filter_cache: Filters of earlier requests; all versions share it.
+        categories: Category groups that `diversity` limits.
+        ranking: Item tables of the ranker; None without a ranker.
+        graph: Graph of similar items; None if the recommender has none.
+        index: Search index over the retriever's item vectors; None without a retriever.
     """
 
     items: CatalogVersion
     base_trie: Trie
     trie: TrieView
     filters: ItemFilters
-    asked: FilterCache
+    filter_cache: FilterCache
     categories: BundleCategories
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
@@ -49,7 +55,12 @@ class Snapshot:
 
     @staticmethod
     def of(catalog: Catalog, device: torch.device) -> Snapshot:
-        """Build the lookups of a bundle's catalogue, the trie on the device."""
+        """Builds the snapshot of a bundle's catalogue.
+
+        Args:
+            catalog: The catalogue of the bundle.
+            device: Device of the trie.
+        """
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         trie = build_trie(codes, catalog.index.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
@@ -58,9 +69,15 @@ class Snapshot:
         return Snapshot(first, trie, trie, filters, FilterCache(), categories)
 
     def at(self, items: CatalogVersion, ranking: RankingTables | None, base: Trie) -> Snapshot:
-        """The lookups of another version, its trie over a base of it or of an earlier one."""
+        """Returns the snapshot of another version.
+
+        Args:
+            items: The other version.
+            ranking: Its item tables of the ranker; None without a ranker.
+            base: Base trie of that version or of an earlier one.
+        """
         same = base is self.base_trie and items.num_rows == self.items.num_rows
-        if same and items.gone is self.items.gone:  # only words changed
+        if same and items.gone is self.items.gone:  # only titles, categories or attributes changed
             return replace(self, items=items, ranking=ranking)
         rows = items.owning[np.searchsorted(items.owning, base.num_rows) :]
         trie = overlay_trie(
@@ -74,7 +91,7 @@ class Snapshot:
         return replace(self, items=items, base_trie=base, trie=trie, ranking=ranking)
 
     def compacted_trie(self) -> Trie:
-        """A trie of this version without an overlay; hidden items keep their leaves."""
+        """Builds a trie of this version without an overlay; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
         sizes = self.catalog.index.codebook_sizes
@@ -82,25 +99,28 @@ class Snapshot:
 
     @property
     def catalog(self) -> Catalog:
-        """The bundle's own catalogue, which all versions stand on."""
+        """The bundle's own catalogue, the base of all versions."""
         return self.items.base
 
     @property
     def rows(self) -> RowMap[str]:
-        """Item id to row, of the items that may be answered."""
+        """Maps the ids of visible items to rows."""
         return self.items.visible
 
     @property
     def num_items(self) -> int:
-        """Item rows, hidden and replaced ones included."""
+        """Number of item rows, including hidden and replaced ones."""
         return self.items.num_rows
 
     def rows_of(self, item_ids: Iterable[str]) -> list[int]:
-        """Row of each id, -1 where it is unknown or hidden."""
+        """Returns the row of each id; -1 if the item is unknown or hidden."""
         return self.rows.get_many(item_ids)
 
     def history_rows(self, item_ids: Iterable[str]) -> np.ndarray:
-        """[n] int64 row of each id, hidden items too: what a user did stays what it was."""
+        """Returns the rows [n] int64 of the items of a history; -1 if an item is unknown.
+
+        Hidden items have rows too, because they remain part of what a user did.
+        """
         ids = list(item_ids)
         rows = np.array(self.rows_of(ids), dtype=np.int64)
         lacking = np.flatnonzero(rows < 0)
@@ -109,42 +129,58 @@ class Snapshot:
         return rows
 
     def allowed(self, tree: Any) -> AllowedItems:
-        """The items that fulfil a filter. Raises FilterError.
+        """Returns the items that satisfy a filter.
 
-        The first of a filter goes through the catalogue, the first of a version through what
-        changed.
+        The first use of a filter scans the bundle's catalogue. The first use in a later version
+        scans the changed items only.
+
+        Args:
+            tree: The filter as JSON values.
+
+        Raises:
+            FilterError: If the filter is invalid.
         """
         key, items = self.filters.key(tree), self.items
-        kept = self.asked.get(key)
-        if kept is not None and kept.items() is items and kept.trie() is self.trie:
-            return kept.allowed
-        earlier = None if kept is None else kept.allowed
+        cached = self.filter_cache.get(key)
+        if cached is not None and cached.items() is items and cached.trie() is self.trie:
+            return cached.allowed
+        # An entry of another version still gives the bits of the bundle's own items.
+        earlier = None if cached is None else cached.allowed
         bits = packed_rows(self.filters.evaluate(tree)) if earlier is None else earlier.bits
         said = items.log.allowed(tree, items.num_records)[items.record_places]
         allowed = AllowedItems(bits, items.num_rows, items.record_rows, said, earlier)
-        allowed.leaves(self.trie)  # here, so that the engine's thread need not
-        self.asked.put(key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed))
+        allowed.leaves(self.trie)  # computed here to keep the work off the engine's thread
+        self.filter_cache.put(
+            key, CachedFilter(weakref.ref(items), weakref.ref(self.trie), allowed)
+        )
         return allowed
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
-        """[n] bool: rows of items that exist in this version and are not hidden."""
+        """Returns [n] bool: True for rows that exist in this version and are not hidden."""
         there = (rows >= 0) & (rows < self.num_items)
         return np.asarray(there & ~self.items.are_gone(rows))
 
     def most_popular(
         self, count: int, excluded: np.ndarray, allowed: AllowedItems | None
     ) -> np.ndarray:
-        """At most `count` rows, most popular first, that are allowed and not excluded.
+        """Returns up to `count` popular rows that are allowed and not excluded.
 
-        excluded: item rows, any order, repeats allowed. allowed: None: all.
+        Args:
+            count: Number of rows.
+            excluded: Item rows in any order; repetitions are allowed.
+            allowed: Items to choose from; None allows all.
+
+        Returns:
+            Item rows, most popular first.
         """
-        # Of the first count + X rows at most X are excluded, so the rest of the order is idle.
+        # At most X of the first count + X rows are excluded, so this prefix suffices without a
+        # filter. With one, it grows until enough rows pass.
         looked_at = count + excluded.size
         while True:
             head = self.items.popular(looked_at)
-            kept = head[~np.isin(head, excluded)]
+            rows = head[~np.isin(head, excluded)]
             if allowed is not None:
-                kept = kept[allowed.at(kept)]
-            if kept.size >= count or head.size < looked_at or allowed is None:
-                return np.asarray(kept[:count])
-            looked_at *= DEEPER
+                rows = rows[allowed.at(rows)]
+            if rows.size >= count or head.size < looked_at or allowed is None:
+                return np.asarray(rows[:count])
+            looked_at *= POPULAR_GROWTH

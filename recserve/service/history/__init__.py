@@ -1,1 +1,1 @@
-"""Stored histories, and events on their way in."""
+"""Stored histories, and the validation of incoming events."""

@@ -1,4 +1,4 @@
-"""Histories as a request reads them: from the store or from the body, in rows of the catalogue."""
+"""Reads and writes user histories; item ids become rows of the catalogue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recserve.features.history.history import (
 from recserve.schemas.events import EventsRequest, EventsResponse, HistoryEvent, HistoryResponse
 from recserve.schemas.items import InvalidRequest, Rejection, UserRef
 from recserve.service.catalog.snapshot import Snapshot
-from recserve.service.history.incoming import POSITIONS_BELOW_US, Incoming
+from recserve.service.history.event_changes import POSITIONS_BELOW_US, EventChanges
 
 log = logging.getLogger(__name__)
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -31,11 +31,15 @@ EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class History:
-    """A user's events, oldest first, those of unknown items left out.
+    """A user's events, oldest first, without the events of unknown items.
 
-    rows [n] int64 item rows. times [n] int64 microseconds, or position. types [n] int64: index into
-    EVENT_TYPES. values [n] float32. num_events: with those of unknown items. degraded: what could
-    not be read.
+    Attributes:
+        rows: [n] int64 item rows.
+        times: [n] int64 microseconds since 1970, or positions for events without a timestamp.
+        types: [n] int64 indices into EVENT_TYPES.
+        values: [n] float32 event values.
+        num_events: Number of events, including those of unknown items.
+        degraded: Reasons why the history is incomplete.
     """
 
     rows: np.ndarray
@@ -47,24 +51,31 @@ class History:
 
     @property
     def dated(self) -> np.ndarray:
-        """[n] bool: events with a moment, not only a position."""
+        """[n] bool: True for events with a timestamp, False for those with a position only."""
         return self.times >= POSITIONS_BELOW_US
 
     def rows_within(self, seconds: float) -> np.ndarray:
-        """Item rows of the events of so many last seconds, and of those without a moment."""
+        """Returns the item rows of recent events.
+
+        Args:
+            seconds: Age limit of an event. Events without a timestamp are always included.
+        """
         since = time.time_ns() // 1000 - int(seconds * 1e6)
         return self.rows[~self.dated | (self.times >= since)]
 
 
-NOTHING = History(
+EMPTY_HISTORY = History(
     np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), 0
 )
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A history that is not what it was with events at its end: as it was, and as it is; None where
-    the user is gone.
+    """A history that changed in another way than by appending events.
+
+    Attributes:
+        before: The history before the change.
+        after: The history after the change; None if the user has been deleted.
     """
 
     before: History
@@ -73,16 +84,24 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Added:
-    """What became of the events of a call, and histories that were not only added to, by user."""
+    """The result of storing the events of a request.
+
+    Attributes:
+        answer: The response, with counts and rejections.
+        rewritten: By user id, the histories that changed in another way than by appending.
+    """
 
     answer: EventsResponse
     rewritten: dict[str, Rewritten]
 
 
 class Histories:
-    """Reads and writes the store.
+    """Reads and writes the history store.
 
-    default_value: of an event that comes without one. blocks: whether a network is in between.
+    Attributes:
+        store: The store.
+        blocks: True if a call may wait for a network.
+        default_value: Value of an event that does not have one.
     """
 
     def __init__(self, store: HistoryStore, blocks: bool, default_value: float = 1.0) -> None:
@@ -93,29 +112,40 @@ class Histories:
     def read(
         self, user: UserRef | None, inline: Sequence[str] | None, snapshot: Snapshot
     ) -> History:
-        """The history of a request; a store that fails is a history that is empty and says so.
+        """Returns the history of a request.
 
-        inline: item ids, oldest first; used instead of the store where given.
-        Raises InvalidRequest without both, or for a user id that no store could hold.
+        If the store fails, the history is empty and `degraded` names the reason.
+
+        Args:
+            user: The user whose history is read from the store.
+            inline: Item ids, oldest first, that replace the stored history; None reads the store.
+            snapshot: Catalogue version that maps items to rows.
+
+        Raises:
+            InvalidRequest: If both are missing, or if no store can hold the user id.
         """
         if inline is not None:
             return self._inline(inline, snapshot)
         if user is None:
-            raise InvalidRequest("user", "is required where there is no history")
+            raise InvalidRequest("user", "is required without a history")
         _check_user("user.id", user.id)
         try:
             stored = self.store.get(user.id)
         except StoreUnavailable as error:
             log.warning("the history store failed: %s", error)
-            return replace(NOTHING, degraded=("history_unavailable",))
+            return replace(EMPTY_HISTORY, degraded=("history_unavailable",))
         except CorruptHistory as error:
             log.error("a stored history is damaged: %s", error)
-            return replace(NOTHING, degraded=("history_damaged",))
+            return replace(EMPTY_HISTORY, degraded=("history_damaged",))
         return _known(stored, snapshot)
 
     def add(self, body: EventsRequest, snapshot: Snapshot) -> Added:
-        """Store events and corrections; each is judged by itself. Raises StoreUnavailable."""
-        incoming = Incoming(snapshot, self.default_value)
+        """Stores events and corrections; an invalid event does not affect the others.
+
+        Raises:
+            StoreUnavailable: If the store does not answer.
+        """
+        incoming = EventChanges(snapshot, self.default_value)
         for index, event in enumerate(body.events):
             incoming.take(index, event)
         taken = _Taken(rejected=list(incoming.rejected))
@@ -129,7 +159,13 @@ class Histories:
         return Added(taken.answer(), rewritten)
 
     def listed(self, user_id: str, snapshot: Snapshot) -> HistoryResponse:
-        """A user's events for people. Raises StoreUnavailable or CorruptHistory."""
+        """Returns a user's events with item ids, type names and timestamps.
+
+        Raises:
+            InvalidRequest: If no store can hold the user id.
+            StoreUnavailable: If the store does not answer.
+            CorruptHistory: If the stored events are damaged.
+        """
         _check_user("user_id", user_id)
         history = _known(self.store.get(user_id), snapshot)
         item_id = snapshot.items.item_id
@@ -142,17 +178,25 @@ class Histories:
         return HistoryResponse(user_id=user_id, events=events, unknown_items=unknown)
 
     def delete(self, user_id: str, snapshot: Snapshot) -> History:
-        """Forget a user; what was readable of it. Raises StoreUnavailable."""
+        """Deletes a user.
+
+        Returns:
+            The deleted history; empty if it was damaged.
+
+        Raises:
+            InvalidRequest: If no store can hold the user id.
+            StoreUnavailable: If the store does not answer.
+        """
         _check_user("user_id", user_id)
         try:
             history = _known(self.store.get(user_id), snapshot)
         except CorruptHistory:
-            history = NOTHING
+            history = EMPTY_HISTORY
         self.store.delete(user_id)
         return history
 
     def close(self) -> None:
-        """Close the store."""
+        """Closes the store."""
         self.store.close()
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
@@ -166,7 +210,14 @@ class Histories:
 
 @dataclass
 class _Taken:
-    """What became of the events of a call, so far."""
+    """Counts what happened to the events of a request.
+
+    Attributes:
+        rejected: Events that were not stored, with the reason.
+        accepted: Number of new events.
+        duplicates: Number of events that were stored before.
+        corrected: Number of corrections that took effect.
+    """
 
     rejected: list[Rejection]
     accepted: int = 0
@@ -176,7 +227,12 @@ class _Taken:
     def note(
         self, changes: Sequence[tuple[int, Change]], applied: Applied | CorruptHistory
     ) -> None:
-        """Count the changes of a user. changes: index and change."""
+        """Counts the changes of one user.
+
+        Args:
+            changes: Position in the request and change, for each event of the user.
+            applied: Result of the store, or the error if the stored history is damaged.
+        """
         if isinstance(applied, CorruptHistory):
             reason = "the stored history of this user is damaged; delete the user first"
             self.rejected += [Rejection(index=index, reason=reason) for index, _ in changes]
@@ -188,11 +244,11 @@ class _Taken:
             elif done:
                 self.corrected += 1
             else:
-                reason = "event_id: no stored event of this user has it, or has it any more"
+                reason = "event_id: this user has no stored event with this id"
                 self.rejected.append(Rejection(index=index, reason=reason))
 
     def answer(self) -> EventsResponse:
-        """Rejections by index."""
+        """Returns the response; rejections are sorted by position in the request."""
         return EventsResponse(
             accepted=self.accepted,
             duplicates=self.duplicates,
@@ -202,7 +258,7 @@ class _Taken:
 
 
 def _known(stored: np.ndarray, snapshot: Snapshot) -> History:
-    """Stored events (EVENT_DTYPE) of items that the catalogue has."""
+    """Returns the stored events (EVENT_DTYPE) whose items the catalogue knows."""
     rows = snapshot.items.rows_of_keys(np.ascontiguousarray(stored["item_key"]))
     degraded: tuple[str, ...] = ()
     total = rows.size
@@ -227,7 +283,7 @@ def _check_user(param: str, user_id: str) -> None:
 
 
 def _moment(time_us: int) -> str | None:
-    """RFC 3339; None for a position in a history, which is no moment."""
+    """Returns the time in RFC 3339; None for a position, which is not a timestamp."""
     if time_us < POSITIONS_BELOW_US:
         return None
     moment = EPOCH + datetime.timedelta(microseconds=time_us)

@@ -1,4 +1,4 @@
-"""The stored events of users, and what depends on them: cached and prepared prefixes."""
+"""User histories with the prefixes that are cached or precomputed from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from recserve.service.runtime import Runtime
 
 
 class UserHistories:
-    """Adds, lists and deletes the events of users."""
+    """Adds, lists and deletes events, and keeps the prefix caches consistent with them."""
 
     def __init__(self, runtime: Runtime, items: LiveItems, prewarm: Prewarm) -> None:
         self.runtime, self.items, self.prewarm = runtime, items, prewarm
 
     def add(self, body: EventsRequest) -> EventsResponse:
-        """Stores events and corrections, and drops cached prefixes that they invalidate.
+        """Stores events and corrections, and drops the cached prefixes that they invalidate.
 
-        With `warm`, prefixes of these users are computed again.
+        With `warm`, the engine precomputes the new prefixes of these users.
 
         Raises:
             StoreUnavailable: If the history store does not answer.
@@ -51,6 +51,6 @@ class UserHistories:
         """
         runtime = self.runtime
         history = runtime.histories.delete(user_id, runtime.snapshot)
-        if self.items.was_read_otherwise(history):
+        if self.items.has_changed_rows(history):
             runtime.engine.forget_all()
         self.prewarm.forget({user_id: Rewritten(history, None)})

@@ -1,1 +1,1 @@
-"""Recommending and ranking."""
+"""Recommendation and ranking: from a request to the engine's query and back to a response."""

@@ -1,4 +1,4 @@
-"""Attribution tokens: what joins a later click to the answer that caused it, signed."""
+"""Signed attribution tokens, which link a later click to the answer that caused it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ USER_BYTES = 12
 
 
 class Attribution(msgspec.Struct, frozen=True, array_like=True):
-    """What a token says. user: keyed hash of the user id, empty for an anonymous history."""
+    """The content of a token.
+
+    Attributes:
+        request_id: The request that was answered.
+        user: Keyed hash of the user id; empty for an anonymous history.
+        model_version: Version of the models.
+        catalog_version: Version of the catalogue.
+        issued_s: Time of the answer in seconds since 1970.
+    """
 
     request_id: str
     user: str
@@ -25,11 +33,15 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BadToken(ValueError):
-    """The token is not one of ours, or was changed."""
+    """The token has a wrong format or a wrong signature."""
 
 
 class Signer:
-    """Makes and reads tokens with one key. Raises ValueError for a key under 16 bytes."""
+    """Creates and verifies tokens with one key.
+
+    Raises:
+        ValueError: If the key has less than 16 bytes.
+    """
 
     def __init__(self, key: bytes) -> None:
         if len(key) < MAC_BYTES:
@@ -41,7 +53,7 @@ class Signer:
     def token(
         self, request_id: str, user_id: str | None, model_version: str, catalog_version: str
     ) -> str:
-        """A token for one answer; it holds no user id."""
+        """Returns the token of one answer. It contains a keyed hash instead of the user id."""
         user = "" if user_id is None else self.user(user_id)
         said = Attribution(request_id, user, model_version, catalog_version, int(time.time()))
         payload = self._encoder.encode(said)
@@ -49,7 +61,7 @@ class Signer:
         return packed.rstrip(b"=").decode()
 
     def read(self, token: str) -> Attribution:
-        """What the token says. Raises BadToken."""
+        """Verifies a token and returns its content. Raises BadToken."""
         try:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), b"-_", validate=True)
         except (ValueError, binascii.Error) as error:
@@ -60,7 +72,7 @@ class Signer:
         return self._decoder.decode(payload)
 
     def user(self, user_id: str) -> str:
-        """How tokens of this key name a user."""
+        """Returns the keyed hash that stands for a user in the tokens of this key."""
         key = self._key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()

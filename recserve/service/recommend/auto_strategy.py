@@ -1,8 +1,8 @@
-"""Which strategy `auto` is: exact where the deadline allows it, the fastest good one where not.
+"""Chooses the strategy for `auto`: exact if the deadline allows it, otherwise a faster one.
 
-Times are what this server's own answers took, waiting in the queue included, so that a rising load
-is seen as it comes. `speculative` is preferred to `beam`: it is beam search where drafts do not pay
-(search/draft_plan.py), and the answer then says so.
+Expected times are running means of this server's own answers. They include the time in the queue,
+so that they rise with the load. `speculative` is preferred to `beam`: where drafts do not pay
+(search/draft_plan.py), it runs beam search, and the answer names `beam`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,43 @@ from recserve.search.strategies.registry import strategy_classes
 
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"
-NEWEST = 0.1  # weight of the newest answer in the running mean
-MARGIN = 1.5  # an answer is expected in time where its mean time is so many times inside it
-RETRY = 0.98  # per request that was turned away, so that a strategy is tried again in time
+# Weight of the newest answer in the running mean of answer times.
+MEAN_WEIGHT = 0.1
+# An answer is expected in time if its mean time, times this factor, fits into the time left.
+DEADLINE_MARGIN = 1.5
+# Each refusal lowers the expected time of the refused strategy, so that it is tried again.
+RETRY_DECAY = 0.98
 
 
 @dataclass(frozen=True)
 class Choice:
-    """strategy: its name. hurried: an exact one would have come too late."""
+    """The strategy chosen for a request.
+
+    Attributes:
+        strategy: Name of the strategy.
+        hurried: True if the exact strategy was expected to miss the deadline.
+    """
 
     strategy: str
     hurried: bool = False
 
 
 class Chooser:
-    """Running means of what answers took, by strategy and beam width (powers of two)."""
+    """Chooses strategies by running means of answer times.
+
+    There is one mean per strategy and power of two of the beam width.
+
+    Attributes:
+        exact: The exact strategy to use without time pressure; empty if the engine has none.
+        quick: Strategies for requests with too little time, in order of preference.
+    """
 
     def __init__(self, there: Sequence[str]) -> None:
-        """there: the engine's strategies."""
+        """Reads the role of each strategy from the registry.
+
+        Args:
+            there: Names of the engine's strategies.
+        """
         roles = [(each.auto, name) for name, each in strategy_classes().items() if name in there]
         order = ("preferred", "default", "fallback")
         self.exact = next((name for role in order for r, name in roles if r == role), "")
@@ -42,25 +61,37 @@ class Chooser:
         self._lock = threading.Lock()
 
     def choose(self, width: int, deadline_s: float | None) -> Choice:
-        """deadline_s: of time.monotonic(), None: there is no hurry."""
+        """Returns the strategy for a request.
+
+        Args:
+            width: Beam width.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+        """
         if deadline_s is None or not self.quick:
             return Choice(self.exact)
         left = deadline_s - time.monotonic()
         with self._lock:
             expected = self._expected(self.exact, width)
-            if not expected or expected * MARGIN <= left:
+            if not expected or expected * DEADLINE_MARGIN <= left:
                 return Choice(self.exact)
-            self._seconds[self.exact, width.bit_length()] = expected * RETRY
-            in_time = [n for n in self.quick if self._expected(n, width) * MARGIN <= left]
+            # Without this decay a strategy that once was slow would never be measured again.
+            self._seconds[self.exact, width.bit_length()] = expected * RETRY_DECAY
+            in_time = [n for n in self.quick if self._expected(n, width) * DEADLINE_MARGIN <= left]
         return Choice((in_time or self.quick)[0], hurried=True)
 
     def took(self, strategy: str, width: int, seconds: float) -> None:
-        """Note an answer's time."""
+        """Adds an answer's time to the running mean.
+
+        Args:
+            strategy: Strategy of the answer.
+            width: Beam width.
+            seconds: Time from the request's arrival at the engine to its result.
+        """
         key = (strategy, width.bit_length())
         with self._lock:
             before = self._seconds.get(key, seconds)
-            self._seconds[key] = before + NEWEST * (seconds - before)
+            self._seconds[key] = before + MEAN_WEIGHT * (seconds - before)
 
     def _expected(self, strategy: str, width: int) -> float:
-        """Seconds; 0 where nothing is known, so that everything is tried once."""
+        """Returns seconds; 0 for an untried strategy, so that each one is tried once."""
         return self._seconds.get((strategy, width.bit_length()), 0.0)

@@ -1,4 +1,4 @@
-"""The groups that items belong to, by category; and what a request's `diversity` limits."""
+"""Category groups of items, and the caps that a request's `diversity` sets on them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from recserve.schemas.items import Diversity, InvalidRequest
 
 @dataclass(frozen=True)
 class ListedItems:
-    """Groups of the bundle's own items.
+    """Groups of the bundle's own items, in both directions.
 
-    offsets [I + 1], groups [m]: item row i is of `groups[offsets[i] : offsets[i + 1]]`. ordered [m]
-    the groups, ascending, and rows [m] the item row of each of these.
+    Attributes:
+        offsets: [I + 1] int64; item row i belongs to `groups[offsets[i] : offsets[i + 1]]`.
+        groups: [m] int64 groups, in the order of item rows.
+        ordered: [m] int64 the same groups in ascending order.
+        rows: [m] int64 item row of each entry of `ordered`.
     """
 
     offsets: np.ndarray
@@ -30,7 +33,7 @@ class ListedItems:
 
     @staticmethod
     def read(lists: list[list[int]]) -> ListedItems:
-        """lists: groups of each item row."""
+        """Builds the arrays from the list of groups of each item row."""
         counts = [len(groups) for groups in lists]
         groups = np.array([group for groups in lists for group in groups], dtype=np.int64)
         order = np.argsort(groups, kind="stable")
@@ -38,26 +41,28 @@ class ListedItems:
         return ListedItems(np.cumsum([0, *counts]), groups, groups[order], rows[order])
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As in core/diversity.py."""
+        """Returns index pairs (position in `rows`, group), as defined in core/diversity.py."""
+        # Row i of `rows` owns counts[i] consecutive pairs. `place` repeats i, and `inner` counts
+        # 0..counts[i] - 1 within the run.
         counts = self.offsets[rows + 1] - self.offsets[rows]
         place = np.repeat(np.arange(rows.size), counts)
         inner = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)
         return place, self.groups[self.offsets[rows][place] + inner]
 
     def items(self, group: int) -> np.ndarray:
-        """Item rows of a group."""
+        """Returns the item rows of a group."""
         first, last = (np.searchsorted(self.ordered, group, side) for side in ("left", "right"))
         return self.rows[first:last]
 
 
 class BundleCategories:
-    """Category paths by number, for all versions of a bundle.
+    """Numbers the category paths of a bundle and of its later versions.
 
-    A whole path is a group, its parts are not. Requests on several threads may number paths.
+    Each whole path is one group; its parts are not groups. Several threads may call this class.
     """
 
     def __init__(self, paths: list[list[str]]) -> None:
-        """paths: of each of the bundle's items."""
+        """Stores the category paths of each of the bundle's items."""
         self._paths = paths
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -65,36 +70,42 @@ class BundleCategories:
 
     @cached_property
     def listed(self) -> ListedItems:
-        """The bundle's own items; read when a request first asks for categories."""
+        """Groups of the bundle's own items; built by the first request with a category cap."""
         return ListedItems.read([self.of_paths(paths) for paths in self._paths])
 
     def of_paths(self, paths: list[str]) -> list[int]:
-        """Groups of an item, each once; a new path gets a number that no other has."""
+        """Returns the distinct groups of an item; a new path gets a new number."""
         return [self._number(path) for path in dict.fromkeys(paths)]
 
     def path(self, group: int) -> str:
-        """The category path of a group."""
+        """Returns the category path of a group."""
         return self._names[group]
 
     def _number(self, path: str) -> int:
         found = self._numbers.get(path)
         if found is None:
             number = next(self._next)
-            self._names[number] = path  # before anybody can meet the number
+            self._names[number] = path  # stored before another thread can see the number
             found = self._numbers.setdefault(path, number)
         return found
 
 
 @dataclass(frozen=True)
 class CategoryGroups:
-    """Groups as in core/diversity.py: the bundle's, but for rows that said something else since."""
+    """Category groups of one catalogue version, with the interface of core/diversity.py.
+
+    Attributes:
+        version: The version; its changed items override the bundle's groups.
+        bundle: Numbers of the category paths.
+        listed: Groups of the bundle's own items.
+    """
 
     version: CatalogVersion
     bundle: BundleCategories
     listed: ListedItems
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One group for each path of an item."""
+        """Returns index pairs (position in `rows`, group), one per category path of an item."""
         changed = np.isin(rows, self.version.record_rows)
         old = np.flatnonzero(~changed)
         place, group = self.listed.of(rows[old])
@@ -107,7 +118,7 @@ class CategoryGroups:
         return np.concatenate([old[place], new[:, 0]]), np.concatenate([group, new[:, 1]])
 
     def items(self, groups: np.ndarray) -> np.ndarray:
-        """Those of the bundle that have not changed, and the changed ones."""
+        """Returns the item rows of all given groups in this version."""
         version, places, rows = self.version, [], [np.zeros(0, np.int64)]
         for group in groups.tolist():
             rows.append(self.listed.items(group))
@@ -120,7 +131,17 @@ class CategoryGroups:
 def caps_of(
     diversity: Diversity | None, version: CatalogVersion, trie: TrieView, bundle: BundleCategories
 ) -> tuple[Cap, ...]:
-    """What a request's `diversity` limits. Raises InvalidRequest for a level there is not."""
+    """Translates a request's `diversity` into caps.
+
+    Args:
+        diversity: The field of the request; None sets no caps.
+        version: The catalogue version.
+        trie: Its trie.
+        bundle: Numbers of the category paths.
+
+    Raises:
+        InvalidRequest: If the prefix level does not exist.
+    """
     if diversity is None:
         return ()
     caps = []
@@ -130,7 +151,7 @@ def caps_of(
         level, limit = diversity.prefix
         if level >= trie.num_levels:
             raise InvalidRequest(
-                "diversity.prefix", f"levels are 0..{trie.num_levels - 1}, got {level}"
+                "diversity.prefix", f"expected a level of 0 to {trie.num_levels - 1}, got {level}"
             )
         caps.append(Cap(PrefixGroups(trie, level), limit))
     return tuple(caps)

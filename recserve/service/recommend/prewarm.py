@@ -1,4 +1,4 @@
-"""Prefixes of users with new events, computed before the next request, and how they are dropped."""
+"""Precomputes the prefixes of users with new events, and drops outdated ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from recserve.core.request import PrewarmQuery, QueueFull, Request, Result, RootKeys
 from recserve.engine.runtime.scheduler import RequestTooLarge
 from recserve.schemas.items import UserRef
-from recserve.service.history.histories import NOTHING, Rewritten
+from recserve.service.history.histories import EMPTY_HISTORY, Rewritten
 from recserve.service.recommend.roots import RankerRoots, RecommenderRoots
 from recserve.service.runtime import Runtime
 
-WITHIN_S = 10.0  # a prefill that has not begun by then is dropped
+PREWARM_TIMEOUT_S = 10.0  # a prefill that has not started by then is dropped
 
 
 class Prewarm:
@@ -26,7 +26,13 @@ class Prewarm:
         recommender: RecommenderRoots | None,
         ranker: RankerRoots | None,
     ) -> None:
-        """Makes it from the engine and the roots of each model, None where there is no model."""
+        """Connects the engine with the root builders of the models.
+
+        Args:
+            runtime: Engine, histories and catalogue.
+            recommender: Root builder of the recommender; None without one.
+            ranker: Root builder of the ranker; None without one.
+        """
         self.runtime = runtime
         self.recommender = recommender
         self.ranker = ranker
@@ -34,9 +40,10 @@ class Prewarm:
         self._lock = threading.Lock()
 
     def warm(self, user_ids: Iterable[str]) -> int:
-        """Returns the number of prefills submitted, fewer where the queue is full.
+        """Submits prefills for users and cancels their unfinished earlier prefills.
 
-        Earlier prefills of the same users that have not ended are dropped.
+        Returns:
+            Number of submitted prefills; a full queue ends the submission early.
         """
         begun = 0
         for user_id in user_ids:
@@ -50,9 +57,12 @@ class Prewarm:
         return begun
 
     def forget(self, rewritten: Mapping[str, Rewritten]) -> None:
-        """Drops the cached prefixes of these users' former histories, and their prefills.
+        """Drops the cached prefixes of former histories and cancels the users' prefills.
 
-        The part that former and present history begin with stays.
+        The common beginning of former and current history stays in the cache.
+
+        Args:
+            rewritten: Former and current history by user id.
         """
         roots = [root for user, each in rewritten.items() for root in self._gone(user, each)]
         self.runtime.engine.forget(*roots)
@@ -60,7 +70,7 @@ class Prewarm:
     def _gone(self, user_id: str, rewritten: Rewritten) -> Iterator[RootKeys]:
         self._drop(user_id)
         before, snapshot = rewritten.before, self.runtime.snapshot
-        left = NOTHING if rewritten.after is None else rewritten.after
+        left = EMPTY_HISTORY if rewritten.after is None else rewritten.after
         if self.recommender is not None:
             yield from self.recommender.grown(snapshot, before.rows, left.rows)
         if self.ranker is not None:
@@ -72,7 +82,7 @@ class Prewarm:
         history = self.runtime.histories.read(UserRef(id=user_id), None, snapshot)
         if not history.rows.size:
             return []
-        until_s = time.monotonic() + WITHIN_S
+        until_s = time.monotonic() + PREWARM_TIMEOUT_S
         requests: list[Request] = []
         if self.ranker is not None:
             root = self.ranker.bare(snapshot, history)

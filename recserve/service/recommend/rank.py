@@ -1,4 +1,4 @@
-"""From a rank body to a ranking."""
+"""Answers rank requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from recserve.service.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Known:
-    """The candidates that can be ranked, each item once. rows: [M] int64 item row of each.
+class KnownCandidates:
+    """The candidates of a request that exist in the catalogue, each item once.
 
-    missing: distinct ids that the catalogue does not have. repeated: whether an item came again.
+    Attributes:
+        candidates: M distinct candidates.
+        rows: [M] int64 item rows.
+        missing: Distinct ids that the catalogue does not have.
+        repeated: True if the request listed an item more than once.
     """
 
     candidates: Sequence[Candidate]
@@ -29,7 +33,12 @@ class Known:
 
 
 class Rankings:
-    """Rankings by name of scorer; `auto` is the first of them."""
+    """Ranks candidates with one of the bundle's scorers.
+
+    Attributes:
+        runtime: Engine, catalogue and histories.
+        scorers: Scorers by name; `auto` selects the first one.
+    """
 
     def __init__(self, runtime: Runtime, scorers: dict[str, ItemScorer]) -> None:
         self.runtime = runtime
@@ -38,9 +47,16 @@ class Rankings:
     def begin(
         self, body: RankRequest, request_id: str | None, deadline_s: float | None
     ) -> Pending[RankResponse]:
-        """Look the candidates up and hand them to the engine.
+        """Looks up the candidates and submits them to the engine.
 
-        Raises InvalidRequest, and what Engine.submit raises.
+        Args:
+            body: The request.
+            request_id: Identifies the request; None draws a random id.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
+            QueueFull: If the queue of the engine is full.
         """
         watch = Stopwatch()
         name = self._name(body)
@@ -81,18 +97,18 @@ class Rankings:
         if not ids:
             watch.features_done()
             return Pending(None, finish)
-        asked = scorer.ask(
+        scoring = scorer.build_request(
             ScoringQuery(snapshot, history, known.candidates, known.rows, deadline_s)
         )
-        degraded += asked.degraded
+        degraded += scoring.degraded
         watch.features_done()
-        return Pending(self.runtime.engine.submit(asked.request), finish)
+        return Pending(self.runtime.engine.submit(scoring.request), finish)
 
     def _name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
         if name not in self.scorers:
             there = ", ".join(("auto", *self.scorers))
-            raise InvalidRequest("scorer", f"this bundle has {there}, got {body.scorer!r}")
+            raise InvalidRequest("scorer", f"expected one of {there}, got {body.scorer!r}")
         return name
 
 
@@ -100,15 +116,15 @@ def _sorting_task(scorer: ItemScorer, name: str, body: RankRequest) -> str:
     task = scorer.tasks[0] if body.sort_by is None else body.sort_by
     if task not in scorer.tasks:
         there = ", ".join(scorer.tasks)
-        raise InvalidRequest("sort_by", f"{name} scores {there}, got {task!r}")
+        raise InvalidRequest("sort_by", f"expected a task of {name}: {there}, got {task!r}")
     return task
 
 
-def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
-    """Of a repeated item the first counts."""
+def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> KnownCandidates:
+    """Looks up the candidates; the first of several entries of an item counts."""
     rows = snapshot.rows_of([c.item_id for c in candidates])
     if min(rows) >= 0 and len(set(rows)) == len(rows):
-        return Known(candidates, np.array(rows, dtype=np.int64), [], False)
+        return KnownCandidates(candidates, np.array(rows, dtype=np.int64), [], False)
     missing: dict[str, None] = {}
     first: dict[int, Candidate] = {}
     for candidate, row in zip(candidates, rows, strict=True):
@@ -116,7 +132,7 @@ def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
             missing[candidate.item_id] = None
         else:
             first.setdefault(row, candidate)
-    return Known(
+    return KnownCandidates(
         list(first.values()),
         np.array(list(first), dtype=np.int64),
         list(missing),
@@ -127,7 +143,7 @@ def _known(snapshot: Snapshot, candidates: Sequence[Candidate]) -> Known:
 def _ranked(
     ids: Sequence[str], scores: np.ndarray, tasks: tuple[str, ...], sort_by: str
 ) -> list[RankedItem]:
-    """Best first; equal scores in the order they came. scores [M, tasks]."""
+    """Sorts by score, best first; ties stay in request order. scores: [M, tasks]."""
     column = tasks.index(sort_by)
     order = np.argsort(-scores[:, column], kind="stable")
     ranked = scores[order]

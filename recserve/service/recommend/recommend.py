@@ -1,4 +1,4 @@
-"""From a recommend body to a slate."""
+"""Answers recommend requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ POPULAR = "popular"
 
 
 class Recommendations:
-    """Slates from the recommender; from popularity where there is no history to read."""
+    """Recommends items with the recommender, or popular items for an empty history.
+
+    Attributes:
+        runtime: Engine, catalogue and histories.
+        roots: Builds the prefix from a history.
+        dense_weight: Default weight of the dense head.
+        outcomes: Names of the outcomes that the retriever was trained on.
+        chooser: Resolves the strategy `auto`.
+    """
 
     def __init__(
         self,
@@ -40,7 +48,14 @@ class Recommendations:
         dense_weight: float,
         outcomes: tuple[str, ...],
     ) -> None:
-        """dense_weight: where a request names none. outcomes: those that a retriever knows."""
+        """Stores the objects that all recommend requests share.
+
+        Args:
+            runtime: Engine, catalogue and histories.
+            roots: Builds the prefix from a history.
+            dense_weight: Weight of the dense head for requests that do not set one.
+            outcomes: Names of the outcomes that the retriever was trained on.
+        """
         self.runtime = runtime
         self.roots = roots
         self.dense_weight = dense_weight
@@ -50,9 +65,16 @@ class Recommendations:
     def begin(
         self, body: RecommendRequest, request_id: str | None, deadline_s: float | None
     ) -> Pending[RecommendResponse]:
-        """Read the history and hand the request to the engine.
+        """Reads the history and submits a query to the engine.
 
-        Raises InvalidRequest, and what Engine.submit raises.
+        Args:
+            body: The request.
+            request_id: Identifies the request; None draws a random id.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            InvalidRequest: If the body does not match the catalogue or the models.
+            QueueFull: If the queue of the engine is full.
         """
         watch = Stopwatch()
         snapshot = self.runtime.snapshot
@@ -113,7 +135,7 @@ class Recommendations:
         return Pending(future, finish)
 
     def _choice(self, body: RecommendRequest, width: int, deadline_s: float | None) -> Choice:
-        """The strategy that was asked for. Raises InvalidRequest, listing what there is."""
+        """Resolves the strategy of the request. Raises InvalidRequest for an unknown one."""
         there = self.runtime.engine.strategies
         name = canonical_name(body.strategy)
         if name == AUTO:
@@ -122,32 +144,32 @@ class Recommendations:
             return self.chooser.choose(width, deadline_s)
         if name not in there:
             listed = ", ".join((AUTO, *there))
-            raise InvalidRequest("strategy", f"there are {listed}, got {body.strategy!r}")
+            raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
         return Choice(name)
 
-    def _outcome(self, asked: dict[str, float] | None, strategy: str) -> np.ndarray | None:
-        """[O] weights in the retriever's order; None: its own mix."""
-        if asked is None:
+    def _outcome(self, weights: dict[str, float] | None, strategy: str) -> np.ndarray | None:
+        """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
+        if weights is None:
             return None
         if not strategy_classes()[strategy].outcome:
             reads = _reads_outcome()
-            raise InvalidRequest("outcome", f"only {reads!r} reads it, got {strategy!r}")
-        unknown = sorted(set(asked) - set(self.outcomes))
+            raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
+        unknown = sorted(set(weights) - set(self.outcomes))
         if unknown:
             known = ", ".join(self.outcomes)
-            raise InvalidRequest("outcome", f"there are {known}, got {unknown[0]!r}")
-        return np.array([asked.get(name, 0.0) for name in self.outcomes])
+            raise InvalidRequest("outcome", f"expected names from {known}, got {unknown[0]!r}")
+        return np.array([weights.get(name, 0.0) for name in self.outcomes])
 
-    def _dense_weight(self, asked: float | None, strategy: str) -> float:
-        if asked and strategy_classes()[strategy].dense_weight == "refused":
+    def _dense_weight(self, weight: float | None, strategy: str) -> float:
+        if weight and strategy_classes()[strategy].dense_weight == "refused":
             raise InvalidRequest(
-                "dense_weight", f"strategy {strategy!r} has no use for it; expected 0, got {asked}"
+                "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
-        if asked and not self.roots.config.dense_head:
+        if weight and not self.roots.config.dense_head:
             raise InvalidRequest(
-                "dense_weight", f"this recommender has no dense head; expected 0, got {asked}"
+                "dense_weight", f"this recommender has no dense head; expected 0, got {weight}"
             )
-        return self.dense_weight if asked is None else asked
+        return self.dense_weight if weight is None else weight
 
     def _finish(
         self,
@@ -174,8 +196,8 @@ class Recommendations:
         return RecommendResponse(
             items=draft.items(rows, scores, filled),
             strategy=strategy,
-            # An exact search ends short of k only where no other item is allowed: then there is no
-            # popular one to fill up with either.
+            # An exact search returns fewer than k items only if no other item is allowed. Then no
+            # popular item can fill the slate either.
             exact=slate is not None and slate.exact and not filled.size,
             rounds=0 if slate is None else slate.rounds,
             explanation=draft.explanation(slate, self.roots) if draft.body.explain else UNSET,
@@ -186,7 +208,17 @@ class Recommendations:
 
 
 class _SlateBuilder:
-    """A slate in the making: what may stand on it, and how its items are written."""
+    """Checks, fills and formats the slate of one request.
+
+    Attributes:
+        body: The request.
+        request_id: Identifies the request; None draws a random id.
+        snapshot: The catalogue version of the answer.
+        history: The user's history.
+        excluded: [n] int64 rows that must not be in the slate.
+        allowed: Items that satisfy the filter; None without a filter.
+        caps: Limits on the number of items per group.
+    """
 
     def __init__(
         self,
@@ -207,21 +239,29 @@ class _SlateBuilder:
         self.caps = caps
 
     def legal(self, rows: np.ndarray) -> np.ndarray:
-        """[n] bool: exists, is not excluded, fulfils the filter."""
+        """Returns [n] bool: True for existing rows that are not excluded and satisfy the filter."""
         legal = self.snapshot.answerable(rows) & ~np.isin(rows, self.excluded)
         if self.allowed is not None:
             legal &= self.allowed.at(rows)
         return np.asarray(legal)
 
     def fill(self, count: int, rows: np.ndarray) -> np.ndarray:
-        """Popular rows for the places that the model left empty, as far as the caps allow them."""
+        """Returns popular rows for the positions that the model left empty.
+
+        Args:
+            count: Number of empty positions.
+            rows: [n] rows that are already in the slate; they count towards the caps.
+
+        Returns:
+            Up to `count` rows; fewer if the filter or the caps allow no more.
+        """
         slate, wanted, allowed = rows, rows.size + count, self.allowed
         while True:
-            asked, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
-            popular = self.snapshot.most_popular(asked, taken, allowed)
+            num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
+            popular = self.snapshot.most_popular(num_missing, taken, allowed)
             both = np.concatenate([slate, popular])
             slate = both[first_k(both, self.caps, wanted)]
-            if slate.size == wanted or popular.size < asked:
+            if slate.size == wanted or popular.size < num_missing:
                 return np.asarray(slate[rows.size :])
             left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
             allowed = AllowedItems.of(left)
@@ -229,7 +269,13 @@ class _SlateBuilder:
     def items(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
     ) -> list[RecommendedItem]:
-        """rows and scores [n] from the model, then filled [m] by popularity."""
+        """Formats the items of the slate.
+
+        Args:
+            rows: [n] rows from the model, best first.
+            scores: [n] their scores.
+            filled: [m] popular rows that follow them, without scores.
+        """
         item_id = self.snapshot.items.item_id
         answers: list[float | None] = [*scores.tolist(), *[None] * filled.size]
         return [
@@ -246,7 +292,7 @@ class _SlateBuilder:
         ]
 
     def explanation(self, slate: Slate | None, roots: RecommenderRoots) -> Explanation:
-        """Where the work went."""
+        """Returns the work that the answer took: events, prefix tokens, passes and nodes."""
         read = int(self.history.rows.size)
         timing = None if slate is None else slate.timing
         return Explanation(
@@ -271,9 +317,9 @@ def _reads_outcome() -> str:
 
 
 def _seen(exclude: Exclude, history: History) -> np.ndarray:
-    """Rows of the history that must not be answered. Raises InvalidRequest."""
+    """Returns the rows of the history to exclude. Raises InvalidRequest."""
     if exclude.seen_within_s is not None and not exclude.seen:
-        raise InvalidRequest("exclude.seen_within_s", "expected seen = true beside it, got false")
+        raise InvalidRequest("exclude.seen_within_s", "expected seen = true with it, got false")
     if exclude.seen_within_s is not None:
         return history.rows_within(exclude.seen_within_s)
     return history.rows if exclude.seen else history.rows[:0]

@@ -1,4 +1,4 @@
-"""Histories as the models read them: the root of a request."""
+"""Builds the root of a request, its cached prefix, from a user history."""
 
 from __future__ import annotations
 
@@ -29,12 +29,20 @@ from recserve.models.recommender import RecommenderConfig
 from recserve.service.catalog.snapshot import Snapshot
 from recserve.service.history.histories import History
 
-MAX_KEPT = 256
+CACHE_SIZE = 256
 Parts = tuple[bytes, ...]
 
 
 class RecommenderRoots:
-    """Roots of the recommender: the tokens of the last items, in a window that slides in blocks."""
+    """Builds roots of the recommender: the tokens of a begin token and of the last items.
+
+    The window of items slides by whole blocks, so that a prefix stays cached for several events.
+
+    Attributes:
+        config: Configuration of the recommender.
+        device: Device of the tokens.
+        block: Number of events by which the window slides.
+    """
 
     def __init__(self, config: RecommenderConfig, device: torch.device) -> None:
         self.config = config
@@ -42,20 +50,32 @@ class RecommenderRoots:
         self.block = max(1, config.max_history_items // 4)
 
     def used(self, num_events: int) -> int:
-        """How many of a history's events the root holds."""
+        """Returns how many of a history's events are in the root."""
         return num_events - self._start(num_events)
 
     def root(self, snapshot: Snapshot, rows: np.ndarray) -> Root:
-        """rows: [n] item rows, oldest first."""
+        """Returns the root of a history.
+
+        Args:
+            snapshot: The catalogue version.
+            rows: [n] int64 item rows, oldest first.
+        """
         tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
         return Root(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
     def grown(self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray) -> Iterator[RootKeys]:
-        """Every root that this history has had while it grew, but for those of the beginning that
-        it shares with the history `left`: the longest of each window, the others are its
-        beginnings. rows, left: [n] item rows, oldest first.
+        """Yields the keys of cached roots to drop after a history has changed.
+
+        While a history grows, its roots are beginnings of the longest root of each window. So one
+        key per window covers all of them.
+
+        Args:
+            snapshot: The catalogue version.
+            rows: [n] int64 item rows of the former history, oldest first.
+            left: [m] int64 item rows of the current history. The common beginning stays cached.
         """
         same = _same_beginning([(rows, left)])
+        # Maps each window start to the longest history that had it; later lengths overwrite.
         starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
         for start, stop in starts.items():
             tokens = self._tokens(snapshot, rows[start:stop])
@@ -71,13 +91,19 @@ class RecommenderRoots:
 
 
 class RankerRoots:
-    """Roots and branches of the ranker."""
+    """Builds roots and candidate nodes of the ranker.
+
+    Attributes:
+        settings: Ranking features of the bundle.
+        salt: Part of every prefix key, derived from the model version.
+        device: Device of the inputs.
+    """
 
     def __init__(self, tables: RankingTables, salt: int, device: torch.device) -> None:
         self.settings = tables.settings
         self.salt = salt
         self.device = device
-        self._kept: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Parts, int], tuple[RankingRoot, UserSide]] = OrderedDict()
         self._lock = threading.Lock()
 
     def root(
@@ -88,20 +114,34 @@ class RankerRoots:
         shown_at: np.ndarray | None,
         given: Mapping[str, np.ndarray],
     ) -> tuple[Root, NodeInputs, np.ndarray | None]:
-        """The user's root, the candidates under it, and how much of it each may see (None: all)."""
+        """Builds the root of a user and the nodes of M candidates.
+
+        Args:
+            snapshot: The catalogue version.
+            history: The user's history.
+            rows: [M] int64 item rows of the candidates.
+            shown_at: [M] int64 microseconds of each exposure; None for now.
+            given: [M] values of each side feature of the request; NaN if a candidate has none.
+
+        Returns:
+            The root, the candidates' inputs, and [M] how many root nodes each candidate sees;
+            None if all candidates see the whole root.
+        """
         tables = _tables(snapshot)
-        columns, user = self._kept_of(snapshot, history)
+        columns, user = self._user_columns(snapshot, history)
         branches = candidate_columns(tables, columns, rows, shown_at, given, user)
         limits = None if shown_at is None else branches.root_limits
         return self._root(columns), self._inputs(branches.columns.arrays()), limits
 
     def bare(self, snapshot: Snapshot, history: History) -> Root:
-        """The user's root alone."""
-        return self._root(self._kept_of(snapshot, history)[0])
+        """Returns the root of a user without candidates."""
+        return self._root(self._user_columns(snapshot, history)[0])
 
     def grown(self, snapshot: Snapshot, history: History, left: History) -> Iterator[RootKeys]:
-        """As RecommenderRoots.grown. Nothing of a window is kept where an event before its recent
-        ones changed: all of its rows see the profile and the long history.
+        """Yields the keys of cached roots to drop, like `RecommenderRoots.grown`.
+
+        All rows of a window see the profile and the long history. So if an event before the
+        window's recent events changes, no part of that root stays cached.
         """
         events, tables = self._events(history), _tables(snapshot)
         same = _same_beginning(list(zip(events.columns, self._events(left).columns, strict=True)))
@@ -111,37 +151,40 @@ class RankerRoots:
             kept = 1 + same - start if same >= max(split, 1) else 0
             yield RootKeys(columns.keys, columns.shared, kept)
 
-    def _kept_of(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
-        """What does not depend on the candidates, for users who come back before they act."""
+    def _user_columns(self, snapshot: Snapshot, history: History) -> tuple[RankingRoot, UserSide]:
+        """Returns the columns that do not depend on candidates, from a small LRU cache."""
         events = self._events(history)
         key = (_parts(events), snapshot.items.number)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
         columns = root_columns(_tables(snapshot), events, self.salt)
-        kept = columns, user_side(_tables(snapshot), columns)
+        entry = columns, user_side(_tables(snapshot), columns)
         with self._lock:
-            self._kept[key] = kept
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return kept
+            self._cache[key] = entry
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return entry
 
     def _root(self, columns: RankingRoot) -> Root:
         return Root(self._inputs(columns.columns.arrays()), columns.keys, columns.shared)
 
     def forget(self, history: History | None) -> None:
-        """Drop the kept columns of a history and of its beginnings; None: all there are, for
-        nothing of a deleted user stays, also of events that are not stored any more.
+        """Drops cached columns.
+
+        Args:
+            history: Drops the columns of this history and of its beginnings. None drops all
+                columns, so that nothing of a deleted user stays, not even of trimmed events.
         """
         whole = None if history is None else _parts(self._events(history))
         with self._lock:
-            for parts, number in list(self._kept):
+            for parts, number in list(self._cache):
                 if whole is None or all(map(bytes.startswith, whole, parts)):
-                    del self._kept[parts, number]
+                    del self._cache[parts, number]
 
     def _events(self, history: History) -> EventColumns:
-        """The history in the ranker's own numbering of types; a type it does not know is none."""
+        """Maps event types to the ranker's numbers; a type that it does not know becomes -1."""
         numbers = {name: index for index, name in enumerate(self.settings.type_names)}
         types = np.array([numbers.get(name, -1) for name in EVENT_TYPES], np.int64)
         return EventColumns(history.rows, history.times, types[history.types], history.values)
@@ -159,7 +202,11 @@ def _parts(events: EventColumns) -> Parts:
 
 
 def _same_beginning(columns: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """How many entries two histories begin with alike. columns: of the one and of the other."""
+    """Returns the length of the common beginning of two histories.
+
+    Args:
+        columns: Pairs of columns, one of each history.
+    """
     size = min(len(columns[0][0]), len(columns[0][1]))
     differ = np.zeros(size + 1, dtype=bool)
     differ[size] = True
@@ -169,5 +216,5 @@ def _same_beginning(columns: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
 
 
 def _tables(snapshot: Snapshot) -> RankingTables:
-    assert snapshot.ranking is not None, "a ranker answers from a snapshot without its tables"
+    assert snapshot.ranking is not None, "the snapshot has no tables for the ranker"
     return snapshot.ranking

@@ -1,4 +1,4 @@
-"""Two ways to score candidates: the ranker, and the recommender's likelihood."""
+"""Scorers of candidates: the ranker, and the likelihood under the recommender."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ MICROSECOND = datetime.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class ScoringQuery:
-    """What is to be scored for whom. rows: [M] int64 item row of each candidate, none unknown."""
+    """Candidates to score for a user.
+
+    Attributes:
+        snapshot: The catalogue version.
+        history: The user's history.
+        candidates: M candidates of the request.
+        rows: [M] int64 item rows; all candidates exist in the catalogue.
+        deadline_s: time.monotonic() value of the deadline; None means no deadline.
+    """
 
     snapshot: Snapshot
     history: History
@@ -30,64 +38,77 @@ class ScoringQuery:
 
     @property
     def dated(self) -> bool:
-        """Whether a candidate says when it was shown."""
+        """True if a candidate has a `shown_at` time."""
         return any([c.shown_at for c in self.candidates])
 
     @property
     def described(self) -> bool:
-        """Whether a candidate brings features."""
+        """True if a candidate has features."""
         return any([c.features for c in self.candidates])
 
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """request: for the engine. degraded: what of the candidates could not be heeded."""
+    """A request for the engine.
+
+    Attributes:
+        request: The request.
+        degraded: Fields of the candidates that the scorer ignores, as words of the response.
+    """
 
     request: Request
     degraded: tuple[str, ...] = ()
 
 
 class ItemScorer(Protocol):
-    """One way to score candidates. tasks: the columns of its scores."""
+    """Scores candidates with one model.
+
+    Attributes:
+        tasks: Names of the columns of the scores.
+    """
 
     tasks: tuple[str, ...]
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
-        """What the engine is asked."""
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
+        """Builds the request for the engine."""
         ...
 
     def scores(self, values: np.ndarray) -> np.ndarray:
-        """[M, tasks] from the engine's values, in the unit of the answer."""
+        """Converts the engine's values [M, tasks] to the scores of the response."""
         ...
 
 
 class RankerScorer:
-    """Probabilities per task, from the ranker."""
+    """Scores candidates with the ranker: one probability per task."""
 
     def __init__(self, roots: RankerRoots, tasks: tuple[str, ...]) -> None:
         self.roots = roots
         self.tasks = tasks
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
-        """Raises InvalidRequest for a feature that the ranker does not have."""
-        q, dated = question, question.dated
-        heeded = dated and self.roots.settings.has_timestamps
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
+        """Builds the request for the engine.
+
+        Raises:
+            InvalidRequest: If a candidate has an unknown feature or a value out of range.
+        """
+        q, dated = query, query.dated
+        uses_time = dated and self.roots.settings.has_timestamps
         root, branches, limits = self.roots.root(
             q.snapshot,
             q.history,
             q.rows,
-            _moments(q.candidates) if heeded else None,
+            _moments(q.candidates) if uses_time else None,
             self._given(q.candidates) if q.described else {},
         )
         request = RankQuery(root, branches, limits, q.deadline_s)
-        return ScoringRequest(request, ("shown_at_ignored",) if dated and not heeded else ())
+        return ScoringRequest(request, ("shown_at_ignored",) if dated and not uses_time else ())
 
     def scores(self, values: np.ndarray) -> np.ndarray:
-        """Logits to probabilities."""
+        """Converts logits to probabilities."""
         return np.asarray(1 / (1 + np.exp(-values.astype(np.float64))))
 
     def _given(self, candidates: Sequence[Candidate]) -> dict[str, np.ndarray]:
-        """[M] of each feature that a candidate came with, NaN where it did not."""
+        """Returns [M] values of each feature in the request; NaN where a candidate lacks it."""
         settings = self.roots.settings
         names = settings.side_names
         given: dict[str, np.ndarray] = {}
@@ -97,7 +118,7 @@ class RankerScorer:
                     known = ", ".join(names) or "none"
                     raise InvalidRequest(
                         "candidates.features",
-                        f"this ranker has {known}; {candidate.item_id!r} came with {name!r}",
+                        f"this ranker has {known}; {candidate.item_id!r} has {name!r}",
                     )
                 low, high = settings.side_range(name)
                 if not low <= value <= high:
@@ -110,16 +131,16 @@ class RankerScorer:
 
 
 class LikelihoodScorer:
-    """Log-probability of each candidate's semantic id, from the recommender."""
+    """Scores candidates by the log-probability of their semantic id under the recommender."""
 
     tasks: tuple[str, ...] = ("likelihood",)
 
     def __init__(self, roots: RecommenderRoots) -> None:
         self.roots = roots
 
-    def ask(self, question: ScoringQuery) -> ScoringRequest:
-        """Features and moments of exposure say nothing to this scorer."""
-        q = question
+    def build_request(self, query: ScoringQuery) -> ScoringRequest:
+        """Builds the request for the engine; ignores features and `shown_at`."""
+        q = query
         root = self.roots.root(q.snapshot, q.history.rows)
         ignored = {"features_ignored": q.described, "shown_at_ignored": q.dated}
         return ScoringRequest(
@@ -128,11 +149,11 @@ class LikelihoodScorer:
         )
 
     def scores(self, values: np.ndarray) -> np.ndarray:
-        """As they are."""
+        """Returns the log-probabilities unchanged."""
         return values.astype(np.float64)
 
 
 def _moments(candidates: Sequence[Candidate]) -> np.ndarray:
-    """[M] int64 microseconds of each exposure; now where it is not said."""
+    """Returns [M] int64 microseconds of each exposure; now for a candidate without `shown_at`."""
     now = datetime.datetime.now(datetime.UTC)
     return np.array([((c.shown_at or now) - EPOCH) // MICROSECOND for c in candidates], np.int64)

@@ -1,7 +1,7 @@
-"""A second strategy on live traffic: the same request again, after its answer, for comparison.
+"""Shadow traffic: repeats answered requests with a second strategy and compares the slates.
 
-The shadow's slate is compared with the one that was given and thrown away. It is asked only where
-nobody waits for the engine, so it costs idle time alone.
+The shadow's slate is discarded after the comparison. A shadow request runs only while the engine's
+queue is empty, so that it uses idle time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ from recserve.search.strategies.registry import canonical_name, strategy_classes
 
 
 class Shadow:
-    """Compares `strategy` with what was answered, on a share of the requests."""
+    """Compares a second strategy with the given answers on a share of the requests.
+
+    Attributes:
+        engine: Runs the shadow requests.
+        strategy: Name of the second strategy.
+        share: Fraction of the requests, 0 to 1.
+        counts: Sums over all comparisons.
+    """
 
     def __init__(self, engine: Engine, strategy: str, share: float, seed: int = 0) -> None:
-        """Raises ValueError for a strategy that is not here or a share outside 0 to 1."""
+        """Checks the strategy and the share.
+
+        Raises:
+            ValueError: If the engine lacks the strategy, or the share is not within 0 to 1.
+        """
         strategy = canonical_name(strategy)
         if strategy not in engine.strategies:
             listed = ", ".join(engine.strategies)
@@ -36,7 +47,12 @@ class Shadow:
         self._lock = threading.Lock()
 
     def follow(self, request: SlateQuery, given: Slate) -> None:
-        """Ask again what was just answered, if its turn and an idle engine allow it."""
+        """Repeats an answered request with the second strategy, if drawn and the engine is idle.
+
+        Args:
+            request: The answered request.
+            given: Its slate.
+        """
         if request.strategy == self.strategy or self._random.random() >= self.share:
             return
         if self.engine.stats().queue_depth:

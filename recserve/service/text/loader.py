@@ -12,7 +12,7 @@ import torch
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import DTYPES, load_language_model, read_folder
 from recserve.models.packing import fastest_dtype, pack_weights
-from recserve.service.loading import resolve_dtype
+from recserve.service.model_loader import resolve_dtype
 from recserve.service.text.model import TextModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.registry import build_drafter, weightless_drafters

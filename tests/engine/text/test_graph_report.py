@@ -149,7 +149,7 @@ def test_the_doctor_names_searches_and_what_is_launched(monkeypatch):
 def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
     """Seven pairs of requests and beams, excluded items by list and by bitmap, per search."""
     detail = doctor.plan_searches(weighs, ("beam", "speculative"), "cpu").detail
-    assert f"none on cpu; on a GPU {count} searches" in detail and "60 s or 2048 MiB" in detail
+    assert f"none on cpu; on a GPU {count} searches" in detail and "60 s and 2048 MiB" in detail
     assert "beam 16x64, " in detail and "beam 1x512 filtered" in detail and "nezha" not in detail
     assert ("weighed" in detail) is weighs
     assert "more than 16 requests or 512 beams (size)" in detail and "16,384 new items" in detail
@@ -159,9 +159,9 @@ def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
 
 def test_the_doctor_says_which_vocabulary_is_too_large():
     """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
-    assert "there is memory for all steps in 2048 MiB" in doctor.vocabulary_limit(32_000)
+    assert "all steps fit into 2048 MiB" in doctor.vocabulary_limit(32_000)
     said = doctor.vocabulary_limit(151_936)
-    assert said.endswith("steps of more than 2048 MiB are launched, with any rule: 520x8+")
+    assert said.endswith("steps of more than 2048 MiB are not captured: 520x8+")
     assert "all steps" in doctor.vocabulary_limit(100_725)
     assert "520x8+" in doctor.vocabulary_limit(100_727)
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from recserve.schemas.scoring import RerankRequest
-from recserve.server.decoding import MalformedBody, decode
+from recserve.server.body_decoder import MalformedBody, decode
 from recserve.server.errors import row_of
 
 BODY = msgspec.json.Decoder(RerankRequest)

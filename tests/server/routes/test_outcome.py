@@ -94,15 +94,19 @@ def test_specgr_scores_are_the_likelihoods(client, user):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"outcome": {"buy": 1}}, "outcome", "there are click, save, got 'buy'"),
+        ({"outcome": {"buy": 1}}, "outcome", "expected names from click, save, got 'buy'"),
         ({"outcome": {"click": 0}}, "outcome.click", "> 0.0, got"),
         ({"outcome": {"click": -1}}, "outcome.click", "> 0.0, got"),
         ({"outcome": {"click": "much"}}, "outcome.click", "expected float, got str"),
         ({"outcome": {}}, "outcome", "length >= 1"),
         ({"outcome": "click"}, "outcome", "expected object | null, got str"),
-        ({"outcome": {"click": 1}, "strategy": "beam"}, "outcome", "only 'dense' reads it"),
-        ({"outcome": {"click": 1}, "strategy": "specgr"}, "outcome", "only 'dense' reads it"),
-        ({"dense_weight": 1, "strategy": "specgr"}, "dense_weight", "has no use for it"),
+        ({"outcome": {"click": 1}, "strategy": "beam"}, "outcome", "only strategy 'dense'"),
+        (
+            {"outcome": {"click": 1}, "strategy": "specgr"},
+            "outcome",
+            "only strategy 'dense'",
+        ),
+        ({"dense_weight": 1, "strategy": "specgr"}, "dense_weight", "does not use it"),
     ],
 )
 def test_what_is_refused(client, user, fields, param, message):

@@ -10,8 +10,8 @@ from tests.support.raw_http import all_of, connect
 from tests.support.scripted_text import scripted
 
 LIMIT_BYTES, LIMIT_HEADERS = 64 << 10, 128
-TOO_LONG = "URL and headers may have 65536 bytes together, got more"
-TOO_MANY = "a request may have 128 headers, got more"
+TOO_LONG = "URL and headers may have at most 65536 bytes, got more"
+TOO_MANY = "a request may have at most 128 headers, got more"
 START = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

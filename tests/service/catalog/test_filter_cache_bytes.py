@@ -58,7 +58,7 @@ def test_varied_filters_after_a_change_stay_within_the_bound(service):
     ids = service.runtime.snapshot.catalog.items.ids
     service.put_items(ItemsRequest(items=[{"item_id": ids[7], "categories": ["Care"]}]))
     snapshot = service.runtime.snapshot
-    snapshot.asked.capacity_bytes = CAPACITY_BYTES
+    snapshot.filter_cache.capacity_bytes = CAPACITY_BYTES
     assert snapshot.items.num_records == 1
 
     def ask(first):
@@ -79,4 +79,4 @@ def test_varied_filters_after_a_change_stay_within_the_bound(service):
     finally:
         tracemalloc.stop()
     assert grown < 2 * CAPACITY_BYTES
-    assert snapshot.asked.num_bytes <= CAPACITY_BYTES
+    assert snapshot.filter_cache.num_bytes <= CAPACITY_BYTES

@@ -142,11 +142,11 @@ def test_of_the_old_roots_only_what_is_still_so_stays(opened, ids, name, recomme
         assert one.gauges().kv_pages["cached"] == 0
         _, explained = ask(client, ids)
         assert one.gauges().kv_pages["cached"] == 4 + 4
-        assert len(one.item_parts.prewarm.ranker._kept) == 1
+        assert len(one.item_parts.prewarm.ranker._cache) == 1
         post(client, *sent)
         pages = -(-recommender // PAGE) + -(-ranker // PAGE)
         assert one.gauges().kv_pages["cached"] == pages
-        assert len(one.item_parts.prewarm.ranker._kept) == 0
+        assert len(one.item_parts.prewarm.ranker._cache) == 0
         old = {"history": ids[:12], "user": None}
         asked = client.post("/v1/recommend", json={**old, "explain": True}).json()
         assert asked["explanation"]["root_tokens_cached"] == recommender
@@ -156,13 +156,13 @@ def test_roots_of_others_stay(opened, ids):
     with opened() as one, live(one) as client:
         post(client, *[{**event(ids, n), "user_id": "other"} for n in range(20, 30)], warm=True)
         settled(one)
-        there, kept = one.gauges().kv_pages["cached"], dict(one.item_parts.prewarm.ranker._kept)
+        there, kept = one.gauges().kv_pages["cached"], dict(one.item_parts.prewarm.ranker._cache)
         post(client, *[event(ids, n) for n in range(12)], warm=True)
         settled(one)
         assert one.gauges().kv_pages["cached"] > there
         post(client, removal(0))
         assert one.gauges().kv_pages["cached"] == there > 0
-        assert dict(one.item_parts.prewarm.ranker._kept) == kept and len(kept) == 1
+        assert dict(one.item_parts.prewarm.ranker._cache) == kept and len(kept) == 1
 
 
 def test_warm_goes_on_with_the_new_history(opened, ids):
@@ -237,7 +237,7 @@ def test_corrections_are_judged_one_by_one(opened, ids):
         assert reasons[1].startswith("event_id: is required")
         assert "unknown item" in reasons[2]
         assert {reasons[n] for n in (3, 4, 6)} == {
-            "event_id: no stored event of this user has it, or has it any more"
+            "event_id: this user has no stored event with this id"
         }
         assert (answer["corrected"], answer["accepted"], answer["duplicates"]) == (1, 1, 1)
         times = [e["timestamp"] for e in client.get(f"/v1/users/{USER}/history").json()["events"]]

@@ -121,7 +121,7 @@ def test_a_deleted_user_is_not_warmed(service):
 
 
 def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
-    monkeypatch.setattr(prewarm, "WITHIN_S", -1.0)
+    monkeypatch.setattr(prewarm, "PREWARM_TIMEOUT_S", -1.0)
     engine = service.runtime.engine
     with engine.held():
         assert service.add_events(events(service, "me")).warmed == 2

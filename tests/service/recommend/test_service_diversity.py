@@ -69,7 +69,9 @@ def test_groups_are_categories_and_prefixes(service):
         if kind == "prefix":
             names = [[tuple(code[: asked[0] + 1])] for code in codes.tolist()]
         assert_grouped(cap, names)
-    with pytest.raises(InvalidRequest, match=f"levels are 0..{codes.shape[1] - 1}, got 9"):
+    with pytest.raises(
+        InvalidRequest, match=f"expected a level of 0 to {codes.shape[1] - 1}, got 9"
+    ):
         caps_in(snapshot, prefix=(9, 1))
     assert caps_in(snapshot) == ()
 

@@ -1,4 +1,4 @@
-"""From a bundle to models in memory."""
+"""Loads the models of a bundle into memory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,28 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Models:
-    """What the bundle holds; None: not trained."""
+    """The networks of a bundle.
+
+    Attributes:
+        recommender: The generative recommender; None if it has not been trained.
+        ranker: The ranking model; None if it has not been trained.
+        heads: Draft heads and the dense retriever that belong to the recommender.
+    """
 
     recommender: Recommender | None
     ranker: Ranker | None
     heads: Heads
 
     def described(self, strategies: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Parameters, and what each model offers, by name."""
+        """Returns facts about each model, keyed by its name.
+
+        Args:
+            strategies: Names of the strategies that the engine offers.
+
+        Returns:
+            The number of parameters of each model, with the strategies and outcomes of the
+            recommender and the tasks of the ranker.
+        """
         said: dict[str, dict[str, Any]] = {}
         if self.recommender is not None:
             said["recommender"] = {
@@ -65,9 +79,16 @@ def load_models(
     device: torch.device,
     dtype: DTypeName = "float32",
 ) -> Models:
-    """Load what was trained. dtype: of the recommender and its heads; "auto" is the fastest here.
+    """Loads all models that the bundle contains.
 
-    Raises ValueError where a model is damaged or does not fit.
+    Args:
+        bundle: The open bundle.
+        snapshot: The bundle's catalogue, whose rows the models bind to.
+        device: Device of the models.
+        dtype: Element type of the recommender and its heads; "auto" picks the fastest one here.
+
+    Raises:
+        ValueError: If a model is damaged or does not fit the catalogue.
     """
     catalog = snapshot.catalog
     vectors = torch.from_numpy(catalog.vectors)
@@ -81,7 +102,7 @@ def load_models(
         heads = load_heads(bundle, recommender)
         if recommender.config.dense_head:
             with torch.inference_mode():
-                recommender.dense_item_rows()  # once here, and then grown with the catalogue
+                recommender.dense_item_rows()  # computed once; new items append rows
     if bundle.has("ranker"):
         ranker = load_ranker(bundle.directory("ranker"), vectors, device)
         ranker.pack()
@@ -89,20 +110,27 @@ def load_models(
 
 
 def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
-    """The networks beside the recommender that were trained.
+    """Loads the draft heads and the retriever that the bundle contains.
 
-    One that was trained on an earlier recommender would find nonsense: it is left out, and a
-    warning says so. Raises ValueError where one is damaged or does not fit.
+    A head that was trained on another recommender would propose useless items. It is skipped with
+    a warning.
+
+    Args:
+        bundle: The open bundle.
+        recommender: The recommender of the bundle.
+
+    Raises:
+        ValueError: If a head is damaged or does not fit the recommender.
     """
 
     def fits(section: str) -> bool:
         if not bundle.has(section):
             return False
         digest = bundle.digest("recommender")
-        # Heads of before this was recorded are taken at their word.
+        # Bundles of older releases do not record the digest; their heads are assumed to fit.
         same = bool(bundle.manifest.sections[section].get("recommender", digest) == digest)
         if not same:
-            log.warning("%s belongs to another recommender: train it again; left out", section)
+            log.warning("%s belongs to another recommender and is unused; train it again", section)
         return same
 
     prefixes: PrefixHead | None = None
@@ -119,14 +147,21 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
 
 
 def item_index(recommender: Recommender | None, heads: Heads) -> GrownIndex | None:
-    """The retriever's item vectors, ready to be searched; None where there is no retriever."""
+    """Returns a search index over the retriever's item vectors; None without a retriever."""
     if recommender is None or heads.retriever is None:
         return None
     return GrownIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:
-    """The graph that was saved with the recommender, if one was. Raises ValueError if damaged."""
+    """Loads the graph of similar items that was saved with the recommender.
+
+    Returns:
+        The graph on the device; None if the bundle has none.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
     name = f"recommender/{ITEM_GRAPH}"
     if name not in bundle.manifest.files:
         return None
@@ -134,34 +169,43 @@ def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:
 
 
 def graph_of_links(links: ItemLinks, device: torch.device) -> ItemGraph:
-    """The same graph on the device that searches it."""
+    """Returns the graph as tensors on the device that searches it."""
     near, entries = torch.from_numpy(links.neighbours), torch.from_numpy(links.entries)
     return ItemGraph(near, entries).to(device)
 
 
 def default_store(bundle: Path) -> str:
-    """URL of the store that is used when none is named: an LMDB folder beside the bundle."""
+    """Returns the URL of the default history store: an LMDB folder next to the bundle."""
     bundle = bundle.resolve()
     return f"lmdb:{bundle.with_name(bundle.name + '.history')}"
 
 
 def default_journal(bundle: Path) -> Path:
-    """Folder of the changes of items where none is named: beside the bundle."""
+    """Returns the default folder of the journal of item changes, next to the bundle."""
     bundle = bundle.resolve()
     return bundle.with_name(bundle.name + ".items")
 
 
 def resolve_device(name: Device) -> torch.device:
-    """Where tensors live. Raises ValueError for CUDA where there is none."""
+    """Returns the torch device for a name; "auto" is CUDA where it is available.
+
+    Raises:
+        ValueError: If the name is "cuda" and there is no CUDA device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no CUDA device here")
+        raise ValueError("device is cuda, but torch finds no CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(name: DTypeName, decoder: DecoderConfig, device: torch.device) -> torch.dtype:
-    """The type that a name stands for. "auto": the one whose products are fastest on the device.
+    """Returns the torch dtype for a name; "auto" is the dtype with the fastest matrix products.
 
     bfloat16 rounds every weight to 8 significant bits, so scores differ in the third digit.
+
+    Args:
+        name: Name of a dtype, or "auto".
+        decoder: Shapes of the products that "auto" measures on a CPU.
+        device: Device of the model.
     """
     if name != "auto":
         return DTYPES[name]

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from recserve.schemas.items import RollbackRequest
-from recserve.service.catalog import kept_versions as module
 from recserve.service.catalog import live_items as live_items_module
-from recserve.service.catalog.kept_versions import APART_S, FURTHER, NEWEST, KeptVersions
+from recserve.service.catalog import version_archive as module
+from recserve.service.catalog.version_archive import (
+    MAX_NEWEST,
+    MAX_OLDER,
+    MIN_INTERVAL_S,
+    VersionArchive,
+)
 from recserve.service.errors import UnknownVersion
 from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
@@ -28,7 +33,7 @@ def version(number):
 def filled(count, every_s):
     """Versions 1 to count, one every so many seconds, each over a base of its own."""
     clock = [0.0]
-    kept = KeptVersions(version(0), Base(), lambda: clock[0])
+    kept = VersionArchive(version(0), Base(), lambda: clock[0])
     bases = []
     for number in range(1, count + 1):
         clock[0] += every_s
@@ -51,16 +56,18 @@ def test_dense_near_now_and_sparse_further_back(every_s):
     count = 3000
     kept, bases = filled(count, every_s)
     numbers = there(kept, count)
-    assert numbers[0] == 0 and numbers[-NEWEST:] == list(range(count - NEWEST + 1, count + 1))
-    further = np.array(numbers[1:-NEWEST])
-    assert len(further) <= FURTHER and len(kept) == len(numbers)
+    assert numbers[0] == 0 and numbers[-MAX_NEWEST:] == list(
+        range(count - MAX_NEWEST + 1, count + 1)
+    )
+    further = np.array(numbers[1:-MAX_NEWEST])
+    assert len(further) <= MAX_OLDER and len(kept) == len(numbers)
     gaps = np.diff(further) * every_s
-    assert (gaps >= APART_S - 1e-6).all() and (gaps < APART_S + 2 * every_s).all()
+    assert (gaps >= MIN_INTERVAL_S - 1e-6).all() and (gaps < MIN_INTERVAL_S + 2 * every_s).all()
     # What the clock allows is kept: everything back to the bundle, or all the places are taken.
-    reach_s = (count - NEWEST) * every_s
-    assert len(further) == min(FURTHER, int(reach_s // max(APART_S, every_s)))
+    reach_s = (count - MAX_NEWEST) * every_s
+    assert len(further) == min(MAX_OLDER, int(reach_s // max(MIN_INTERVAL_S, every_s)))
     gc.collect()
-    assert sum(base() is not None for base in bases) == NEWEST
+    assert sum(base() is not None for base in bases) == MAX_NEWEST
 
 
 def test_the_error_names_the_nearest():
@@ -77,8 +84,8 @@ def test_the_error_names_the_nearest():
 
 def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monkeypatch):
     """Behind a fold, whose base it does not hold; items come, go and move in between."""
-    monkeypatch.setattr(module, "NEWEST", 1)
-    monkeypatch.setattr(module, "APART_S", 0.0)
+    monkeypatch.setattr(module, "MAX_NEWEST", 1)
+    monkeypatch.setattr(module, "MIN_INTERVAL_S", 0.0)
     ids = base_of(service).items.ids
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(4)])
     wanted = put(service, {"item_id": ids[2], "embedding": base_of(service).vectors[9].tolist()})

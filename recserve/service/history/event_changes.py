@@ -1,4 +1,4 @@
-"""Events on their way into the store: judged one by one, gathered by user."""
+"""Validates the events of a request, and imports the events of a bundle into a store."""
 
 from __future__ import annotations
 
@@ -30,16 +30,25 @@ from recserve.service.catalog.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 DAY_US = 86_400_000_000
-# Logs without timestamps are stored with positions as times. No history has so many events, and no
-# event is so old, that the two could be mixed up: this is eleven days after 1970.
+# Events without timestamps are stored with their position as time. Times below this bound, eleven
+# days after 1970, are positions: no history is that long and no real event is that old.
 POSITIONS_BELOW_US = 10**12
-# Longer than any user id that a route takes, so no client can name it.
-IMPORTED = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
-USERS_AT_ONCE = 2000
+# A pseudo-user that records which imports are done. Its id is longer than any id that a route
+# accepts, so no client can use it.
+IMPORT_MARKER = "recserve:imported:".ljust(MAX_ID_LENGTH + 44, ".")
+USERS_PER_WRITE = 2000
 
 
-class Incoming:
-    """Events of one call. users: index and change of those that can be stored, by user."""
+class EventChanges:
+    """The events of one request; each is validated on its own.
+
+    Attributes:
+        rows: Maps item ids to rows.
+        default_value: Value of an event that does not have one.
+        now_us: Time of the request in microseconds since 1970.
+        users: Position in the request and change of each valid event, by user id.
+        rejected: Invalid events, with the reason.
+    """
 
     def __init__(self, snapshot: Snapshot, default_value: float) -> None:
         self.rows = snapshot.rows
@@ -49,7 +58,12 @@ class Incoming:
         self.rejected: list[Rejection] = []
 
     def take(self, index: int, event: EventInput) -> None:
-        """Keep an event, or note why not."""
+        """Validates an event; an invalid one goes to `rejected`.
+
+        Args:
+            index: Position of the event in the request.
+            event: The event.
+        """
         try:
             change = self._change(event)
         except ValueError as error:
@@ -58,7 +72,7 @@ class Incoming:
             self.users.setdefault(event.user_id, []).append((index, change))
 
     def _change(self, event: EventInput) -> Change:
-        """Raises ValueError in words for the client."""
+        """Raises ValueError with a message for the client."""
         if len(event.user_id) > MAX_ID_LENGTH:
             raise ValueError(f"user_id: at most {MAX_ID_LENGTH} characters, got more")
         user_key(event.user_id)
@@ -69,8 +83,8 @@ class Incoming:
         if event.correction is None:
             return self._stored(event)
         if event.correction not in (REPLACE, REMOVE):
-            came = f"{event.correction[:40]!r}"
-            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {came}")
+            value = f"{event.correction[:40]!r}"
+            raise ValueError(f"correction: expected {REPLACE} or {REMOVE}, got {value}")
         if event.event_id is None:
             raise ValueError("event_id: is required with a correction")
         if event.correction == REMOVE:
@@ -91,19 +105,23 @@ class Incoming:
         try:
             moment = datetime.datetime.fromisoformat(text)
         except ValueError:
-            raise ValueError(f"timestamp: not RFC 3339: {text[:60]!r}") from None
+            raise ValueError(f"timestamp: expected RFC 3339, got {text[:60]!r}") from None
         if moment.tzinfo is None:
             raise ValueError(f"timestamp: has no time zone: {text[:60]!r}")
         time_us = round(moment.timestamp() * 1e6)
         if time_us < POSITIONS_BELOW_US:
             raise ValueError(f"timestamp: before 1970-01-13: {text[:60]!r}")
         if time_us > self.now_us + DAY_US:
-            raise ValueError(f"timestamp: more than a day ahead: {text[:60]!r}")
+            raise ValueError(f"timestamp: more than a day in the future: {text[:60]!r}")
         return time_us
 
 
 def _key(event: EventInput) -> int:
-    """Equal for events that are the same: by id, else by content, else (without a time) never."""
+    """Returns the key by which the store finds duplicates.
+
+    The key comes from the event id if there is one, else from the content. An event without id and
+    timestamp gets a random key, so it is never a duplicate.
+    """
     if event.event_id is not None:
         return event_key(event.event_id)
     if event.timestamp is None:
@@ -112,15 +130,15 @@ def _key(event: EventInput) -> int:
 
 
 def import_events(store: HistoryStore, bundle: Bundle) -> None:
-    """Fill a store with the events a bundle was built from, once per store and events file.
+    """Copies the events of a bundle into a store, once per store and events file.
 
-    What was imported is remembered in the store, so that a deleted user stays deleted.
+    The store records the import, so that a deleted user stays deleted.
     """
     entry = bundle.manifest.files.get(EVENTS)
     if entry is None:
         return
     mark = int(entry.sha256[:16], 16)
-    if mark in store.get(IMPORTED)["event_key"]:
+    if mark in store.get(IMPORT_MARKER)["event_key"]:
         return
     events, catalog = bundle.events(), bundle.catalog()
     kinds = [EVENT_TYPES.index(n) if n in EVENT_TYPES else 0 for n in events.type_names]
@@ -130,8 +148,8 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
     types = np.array(kinds)[events.types].tolist()
     times, values = events.times.tolist(), events.values.tolist()
     started = time.monotonic()
-    for first in range(0, events.num_users, USERS_AT_ONCE):
-        part = range(first, min(first + USERS_AT_ONCE, events.num_users))
+    for first in range(0, events.num_users, USERS_PER_WRITE):
+        part = range(first, min(first + USERS_PER_WRITE, events.num_users))
         gathered = {}
         for user in part:
             start, stop = int(events.offsets[user]), int(events.offsets[user + 1])
@@ -141,7 +159,7 @@ def import_events(store: HistoryStore, bundle: Bundle) -> None:
                 for i in range(start, stop)
             ]
         store.append_many(gathered)
-    store.append(IMPORTED, [StoredEvent(mark, 0, mark)])
+    store.append(IMPORT_MARKER, [StoredEvent(mark, 0, mark)])
     log.info(
         "imported %d events of %d users from the bundle in %.1f s",
         events.num_events,

@@ -1,7 +1,7 @@
-"""How paths match: GET together with HEAD, the `Allow` header of a 405, and user ids with slashes.
+"""Path matching: HEAD routes, the `Allow` header of a 405, and user ids with slashes.
 
-A user id may contain slashes. A literal `/history` at the end of a path names the user's history;
-a slash that belongs to the id before it is written `%2F`.
+A user id may contain slashes. A literal `/history` at the end of a path names the user's history.
+If the id itself ends with `/history`, its last slash is written `%2F`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Endpoint = Callable[[], Response] | Callable[[], Awaitable[Response]]
 def add_get_and_head(
     app: FastAPI, path: str, endpoint: Endpoint, operation_id: str | None = None
 ) -> None:
-    """Adds a route that answers HEAD like GET; the server leaves out the body.
+    """Adds a GET route and a HEAD route; the server omits the body of a HEAD response.
 
     Args:
         app: The application that gets the route.
         path: Path of the route.
-        endpoint: Makes the answer.
-        operation_id: Name of the GET in the OpenAPI description; None leaves it out.
+        endpoint: Returns the response.
+        operation_id: Name of the GET route in the OpenAPI description; None omits the route.
     """
     described = operation_id is not None
     app.add_api_route(
@@ -48,7 +48,7 @@ def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> str:
 
 
 class UserRoute(APIRoute):
-    """The user itself. A path that ends with a literal `/history` does not match."""
+    """Route of a user. A path below a user that ends with a literal `/history` does not match."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Returns how well the route fits the request."""
@@ -61,7 +61,7 @@ class UserRoute(APIRoute):
 
 
 class HistoryRoute(APIRoute):
-    """The history of a user. A path whose last slash is written `%2F` does not match."""
+    """Route of a user's history. A path whose last slash is written `%2F` does not match."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Returns how well the route fits the request."""
@@ -72,6 +72,6 @@ class HistoryRoute(APIRoute):
 
 
 def _last_segment(scope: Scope) -> bytes:
-    """What follows the last literal slash, percent-decoded; slashes at the end do not count."""
+    """Returns the percent-decoded part after the last literal slash; ignores trailing slashes."""
     raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
     return unquote_to_bytes(raw.rstrip(b"/").rpartition(b"/")[2])

@@ -1,4 +1,4 @@
-"""`recserve demo`, `serve`, `doctor`: what runs on this machine."""
+"""Commands `demo`, `serve` and `doctor`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from recserve.cli.flags import Device, StoreFlag
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with items.parquet and events.parquet; without it, made up."),
+        typer.Option(help="Folder with items.parquet and events.parquet; default: synthetic data."),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of 127.0.0.1.")] = 8080,
     once: Annotated[bool, typer.Option("--once", help="Print the answers and exit.")] = False,
 ) -> None:
-    """Build, train and serve a small catalogue, and print a slate and a ranking."""
+    """Build, train and serve a small catalogue; print a slate, a ranking and a completion."""
     from recserve.cli.demo import run_demo
 
     raise typer.Exit(run_demo(data, port, once))
@@ -29,26 +29,29 @@ def serve(
     llm: Annotated[
         Path | None, typer.Option(help="Language model: a Hugging Face folder (Llama, Qwen).")
     ] = None,
-    llm_name: Annotated[str | None, typer.Option(help="Its name; default the folder's.")] = None,
+    llm_name: Annotated[
+        str | None, typer.Option(help="Name of the language model; default: the folder's name.")
+    ] = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME, or NAME=DIR for one with weights; repeat. The first is default."),
+        typer.Option(help="NAME, or NAME=DIR with weights; repeatable. The first is the default."),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Chat template to use instead of the folder's.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address; beyond loopback needs keys.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default 8080.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address; any but loopback needs keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; default: 8080.")] = None,
     store: StoreFlag = None,
-    device: Annotated[Device | None, typer.Option(help="Where tensors live.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Device of the models.")] = None,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="No bit of an answer depends on company; CPU only.")
+        bool,
+        typer.Option("--invariant", help="Answers are bit-identical in every batch; CPU only."),
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="Settings as YAML.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
 
-    A flag wins over its RECSERVE_* variable, that over --config.
+    A flag overrides its RECSERVE_* variable, which overrides --config.
     """
     from recserve.config import ServerConfig
 
@@ -67,11 +70,11 @@ def doctor(
     bundle: Annotated[Path | None, typer.Option(help="Verify this bundle too.")] = None,
     store: StoreFlag = None,
     llm: Annotated[
-        Path | None, typer.Option(help="Load this language model: which steps are recorded.")
+        Path | None, typer.Option(help="Load this language model and list its captured steps.")
     ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
 ) -> None:
-    """What this machine can do and what stands in the way; exit status 1 if something fails."""
+    """Check this machine and print advice; the exit status is 1 if a check fails."""
     from rich.console import Console
 
     from recserve.cli.doctor import examine

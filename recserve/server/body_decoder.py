@@ -1,4 +1,4 @@
-"""Bytes of a body to a typed message."""
+"""Decodes a request body from JSON bytes into a typed message."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ class MalformedBody(ValueError):
 
 
 def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    """The body, typed and bounded.
+    """Decodes and validates a body.
 
-    Raises MalformedBody where it is not JSON, InvalidRequest (field, bound, what came) where it
-    does not fit.
+    Args:
+        decoder: Decoder of the message type.
+        raw: The body.
+
+    Raises:
+        MalformedBody: If the body is not JSON.
+        InvalidRequest: If a field is invalid; the error names field, bound and value.
     """
     try:
         return decoder.decode(raw)
@@ -34,7 +39,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
 
 
 def _plain(raw: bytes) -> Any:
-    """Returns the body as plain types; UNSET where a number is too large for any of them.
+    """Returns the body as plain Python types; UNSET if a number is too large for them.
 
     Raises:
         MalformedBody: If the body is not UTF-8.
