@@ -15,7 +15,7 @@ from torch import Tensor
 from recserve.kernels.tree import TokenTree
 from recserve.speculation import sampling
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.sampling_table import ANY, SamplingTable
+from recserve.speculation.sampling_table import WILDCARD, SamplingTable
 
 NO_TOKEN = -2
 
@@ -136,7 +136,7 @@ class LogitsProcessor:
         if table.bad_words is not None:
             words = table.bad_words
             before = sampling.last_tokens(paths, past.tails[owners], words.before.shape[1])
-            same = (words.before == ANY) | (words.before == before[:, None])
+            same = (words.before == WILDCARD) | (words.before == before[:, None])
             own = same.all(-1) & (owners[:, None] == words.owners)
             rows = sampling.ban(rows, words.last, own)
         if past.seen is not None and past.written is not None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 from recserve.speculation.sampling_params import SamplingParams
 
-ANY = -1
-NOBODY = -1
+WILDCARD = -1
+NO_SEQUENCE = -1
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class SamplingCapacity:
     word_length tokens.
     """
 
-    entries: int = 256
-    words: int = 64
-    word_length: int = 8
+    num_entries: int = 256
+    num_bad_words: int = 64
+    bad_word_length: int = 8
 
     def holds(self, params: Seq[SamplingParams]) -> bool:
         """Whether the parameters of these sequences fit."""
         words = [word for p in params for word in p.bad_words]
         return (
-            sum(len(p.logit_bias) for p in params) <= self.entries
-            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.entries
-            and len(words) <= self.words
-            and max(map(len, words), default=0) <= self.word_length
+            sum(len(p.logit_bias) for p in params) <= self.num_entries
+            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.num_entries
+            and len(words) <= self.num_bad_words
+            and max(map(len, words), default=0) <= self.bad_word_length
         )
 
 
@@ -58,7 +58,7 @@ class BadWords:
     """Token sequences whose last token may not follow the others.
 
     owners [n]: the sequence. last [n]: the banned token. before [n, width]: what stands before it,
-    nearest first, ANY where the word is shorter.
+    nearest first, WILDCARD where the word is shorter.
     """
 
     owners: Tensor
@@ -137,21 +137,21 @@ def sampling_table(
     ]
     words = [(b, word) for b, p in enumerate(params) for word in p.bad_words]
     return SamplingTable(
-        column(p.temperature for p in params),
-        column((p.top_k for p in params), torch.int64),
-        column(p.top_p for p in params),
-        column(p.min_p for p in params),
-        column(p.repetition_penalty for p in params),
-        column(p.presence_penalty for p in params),
-        column(p.frequency_penalty for p in params),
-        column((p.min_tokens for p in params), torch.int64),
-        column((p.seed for p in params), torch.int64),
-        _entries(bias, device, capacity),
-        _entries(stops, device, capacity),
-        _bad_words(words, device, capacity),
-        capacity is None and all(p.greedy for p in params),
-        capacity is not None or any(p.counts_tokens for p in params),
-        capacity is not None or any(p.truncates for p in params),
+        temperature=column(p.temperature for p in params),
+        top_k=column((p.top_k for p in params), torch.int64),
+        top_p=column(p.top_p for p in params),
+        min_p=column(p.min_p for p in params),
+        repetition=column(p.repetition_penalty for p in params),
+        presence=column(p.presence_penalty for p in params),
+        frequency=column(p.frequency_penalty for p in params),
+        min_tokens=column((p.min_tokens for p in params), torch.int64),
+        seeds=column((p.seed for p in params), torch.int64),
+        bias=_entries(bias, device, capacity),
+        stops=_entries(stops, device, capacity),
+        bad_words=_bad_words(words, device, capacity),
+        greedy=capacity is None and all(p.greedy for p in params),
+        counts=capacity is not None or any(p.counts_tokens for p in params),
+        truncates=capacity is not None or any(p.truncates for p in params),
     )
 
 
@@ -161,7 +161,7 @@ def _entries(
     capacity: SamplingCapacity | None,
 ) -> TokenEntries | None:
     if capacity is not None:
-        rows = rows + [(NOBODY, 0, 0.0)] * (capacity.entries - len(rows))
+        rows = rows + [(NO_SEQUENCE, 0, 0.0)] * (capacity.num_entries - len(rows))
     if not rows:
         return None
     owners, tokens, values = zip(*rows, strict=True)
@@ -178,13 +178,15 @@ def _bad_words(
     capacity: SamplingCapacity | None,
 ) -> BadWords | None:
     if capacity is not None:
-        rows = rows + [(NOBODY, (0,) * capacity.word_length)] * (capacity.words - len(rows))
+        rows = rows + [(NO_SEQUENCE, (0,) * capacity.bad_word_length)] * (
+            capacity.num_bad_words - len(rows)
+        )
     if not rows:
         return None
     width = max(len(word) for _, word in rows) - 1
     if capacity is not None:
-        width = capacity.word_length - 1
-    before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
+        width = capacity.bad_word_length - 1
+    before = [list(word[-2::-1]) + [WILDCARD] * (width - len(word) + 1) for _, word in rows]
     return BadWords(
         on_device([owner for owner, _ in rows], device),
         on_device([word[-1] for _, word in rows], device),

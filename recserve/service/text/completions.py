@@ -45,7 +45,7 @@ from recserve.speculation.verifiers.registry import verifiers
 
 
 @dataclass(frozen=True)
-class TextWork:
+class PendingTexts:
     """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
 
     prompt_tokens: length of each prompt. include_usage, continuous_usage: what a stream counts.
@@ -152,6 +152,23 @@ class TextWork:
         )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """How a caller receives the texts of one request body.
+
+    Attributes:
+        watch: Started when the body arrived.
+        request_id: Last part of the response's id; None generates one.
+        deadline_s: time.monotonic() value after which the texts are useless; None means never.
+        listener: Called with every piece, on the engine's thread; None reads the texts at the end.
+    """
+
+    watch: Stopwatch
+    request_id: str | None
+    deadline_s: float | None
+    listener: Listener | None
+
+
 class Texts:
     """A language model's side of the service. scores: the same model as a scorer of given texts."""
 
@@ -167,12 +184,12 @@ class Texts:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
-    ) -> TextWork:
+    ) -> PendingTexts:
         """Start the texts of a body. listener: told of every piece, on the engine's thread.
 
         Raises InvalidRequest, ContextExceeded, UnknownModel, and what the engine refuses with.
         """
-        watch = self._check(body)
+        call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
             why = "is not done together with logprobs: those of a prompt are not computed"
             raise InvalidRequest("echo", why)
@@ -184,7 +201,7 @@ class Texts:
             most = body.max_tokens or max(1, min(COMPLETION_TOKENS, room))
             return sampling(body, self.model, prompt, most, body.logprobs)
 
-        return self._begin(body, prompts, params, shape, watch, request_id, deadline_s, listener)
+        return self._begin(body, prompts, params, shape, call)
 
     def begin_chat(
         self,
@@ -192,9 +209,9 @@ class Texts:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
-    ) -> TextWork:
+    ) -> PendingTexts:
         """Start the answers to a conversation, as `begin_completion`."""
-        watch = self._check(body)
+        call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
         prompt = chat_prompt(body, self.model)
@@ -205,7 +222,7 @@ class Texts:
             most = body.max_completion_tokens or body.max_tokens
             return sampling(body, self.model, prompt, most, logprobs)
 
-        return self._begin(body, [prompt], params, shape, watch, request_id, deadline_s, listener)
+        return self._begin(body, [prompt], params, shape, call)
 
     def described(self) -> dict[str, Any]:
         """The model in OpenAI's form, with what is ours under `recserve`."""
@@ -223,12 +240,9 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
-        watch: Stopwatch,
-        request_id: str | None,
-        deadline_s: float | None,
-        listener: Listener | None,
-    ) -> TextWork:
-        asked = speculation(body.speculation, body.temperature, self.model)
+        call: _Call,
+    ) -> PendingTexts:
+        drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
         requests: list[TextQuery] = []
@@ -243,34 +257,41 @@ class Texts:
                     self.model.tokenizer.text_bytes,
                     stops,
                     body.min_tokens,
-                    listener,
+                    call.listener,
                     prompt.text if echo else "",
                 )
                 own = replace(first, seed=derived_seed(first.seed, copy))
                 requests.append(
-                    TextQuery(tokens, own, asked, body.priority, deadline_s, stream.on_commit)
+                    TextQuery(
+                        prompt=tokens,
+                        params=own,
+                        speculation=drafting,
+                        priority=body.priority,
+                        deadline_s=call.deadline_s,
+                        on_commit=stream.on_commit,
+                    )
                 )
                 streams.append(stream)
         head = {
-            "id": f"{shape.prefix}-{request_id or uuid.uuid4()}",
+            "id": f"{shape.prefix}-{call.request_id or uuid.uuid4()}",
             "created": int(time.time()),
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
         }
         options = body.stream_options
-        watch.features_done()
-        return TextWork(
-            head,
-            shape,
-            tuple(streams),
-            self._submit(requests, streams),
-            copies,
-            tuple(len(prompt.tokens) for prompt in prompts),
-            asked,
-            verifiers()[asked.verifier].exact,
-            options is not None and options.include_usage,
-            options is not None and options.continuous_usage_stats,
-            watch,
+        call.watch.features_done()
+        return PendingTexts(
+            head=head,
+            shape=shape,
+            streams=tuple(streams),
+            futures=self._submit(requests, streams),
+            copies=copies,
+            prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
+            speculation=drafting,
+            exact=verifiers()[drafting.verifier].exact,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            watch=call.watch,
         )
 
     def _submit(

@@ -74,14 +74,14 @@ class TextStream:
         self._listener = listener
         self._beginning = beginning
         self._pieces: list[str] = []
-        self._told = False
+        self._emitted = False
         self._ended = threading.Event()
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.timing = Timing()
         if beginning:
-            self._tell(beginning)
+            self._emit(beginning)
 
     @property
     def text(self) -> str:
@@ -107,7 +107,7 @@ class TextStream:
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
         text = "".join(shown)
         if text or written:
-            self._tell(text, tuple(written))
+            self._emit(text, tuple(written))
         return detokenizer.stopped
 
     def end(self, future: Future[Any]) -> None:
@@ -135,16 +135,16 @@ class TextStream:
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
         self.counts = result.counts
         self.timing = result.timing
-        self._tell(rest, finish_reason=self.finish_reason)
+        self._emit(rest, finish_reason=self.finish_reason)
 
-    def _tell(
+    def _emit(
         self,
         text: str,
         tokens: tuple[WrittenToken, ...] = (),
         finish_reason: FinishReason | None = None,
     ) -> None:
-        first = not self._told
-        self._told = True
+        first = not self._emitted
+        self._emitted = True
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:

@@ -38,12 +38,12 @@ from recserve.service.text.prompts import check_length, check_tokens
 # Texts of one request to the engine, in tokens: what shares a forward, and its logits' memory.
 GROUP_TOKENS = 4096
 INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
-JUDGE = (
+RERANK_SYSTEM_PROMPT = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
 # Stands for the document while the template is applied; no text holds it.
-PLACE = "\ue000document\ue001"
+DOCUMENT_PLACEHOLDER = "\ue000document\ue001"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class ScoreWork:
+class PendingScores:
     """Scores under way. finish: log-probabilities [M, K] and the usage to the answer."""
 
     futures: tuple[Future[Scores], ...]
@@ -87,7 +87,7 @@ class TextScores:
         body: GenerativeScoringRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> ScoreWork:
+    ) -> PendingScores:
         """Start the scores of items. Raises InvalidRequest, UnknownModel, and the engine's own."""
         self.model.check_name(body.model)
         body.check()
@@ -116,7 +116,7 @@ class TextScores:
         version: str,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> ScoreWork:
+    ) -> PendingScores:
         """Start the relevance of documents, as `begin_scoring`. version: of the route."""
         self.model.check_name(body.model)
         body.check()
@@ -161,7 +161,7 @@ class TextScores:
         labels: tuple[int, ...],
         deadline_s: float | None,
         finish: Callable[[np.ndarray, Usage], Any],
-    ) -> ScoreWork:
+    ) -> PendingScores:
         """One engine request per group of branches; one group where they are not many. Equal
         branches are scored once: two calls of a kernel need not agree in the last bit, and equal
         texts must tie.
@@ -189,19 +189,22 @@ class TextScores:
                 future.cancel()
             raise
         num_tokens = len(root) + sum(map(len, branches))
-        return ScoreWork(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
+        return PendingScores(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
 
     def _question(self, instruction: str, query: str) -> Question:
         """The words around a document, and where a "yes" and a "no" after them differ."""
         tokenizer = self.model.tokenizer
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {PLACE}"
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {DOCUMENT_PLACEHOLDER}"
         if tokenizer.template is None:
-            text, space = f"{JUDGE}\n{asked}\nAnswer:", " "
+            text, space = f"{RERANK_SYSTEM_PROMPT}\n{asked}\nAnswer:", " "
         else:
-            turns = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
+            turns = [
+                {"role": "system", "content": RERANK_SYSTEM_PROMPT},
+                {"role": "user", "content": asked},
+            ]
             text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
-        before, found, after = text.partition(PLACE)
-        if not found or PLACE in after:
+        before, found, after = text.partition(DOCUMENT_PLACEHOLDER)
+        if not found or DOCUMENT_PLACEHOLDER in after:
             raise InvalidRequest("query", "the model's chat template does not show it once")
         check_length("query", before + after, self.model)
         yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))

@@ -53,7 +53,7 @@ class Reading:
     """
 
     slots: Tensor
-    kept: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
     num_read: int = 0
     nodes: dict[int, int] = field(default_factory=dict)
 
@@ -87,17 +87,17 @@ class CachedModel:
             reading = self.readings[name] = Reading(nothing)
         self._clear(reading)
         self._shorten(reading, length - 1)
-        needed = length - len(reading.kept) + len(inner)
+        needed = length - len(reading.host_slots) + len(inner)
         if needed > len(self._free):
             for idle in sorted(self.readings.keys() - set(busy)):
                 self.forget(idle)
         if needed > len(self._free):
             return False
         reading.nodes = dict(zip(inner, self._take(len(inner)), strict=True))
-        self._append(reading, self._take(length - len(reading.kept)))
+        self._append(reading, self._take(length - len(reading.host_slots)))
         return True
 
-    def keep(self, name: int, accepted: Seq[int]) -> None:
+    def commit(self, name: int, accepted: Seq[int]) -> None:
         """Of the last draft's nodes, the accepted ones are tokens of the sequence from now on."""
         reading = self.readings.get(name)
         if reading is not None:
@@ -111,7 +111,7 @@ class CachedModel:
         reading = self.readings.pop(name, None)
         if reading is not None:
             self._clear(reading)
-            self._free += reading.kept
+            self._free += reading.host_slots
 
     def _take(self, count: int) -> list[int]:
         taken = self._free[len(self._free) - count :]
@@ -120,14 +120,14 @@ class CachedModel:
 
     def _append(self, reading: Reading, slots: list[int]) -> None:
         if slots:
-            reading.kept += slots
+            reading.host_slots += slots
             reading.slots = torch.cat([reading.slots, torch.tensor(slots, device=self.device)])
 
     def _shorten(self, reading: Reading, length: int) -> None:
         """The last token is always read anew: its hidden state is what a draft begins with."""
-        if len(reading.kept) > length:
-            self._free += reading.kept[length:]
-            del reading.kept[length:]
+        if len(reading.host_slots) > length:
+            self._free += reading.host_slots[length:]
+            del reading.host_slots[length:]
             reading.slots = reading.slots[:length]
             reading.num_read = min(reading.num_read, length)
 
@@ -152,7 +152,7 @@ class CachedModel:
             )
         )
         for reading in readings:
-            reading.num_read = len(reading.kept)
+            reading.num_read = len(reading.host_slots)
         return hidden[torch.tensor(lengths).cumsum(0).to(hidden.device) - 1]
 
     @torch.inference_mode()

@@ -34,7 +34,9 @@ from recserve.speculation.sampling_table import SamplingTable, sampling_table
 # after another without replacement.
 _Way = Literal["chosen", "independent", "distinct"]
 CHAIN = 5
-FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
+MAX_LOGIT_GAP = (
+    60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
+)
 
 
 class ModelDrafter(Drafter):
@@ -111,7 +113,7 @@ class ModelDrafter(Drafter):
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
         """Keep what was read of the accepted path."""
         for outcome in outcomes:
-            self._cache.keep(outcome.context.id, outcome.accepted)
+            self._cache.commit(outcome.context.id, outcome.accepted)
 
     def forget(self, context_id: int) -> None:
         """Hand back the sequence's slots."""
@@ -257,7 +259,7 @@ class _Draw:
             best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
             return best[parents, ranks], None
         if self.way == "distinct":
-            rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
+            rows = torch.maximum(rows, rows.amax(1, keepdim=True) - MAX_LOGIT_GAP)
             best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices
             return best[parents, ranks], _without_elders(rows[parents], best[parents], ranks)
         rows = sampling.keep_only_best(rows, temperature == 0)[parents]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recserve.kernels.noise import gumbel_of_tokens
 
-LOOKED_AT = 128  # likeliest tokens that noise is made for; others are hardly ever drawn
+NUM_NOISY_TOKENS = 128  # likeliest tokens that noise is made for; others are hardly ever drawn
 
 
 def best_with_noise(
@@ -27,7 +27,7 @@ def best_with_noise(
     logits [n, V]. scale [n]: the temperature for raw logits, 1 for divided ones, 0 for no noise.
     seeds, positions [n]. token_map [V]: tokens that the columns stand for, None: themselves.
     """
-    best = logits.topk(min(max(LOOKED_AT, width), logits.shape[1]))
+    best = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[1]))
     tokens = best.indices if token_map is None else token_map[best.indices]
     noise = gumbel_of_tokens(seeds, positions, tokens)
     order = torch.add(best.values, noise * scale[:, None]).topk(width).indices

@@ -32,7 +32,7 @@ BUILT_IN: tuple[type[Verifier], ...] = (
     TypicalRule,
 )
 # They accept drafts of every kind, and only the likeliest tokens of texts at temperature 0.
-FOR_ALL = frozenset({MULTI_STEP, REJECTION, SAMPLE})
+GREEDY_COMPATIBLE = frozenset({MULTI_STEP, REJECTION, SAMPLE})
 
 
 @cache

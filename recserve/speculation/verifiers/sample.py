@@ -18,7 +18,7 @@ from recserve.speculation.sampling import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow
 
-FEW = 8  # share of the vocabulary under which tokens are looked up one by one
+SPARSE_NOISE_DIVISOR = 8  # share of the vocabulary under which tokens are looked up one by one
 
 
 class SampleRule(Verifier):
@@ -56,7 +56,7 @@ def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     logits [m, V], -inf where banned; seeds, positions [m]. Returns [m].
     """
     possible = int((logits > float("-inf")).sum(1).max())
-    if possible > logits.shape[1] // FEW:
+    if possible > logits.shape[1] // SPARSE_NOISE_DIVISOR:
         return largest(logits + gumbel(seeds, positions, logits.shape[1]))
     # Noise costs more than finding the few tokens that can win, and is the same for each of them.
     tokens = logits.topk(possible).indices.sort().values
