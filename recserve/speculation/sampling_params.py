@@ -66,7 +66,7 @@ class SamplingParams:
         for value in self.logit_bias.values():
             _within("logit_bias", value, -1e9, 1e9)
         if any(not word for word in self.bad_words):
-            raise ValueError("bad_words holds an empty sequence; each needs at least one token")
+            raise ValueError("bad_words has an empty sequence; each needs at least one token")
 
     @property
     def greedy(self) -> bool:
@@ -112,9 +112,9 @@ class Speculation:
     def __post_init__(self) -> None:
         _within("num_tokens", self.num_tokens or 0, 0, None)
         ranks = [rank for path in self.tree or () for rank in path]
-        _within("a rank of the tree", min(ranks, default=0), 0, None)
+        _within("tree: the smallest rank", min(ranks, default=0), 0, None)
         if self.tree is not None and not all(self.tree):
-            raise ValueError("the tree holds an empty path; each names at least one rank")
+            raise ValueError("tree has an empty path; each path needs at least one rank")
 
 
 def _within(name: str, value: float, low: float, high: float | None) -> None:

@@ -36,9 +36,7 @@ from recserve.speculation.sampling_table import SamplingTable, sampling_table
 # drawn, each sibling by itself. distinct: drawn, siblings one after another without replacement.
 _Way = Literal["chosen", "independent", "distinct"]
 CHAIN = 5
-MAX_LOGIT_GAP = (
-    60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
-)
+MAX_LOGIT_GAP = 60.0  # a drawn sibling is at most e**60 less likely than the best: q is never 0
 
 
 class ModelDrafter(Drafter):
@@ -76,7 +74,9 @@ class ModelDrafter(Drafter):
                 "both must number the same tokens"
             )
         if expansion and max(expansion) > vocab_size:
-            raise ValueError(f"expansion is {tuple(expansion)}; there are {vocab_size} tokens")
+            raise ValueError(
+                f"expansion is {tuple(expansion)}; the vocabulary has only {vocab_size} tokens"
+            )
         self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
         self.distinct, self.source = distinct, source
         self._cache = CachedModel(model, num_slots)

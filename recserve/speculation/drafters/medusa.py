@@ -144,8 +144,8 @@ class MedusaDrafter(Drafter):
         words = config.head_vocab or config.vocab_size
         if tree.depth > config.num_heads or tree.width > words:
             raise ValueError(
-                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; there are "
-                f"{config.num_heads} heads, which know {words} tokens"
+                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; this model has "
+                f"{config.num_heads} Medusa heads with {words} tokens each"
             )
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:

@@ -38,7 +38,10 @@ class NgramDrafter(Drafter):
 
     def __init__(self, min_match: int = 2, max_match: int = 5, num_tokens: int = 8) -> None:
         if not 1 <= min_match <= max_match:
-            raise ValueError(f"matches of {min_match} to {max_match} tokens; need 1 <= min <= max")
+            raise ValueError(
+                f"min_match is {min_match} and max_match is {max_match}; "
+                "need 1 <= min_match <= max_match"
+            )
         if num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
         self.min_match, self.max_match, self.num_tokens = min_match, max_match, num_tokens

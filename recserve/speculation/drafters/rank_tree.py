@@ -105,7 +105,7 @@ def rank_tree(paths: Iterable[Seq[int]]) -> RankTree:
             raise ValueError(f"tree has the path {path} but not its parent {path[:-1]}; add it")
     if len(known) < len(listed):
         twice = sorted({path for path in listed if listed.count(path) > 1})
-        raise ValueError(f"tree names {twice} twice")
+        raise ValueError(f"tree has the paths {twice} more than once")
     return RankTree(tuple(sorted(listed)))
 
 
@@ -116,7 +116,7 @@ def expansion_tree(widths: Seq[int]) -> RankTree:
         ValueError: If there is no width, or one below 1.
     """
     if not widths or min(widths) < 1:
-        raise ValueError(f"expansion is {tuple(widths)}; name one width per level, each at least 1")
+        raise ValueError(f"expansion is {tuple(widths)}; it needs a width of at least 1 per level")
     paths = [
         path
         for depth in range(1, len(widths) + 1)
@@ -140,9 +140,9 @@ def best_tree(accuracies: Seq[Seq[float]], num_nodes: int) -> RankTree:
         ValueError: If an accuracy is outside 0 to 1, or num_nodes is below 1.
     """
     if num_nodes < 1:
-        raise ValueError(f"num_nodes is {num_nodes}; a tree has at least 1")
+        raise ValueError(f"num_nodes is {num_nodes}; it must be at least 1")
     if not accuracies or any(not 0 <= value <= 1 for level in accuracies for value in level):
-        raise ValueError("accuracies must be shares between 0 and 1, for at least one level")
+        raise ValueError("accuracies must be between 0 and 1, for at least one level")
     ranked = [
         sorted(((value, rank) for rank, value in enumerate(level)), key=lambda x: (-x[0], x[1]))
         for level in accuracies

@@ -69,7 +69,7 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
             f"{JOIN!r}"
         )
     if len(names) > 1 and (len(set(names)) < len(names) or any(classes[n].idle for n in names)):
-        raise ValueError(f"drafter is {name!r}; join different ones, and not 'none'")
+        raise ValueError(f"drafter is {name!r}; joined drafters must differ and exclude 'none'")
     rest, own = list(folders), dict[str, list[Path]]()
     for part in names:
         count = classes[part].num_folders

@@ -26,8 +26,8 @@ class MultiStepRule(Verifier):
         """Raises UnfitDraft if the draft was chosen."""
         if len(draft) and draft.probs is None:
             raise UnfitDraft(
-                "the rule 'multi_step' needs a draft that was drawn, with its distributions; this "
-                "one was chosen (top-k, lookup), on which the rule is biased; ask for 'sample'"
+                "the rule 'multi_step' needs a drawn draft with its distributions; this draft was "
+                "chosen (top-k, lookup), so the rule would be biased; use 'sample'"
             )
 
     def verify(self, scored: ScoredTrees) -> Accepted:

@@ -62,7 +62,7 @@ def check_rule(name: str, params: SamplingParams) -> None:
         raise ValueError(f"verifier is {name!r}; choose one of {sorted(verifiers())}")
     if name == GREEDY and not params.greedy:
         raise ValueError(
-            f"the rule 'greedy' is for temperature 0, not {params.temperature}; ask for 'sample'"
+            f"the rule 'greedy' is for temperature 0, not {params.temperature}; use 'sample'"
         )
 
 
@@ -89,7 +89,7 @@ def _verify_each(scored: ScoredTrees) -> Accepted:
     discarded.
     """
     numbers = scored.rules
-    assert numbers is not None, "nobody says whose rule is which"
+    assert numbers is not None, "a mixed step needs the rule of each tree"
     trees = torch.arange(numbers.shape[0], device=numbers.device)
     rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
     known = replace(scored, target=lambda nodes: rows[nodes])

@@ -118,6 +118,6 @@ def refuse_trees(rule: str, draft: TextDraft) -> None:
     """Raises UnfitDraft unless the draft is a chain of candidates."""
     if draft.depth != len(draft) or draft.kinds is not None:
         raise UnfitDraft(
-            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} on "
-            f"{draft.depth} levels; ask for 'sample' or 'multi_step'"
+            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} "
+            f"nodes on {draft.depth} levels; use 'sample' or 'multi_step'"
         )
