@@ -1,4 +1,4 @@
-"""From a text body to its texts: one engine request each, answered whole or piece by piece."""
+"""Turns a text request body into engine requests, and their results into a response or a stream."""
 
 from __future__ import annotations
 
@@ -46,11 +46,20 @@ from recserve.speculation.verifiers.registry import verifiers
 
 @dataclass(frozen=True)
 class PendingTexts:
-    """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
+    """Texts that the engine generates for one request body.
 
-    prompt_tokens: length of each prompt. include_usage, continuous_usage: what a stream counts.
-    exact: whether the acceptance rule leaves the text's distribution as it is. watch: began with
-    the body.
+    Attributes:
+        head: Fields that every response and chunk begins with.
+        shape: Response format of the route.
+        streams: The texts; `copies` of them per prompt, in prompt order.
+        futures: Engine results, in the order of `streams`.
+        copies: Number of texts per prompt.
+        prompt_tokens: Length of each prompt.
+        speculation: Drafting options.
+        exact: True if the acceptance rule leaves the text's distribution unchanged.
+        include_usage: True if a stream ends with a chunk of token counts.
+        continuous_usage: True if every chunk has the token counts of its text so far.
+        watch: Started when the body arrived.
     """
 
     head: dict[str, Any]
@@ -66,12 +75,12 @@ class PendingTexts:
     watch: Stopwatch
 
     def cancel(self) -> None:
-        """Nobody waits for these texts any more."""
+        """Cancels all texts."""
         for future in self.futures:
             future.cancel()
 
     def answer(self) -> TextResponse:
-        """All texts, waited for. Raises what the engine raised."""
+        """Waits for all texts and returns the response. Raises what the engine raised."""
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
             stream.wait()
@@ -79,7 +88,12 @@ class PendingTexts:
         return self.shape.answer(head, self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
-        """A piece on its way. last: no other follows, and no chunk that counts does either."""
+        """Returns the chunk for a piece.
+
+        Args:
+            piece: A new piece of a text.
+            last: True if neither a further piece nor a chunk of token counts follows.
+        """
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage_so_far(piece)
@@ -89,13 +103,14 @@ class PendingTexts:
         return self.shape.chunk(head, [piece])
 
     def counts(self) -> TextResponse:
-        """The chunk after the last piece, where `include_usage` asked for it."""
+        """Returns the chunk of token counts that follows the last piece with `include_usage`."""
         head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
         return self.shape.chunk(head, [])
 
     def usage(self) -> Usage:
-        """Token counts of all texts."""
+        """Returns the token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
+        # Copies share their prompt, so only the first text of each prompt counts.
         cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
         prompts = sum(self.prompt_tokens)
         return Usage(
@@ -106,7 +121,7 @@ class PendingTexts:
         )
 
     def usage_so_far(self, piece: Piece) -> Usage:
-        """Returns the token counts of one text up to a piece of it, as vLLM counts them."""
+        """Returns the token counts of one text up to a piece, as vLLM counts them."""
         prompt = self.prompt_tokens[piece.index // self.copies]
         return Usage(
             prompt_tokens=prompt,
@@ -115,11 +130,11 @@ class PendingTexts:
         )
 
     def timing_ms(self) -> TimingMs:
-        """Stages of the text that took longest."""
+        """Returns the stages of the text that took longest."""
         return self.watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
 
     def drafted(self) -> SpeculationCounts:
-        """What drafting did, summed over the texts."""
+        """Returns the draft statistics, summed over the texts."""
         total = SpeculationCounts()
         for counts in [stream.counts for stream in self.streams]:
             total.num_drafts += counts.num_drafts
@@ -132,7 +147,7 @@ class PendingTexts:
         return total
 
     def metrics(self) -> TextMetrics:
-        """The same as an answer says it."""
+        """Returns the draft statistics in the form of a response."""
         counts = self.drafted()
         if not counts.num_drafts:
             return TextMetrics(None)
@@ -170,7 +185,14 @@ class _Call:
 
 
 class Texts:
-    """A language model's side of the service. scores: the same model as a scorer of given texts."""
+    """The text routes' side of a language model.
+
+    Attributes:
+        engine: Runs the requests.
+        model: The served model.
+        scores: The same model as a scorer of given texts.
+        fingerprint: Name and version of this server, for `system_fingerprint`.
+    """
 
     def __init__(self, engine: TextEngine, model: TextModel) -> None:
         self.engine = engine
@@ -185,9 +207,19 @@ class Texts:
         deadline_s: float | None = None,
         listener: Listener | None = None,
     ) -> PendingTexts:
-        """Start the texts of a body. listener: told of every piece, on the engine's thread.
+        """Starts the texts of a completion request.
 
-        Raises InvalidRequest, ContextExceeded, UnknownModel, and what the engine refuses with.
+        Args:
+            body: The request.
+            request_id: Last part of the response's id; None generates one.
+            deadline_s: time.monotonic() value after which the texts are useless; None means never.
+            listener: Called with every piece, on the engine's thread.
+
+        Raises:
+            InvalidRequest: If a field is out of range.
+            ContextExceeded: If prompt and text do not fit the context.
+            UnknownModel: If the body names another model.
+            Exception: What the engine refuses the request with.
         """
         call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
@@ -210,7 +242,7 @@ class Texts:
         deadline_s: float | None = None,
         listener: Listener | None = None,
     ) -> PendingTexts:
-        """Start the answers to a conversation, as `begin_completion`."""
+        """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
         call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
@@ -225,7 +257,7 @@ class Texts:
         return self._begin(body, [prompt], params, shape, call)
 
     def described(self) -> dict[str, Any]:
-        """The model in OpenAI's form, with what is ours under `recserve`."""
+        """Returns the model in OpenAI's form, with this server's own fields under `recserve`."""
         head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
         return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
 
@@ -297,7 +329,7 @@ class Texts:
     def _submit(
         self, requests: Sequence[TextQuery], streams: Sequence[TextStream]
     ) -> tuple[Future[Completion], ...]:
-        """All or none. Raises what the engine refuses with."""
+        """Submits all requests, or none. Raises what the engine refuses a request with."""
         futures: list[Future[Completion]] = []
         try:
             for request, stream in zip(requests, streams, strict=True):

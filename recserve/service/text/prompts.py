@@ -1,4 +1,4 @@
-"""Text bodies to what the engine is asked: token numbers, sampling, drafting, bounds."""
+"""Translates text requests into engine terms: tokens, sampling parameters, drafting options."""
 
 from __future__ import annotations
 
@@ -28,14 +28,24 @@ COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """tokens: at least one. text: as it is echoed."""
+    """A prompt.
+
+    Attributes:
+        tokens: At least one token id.
+        text: Text of the prompt, as `echo` returns it.
+    """
 
     tokens: list[int]
     text: str
 
 
 def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
-    """The prompts of a body, in order. Raises InvalidRequest."""
+    """Returns the prompts of a body, in order.
+
+    Raises:
+        InvalidRequest: If there are too many, or one is empty or invalid.
+        ContextExceeded: If a text is too long for the context.
+    """
     given = body.prompt
     parts: Sequence[str | list[int]]
     if isinstance(given, str):
@@ -53,7 +63,12 @@ def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt
 
 
 def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
-    """The prompt that the model's template makes of the messages. Raises InvalidRequest."""
+    """Renders the messages with the model's chat template.
+
+    Raises:
+        InvalidRequest: If the model has no template, or the template rejects the messages.
+        ContextExceeded: If the rendered text is too long for the context.
+    """
     template = model.tokenizer.template
     if template is None:
         raise InvalidRequest(
@@ -74,9 +89,18 @@ def sampling(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling of the first text of a prompt; None: up to the end of the context.
+    """Returns the sampling parameters of a prompt's first text.
 
-    Raises ContextExceeded where prompt and text do not fit, InvalidRequest for what else is wrong.
+    Args:
+        body: The request.
+        model: The served model.
+        prompt: The prompt.
+        max_tokens: Most output tokens; None means up to the end of the context.
+        logprobs: Number of likeliest tokens to report; None reports nothing.
+
+    Raises:
+        ContextExceeded: If prompt and text do not fit the context.
+        InvalidRequest: If another field is out of range.
     """
     room = model.context - len(prompt.tokens)
     if room < 1 or (max_tokens or 1) > room:
@@ -114,7 +138,11 @@ def sampling(
 def speculation(
     body: SpeculationOptions | None, temperature: float | None, model: TextModel
 ) -> Speculation:
-    """How the text is drafted. Raises InvalidRequest for what is not here or does not fit."""
+    """Returns the drafting options of a request.
+
+    Raises:
+        InvalidRequest: If an option is unknown here, or the options do not fit each other.
+    """
     said = body or SpeculationOptions()
     drafter = said.drafter or model.default_drafter
     verifier = said.verifier or model.default_verifier
@@ -139,12 +167,12 @@ def speculation(
 
 
 def stop_strings(body: TextRequest) -> list[str]:
-    """The strings that end a text."""
+    """Returns the strings that end a text."""
     return [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Seed of the text number `index` of a prompt; the first one has the prompt's own."""
+    """Returns the seed of a prompt's text number `index`; the first text uses `seed` itself."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -152,7 +180,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
-    """Raises InvalidRequest for a token number that the model does not have."""
+    """Raises InvalidRequest for a token id outside the model's vocabulary."""
     if tokens and max(tokens) >= model.vocab_size:
         raise InvalidRequest(
             param, f"expected token numbers below {model.vocab_size}, got {max(tokens)}"
@@ -194,7 +222,7 @@ def _turn(message: ChatMessage) -> dict[str, str]:
 
 
 def _bad_words(words: Sequence[str], model: TextModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is encoded at the beginning of a text and after a space."""
+    """Encodes each word in two forms: at the beginning of a text, and after a space."""
     encode = model.tokenizer.encode
     spelled = [tuple(encode(form, False)) for word in words for form in (word, f" {word}")]
     return tuple(dict.fromkeys(filter(None, spelled)))
