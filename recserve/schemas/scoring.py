@@ -57,7 +57,7 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
         """Raises InvalidRequest if an unsupported field is set."""
         for name in ("rank_fields", "max_chunks_per_doc"):
             if getattr(self, name) is not None:
-                raise InvalidRequest(name, "not done here; a document is one text")
+                raise InvalidRequest(name, "not supported; a document is one text")
 
 
 class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
         if self.item_first:
-            why = "not done here; the query comes first, so that all items share it"
+            why = "not supported; the query comes first, so that all items share it"
             raise InvalidRequest("item_first", why)
 
 

@@ -28,18 +28,18 @@ Whole = Annotated[int, Meta(ge=1, le=2**31)]
 
 # Field -> (neutral values, reason to refuse any other value).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((), "not done here; ask for n texts and choose"),
-    "suffix": (("",), "not done here; only the end of a text is written"),
-    "tools": (([],), "not done here; put them into the messages"),
-    "tool_choice": (("none", "auto"), "not done here"),
-    "functions": (([],), "not done here; put them into the messages"),
-    "function_call": (("none", "auto"), "not done here"),
-    "response_format": (({"type": "text"},), "not done here; the text is free"),
-    "modalities": ((["text"],), "not done here; there is text only"),
-    "audio": ((), "not done here; there is text only"),
-    "web_search_options": ((), "not done here"),
-    "prediction": ((), "not done here; drafts are the server's own, see speculation"),
-    "store": ((False,), "not done here; nothing is kept"),
+    "best_of": ((), "not supported; request n texts and choose among them"),
+    "suffix": (("",), "not supported; a completion only continues its prompt"),
+    "tools": (([],), "not supported; describe them in the messages"),
+    "tool_choice": (("none", "auto"), "not supported"),
+    "functions": (([],), "not supported; describe them in the messages"),
+    "function_call": (("none", "auto"), "not supported"),
+    "response_format": (({"type": "text"},), "not supported; the output is free text"),
+    "modalities": ((["text"],), "not supported; the output is text only"),
+    "audio": ((), "not supported; the output is text only"),
+    "web_search_options": ((), "not supported"),
+    "prediction": ((), "not supported; the server drafts by itself, see speculation"),
+    "store": ((False,), "not supported; the server does not store texts"),
 }
 
 
@@ -119,7 +119,7 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
             if value is not None and value not in neutral:
                 raise InvalidRequest(name, reason)
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is for streams; set stream too")
+            raise InvalidRequest("stream_options", "needs stream: true")
 
 
 class CompletionRequest(TextRequest, frozen=True, kw_only=True):

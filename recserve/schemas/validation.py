@@ -158,7 +158,7 @@ def _replaced(given: Any, steps: Sequence[Step], value: Any) -> Any:
 
 def _summary(value: Any) -> str:
     if value is UNSET:
-        return "something that no number can hold"
+        return "a number that is too large"
     if isinstance(value, str) and len(value) > 60:
         return f"a string of length {len(value)}"
     if isinstance(value, list | dict):

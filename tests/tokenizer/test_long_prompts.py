@@ -192,9 +192,7 @@ def test_a_text_that_cannot_fit_is_refused_unencoded(server, calls, name):
         "context_length_exceeded",
         param,
     )
-    assert error["message"].startswith(
-        f"{param}: this model reads and writes at most {CONTEXT} tok"
-    )
+    assert error["message"].startswith(f"{param}: this model's context has {CONTEXT} tok")
     assert calls() == 0
 
 

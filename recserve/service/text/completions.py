@@ -223,7 +223,7 @@ class Texts:
         """
         call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
-            why = "is not done together with logprobs: those of a prompt are not computed"
+            why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
         prompts = completion_prompts(body, self.model)
         shape = CompletionShape(self.model.tokenizer.all_bytes, body.logprobs is not None)
@@ -245,7 +245,7 @@ class Texts:
         """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
         call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
+            raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         shape = ChatShape(self.model.tokenizer.all_bytes, logprobs is not None)

@@ -74,14 +74,14 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
     """
     folder = settings.folder
     if not folder.is_dir():
-        raise ValueError(f"llm: there is no folder {folder}")
+        raise ValueError(f"llm is {folder}; there is no such folder")
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
     network = load_language_model(folder, _dtype(settings, device), device)
     config = network.config
     if len(tokenizer.all_bytes) > config.vocab_size:
         raise ValueError(
-            f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, the model "
-            f"scores {config.vocab_size}; they do not belong together"
+            f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, but the model "
+            f"scores only {config.vocab_size}; use the model's own tokenizer.json"
         )
     verifiers()  # so that a broken plugin fails at startup and not in a request
     drafters = open_drafters(settings.drafters or ("none",), network)
@@ -112,7 +112,7 @@ def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
         return stored
     found = fastest_dtype(config.decoder, (stored, torch.float32))
     if found != stored:
-        log.info("%s computes in float32: on this processor that is faster", settings.folder.name)
+        log.info("%s computes in float32, which is faster on this processor", settings.folder.name)
     return found
 
 
@@ -138,7 +138,7 @@ def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Dra
     for name, given in folders.items():
         missing = [folder for folder in given if not folder.is_dir()]
         if missing:
-            raise ValueError(f"drafters: {name} is to come from {missing[0]}, which is no folder")
+            raise ValueError(f"drafters: {name} is {missing[0]}; there is no such folder")
         drafters[name] = build_drafter(name, network, given)
     for name in weightless_drafters():
         drafters.setdefault(name, build_drafter(name, network))

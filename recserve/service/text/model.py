@@ -58,7 +58,7 @@ class TextModel:
     def check_name(self, name: str | None) -> None:
         """Raises UnknownModel if a request names another model."""
         if name and name != self.name:
-            raise UnknownModel(f"the language model here is {self.name!r}, got {name[:80]!r}")
+            raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
 
     def described(self) -> dict[str, Any]:
         """Returns this server's own fields of the model in GET /v1/models."""

@@ -55,10 +55,10 @@ def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt
     else:
         parts = [part for part in given if not isinstance(part, int)]
         if len(parts) != len(given):
-            raise InvalidRequest("prompt", "expected texts or lists of token numbers, got both")
+            raise InvalidRequest("prompt", "expected texts or lists of token ids, got both kinds")
     if len(parts) * (body.n or 1) > MAX_CHOICES:
         asked = f"{len(parts)} prompts with n = {body.n or 1}"
-        raise InvalidRequest("prompt", f"at most {MAX_CHOICES} texts per request, got {asked}")
+        raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {asked}")
     return [_prompt(part, body.add_special_tokens, model) for part in parts]
 
 
@@ -107,7 +107,7 @@ def sampling(
         asked = "" if max_tokens is None else f", max_tokens is {max_tokens}"
         raise ContextExceeded(
             "max_tokens" if room >= 1 else "prompt",
-            f"this model reads and writes at most {model.context} tokens; the prompt has "
+            f"this model's context has {model.context} tokens; the prompt has "
             f"{len(prompt.tokens)}{asked}",
         )
     most = max_tokens or room
@@ -153,10 +153,10 @@ def speculation(
     for field, (value, there) in names.items():
         if value not in there:
             raise InvalidRequest(
-                f"speculation.{field}", f"this server has {', '.join(there)}, got {value!r}"
+                f"speculation.{field}", f"expected one of {', '.join(there)}, got {value!r}"
             )
     if verifier == GREEDY and temperature != 0:
-        raise InvalidRequest("speculation.verifier", "greedy is for temperature 0; ask for sample")
+        raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
     tree = None if said.tree is None else tuple(tuple(path) for path in said.tree)
     asked = Speculation(drafter, verifier, said.num_tokens, tree)
     try:
@@ -183,7 +183,7 @@ def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
     """Raises InvalidRequest for a token id outside the model's vocabulary."""
     if tokens and max(tokens) >= model.vocab_size:
         raise InvalidRequest(
-            param, f"expected token numbers below {model.vocab_size}, got {max(tokens)}"
+            param, f"expected token ids below {model.vocab_size}, got {max(tokens)}"
         )
 
 
@@ -193,8 +193,7 @@ def check_length(param: str, text: str, model: TextModel) -> None:
     if fewest > model.context:
         raise ContextExceeded(
             param,
-            f"this model reads and writes at most {model.context} tokens; this text has at least "
-            f"{fewest}",
+            f"this model's context has {model.context} tokens; this text has at least {fewest}",
         )
 
 
@@ -206,9 +205,7 @@ def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
         check_tokens("prompt", given, model)
         prompt = Prompt(given, model.tokenizer.decode(given))
     if not prompt.tokens:
-        raise InvalidRequest(
-            "prompt", "is empty; this model needs at least one token to go on from"
-        )
+        raise InvalidRequest("prompt", "is empty; this model needs at least one token to continue")
     return prompt
 
 

@@ -83,7 +83,7 @@ class TextStream:
             index: Number of the text in its request.
             table: Bytes of each token.
             stops: Strings that end the text.
-            min_tokens: Stop strings are ignored before this many tokens.
+            min_tokens: Number of first tokens in which stop strings are ignored.
             listener: Called with every piece; None if the text is only read at the end.
             beginning: Characters before the generated text, such as an echoed prompt.
         """

@@ -200,8 +200,8 @@ class TextScores:
         if len(root) + len(branches[longest]) > self.model.context:
             raise ContextExceeded(
                 f"{param}[{longest}]",
-                f"this model reads at most {self.model.context} tokens; the query has {len(root)} "
-                f"and this {len(branches[longest])}",
+                f"this model's context has {self.model.context} tokens; the query has {len(root)} "
+                f"and this text {len(branches[longest])}",
             )
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
@@ -238,12 +238,12 @@ class TextScores:
             text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
         before, found, after = text.partition(DOCUMENT_PLACEHOLDER)
         if not found or DOCUMENT_PLACEHOLDER in after:
-            raise InvalidRequest("query", "the model's chat template does not show it once")
+            raise InvalidRequest("query", "the model's chat template must show it exactly once")
         check_length("query", before + after, self.model)
         yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))
         same = next((n for n, (a, b) in enumerate(zip(yes, no, strict=False)) if a != b), None)
         if same is None:
-            raise InvalidRequest("model", "this model's tokeniser does not tell yes from no")
+            raise InvalidRequest("model", "this model's tokeniser encodes yes and no equally")
         head = tokenizer.encode(before, special=tokenizer.template is None)
         return Question(head, yes[:same], (yes[same], no[same]))
 
