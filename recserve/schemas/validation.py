@@ -56,15 +56,15 @@ def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
     reason = _expected(reason, _schemas(kind, param))
     of_key = place is not None and place[1] is not None
     param, entry, inside = param.partition(_ENTRY)
-    came = _value(given, _steps(param))
-    if (of_key or entry) and isinstance(came, dict):
+    found = _value(given, _steps(param))
+    if (of_key or entry) and isinstance(found, dict):
         key = _key_at_fault(text, given, kind, _steps(param))
         if of_key:
-            reason, came = f"of its keys, {reason.partition(', got ')[0]}", key
+            reason, found = f"invalid key, {reason.partition(', got ')[0]}", key
         elif key is not None:
-            param, came = f"{param}.{key[:64]}{inside}", _value(came[key], _steps(inside))
+            param, found = f"{param}.{key[:64]}{inside}", _value(found[key], _steps(inside))
     if ", got " not in reason:
-        reason += f", got {_summary(came)}"
+        reason += f", got {_summary(found)}"
     return _refused(param, reason)
 
 
@@ -84,9 +84,9 @@ def _expected(reason: str, there: Sequence[dict[str, Any]]) -> str:
     if reason.startswith("Invalid enum value"):
         names = sorted({name for schema in there for name in schema.get("enum", ())})
         return f"expected {' or '.join(names)}"
-    said = [schema["description"] for schema in there if "description" in schema]
-    if said and " matching regex " in reason:
-        return f"expected {said[0]}"
+    descriptions = [schema["description"] for schema in there if "description" in schema]
+    if descriptions and " matching regex " in reason:
+        return f"expected {descriptions[0]}"
     return reason[:1].lower() + reason[1:]
 
 

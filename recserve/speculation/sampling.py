@@ -177,10 +177,10 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 def _nucleus(logits: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
     """[m] smallest logit inside top_p among the tokens at or above the threshold [m]."""
     vocabulary = logits.shape[1]
-    kept = logits.masked_fill(logits < threshold[:, None], BANNED)
-    total = kept.logsumexp(1, keepdim=True)
+    masked = logits.masked_fill(logits < threshold[:, None], BANNED)
+    total = masked.logsumexp(1, keepdim=True)
     for width in (min(HEAD, vocabulary), vocabulary):
-        values = kept.topk(width).values
+        values = masked.topk(width).values
         mass = (values - total).exp()
         # A token is inside if the more likely ones together hold less than top_p.
         before = mass.cumsum(1) - mass

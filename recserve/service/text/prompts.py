@@ -57,8 +57,8 @@ def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt
         if len(parts) != len(given):
             raise InvalidRequest("prompt", "expected texts or lists of token ids, got both kinds")
     if len(parts) * (body.n or 1) > MAX_CHOICES:
-        asked = f"{len(parts)} prompts with n = {body.n or 1}"
-        raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {asked}")
+        given_texts = f"{len(parts)} prompts with n = {body.n or 1}"
+        raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {given_texts}")
     return [_prompt(part, body.add_special_tokens, model) for part in parts]
 
 
@@ -104,11 +104,11 @@ def sampling(
     """
     room = model.context - len(prompt.tokens)
     if room < 1 or (max_tokens or 1) > room:
-        asked = "" if max_tokens is None else f", max_tokens is {max_tokens}"
+        limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
         raise ContextExceeded(
             "max_tokens" if room >= 1 else "prompt",
             f"this model's context has {model.context} tokens; the prompt has "
-            f"{len(prompt.tokens)}{asked}",
+            f"{len(prompt.tokens)}{limit}",
         )
     most = max_tokens or room
     if body.min_tokens > most:
@@ -143,9 +143,9 @@ def speculation(
     Raises:
         InvalidRequest: If an option is unknown here, or the options do not fit each other.
     """
-    said = body or SpeculationOptions()
-    drafter = said.drafter or model.default_drafter
-    verifier = said.verifier or model.default_verifier
+    options = body or SpeculationOptions()
+    drafter = options.drafter or model.default_drafter
+    verifier = options.verifier or model.default_verifier
     names: dict[str, tuple[str, Collection[str]]] = {
         "drafter": (drafter, model.drafters),
         "verifier": (verifier, verifiers()),
@@ -157,13 +157,13 @@ def speculation(
             )
     if verifier == GREEDY and temperature != 0:
         raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
-    tree = None if said.tree is None else tuple(tuple(path) for path in said.tree)
-    asked = Speculation(drafter, verifier, said.num_tokens, tree)
+    tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
+    drafting = Speculation(drafter, verifier, options.num_tokens, tree)
     try:
-        check_speculation(asked, model.drafters[drafter])
+        check_speculation(drafting, model.drafters[drafter])
     except ValueError as error:
         raise InvalidRequest("speculation", str(error)) from None
-    return asked
+    return drafting
 
 
 def stop_strings(body: TextRequest) -> list[str]:

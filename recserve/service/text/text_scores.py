@@ -152,7 +152,7 @@ class TextScores:
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
         question = self._question(body.instruction or INSTRUCTION, body.query)
         encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
-        if most is None or most > self.model.context:  # else a long document is cut to what fits
+        if most is None or most > self.model.context:  # otherwise cut to `most`
             for place, text in enumerate(texts):
                 check_length(f"documents[{place}]", text, self.model)
         branches = [[*encode(text)[:most], *question.after] for text in texts]
@@ -227,13 +227,13 @@ class TextScores:
         The prompt ends where the tokens of "yes" and "no" first differ.
         """
         tokenizer = self.model.tokenizer
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {DOCUMENT_PLACEHOLDER}"
+        turn = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {DOCUMENT_PLACEHOLDER}"
         if tokenizer.template is None:
-            text, space = f"{RERANK_SYSTEM_PROMPT}\n{asked}\nAnswer:", " "
+            text, space = f"{RERANK_SYSTEM_PROMPT}\n{turn}\nAnswer:", " "
         else:
             turns = [
                 {"role": "system", "content": RERANK_SYSTEM_PROMPT},
-                {"role": "user", "content": asked},
+                {"role": "user", "content": turn},
             ]
             text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
         before, found, after = text.partition(DOCUMENT_PLACEHOLDER)

@@ -15,8 +15,8 @@ def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
         budget: The engine's limit.
         own: Nodes that the drafter uses if the request sets no number.
     """
-    asked = context.speculation.num_tokens
-    most = own if asked is None else asked
+    requested = context.speculation.num_tokens
+    most = own if requested is None else requested
     if 0 <= budget.num_nodes <= most and budget.depth >= 0:
         return budget
     return budget_of(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))

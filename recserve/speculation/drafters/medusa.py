@@ -155,19 +155,19 @@ class MedusaDrafter(Drafter):
         """
         drafts = [empty_draft(self._device)] * len(contexts)
         forms = [self._formed(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        asked = []
+        rest = []
         for i, (context, form) in enumerate(zip(contexts, forms, strict=True)):
             shape, ranked = form.shape, context.ranked
             if context.hidden is None or not shape.paths:
                 continue
             if ranked is None or shape.width > ranked.shape[1]:
-                asked.append(i)
+                rest.append(i)
                 continue
             tokens = torch.from_numpy(ranked[form.levels, form.ranks])
             drafts[i] = TextDraft(tokens, form.parents, shape.depth)
-        if asked:
-            found = self._filled([contexts[i] for i in asked], [forms[i].shape for i in asked])
-            for i, draft in zip(asked, found, strict=True):
+        if rest:
+            found = self._filled([contexts[i] for i in rest], [forms[i].shape for i in rest])
+            for i, draft in zip(rest, found, strict=True):
                 drafts[i] = draft
         return drafts
 
@@ -191,13 +191,13 @@ class MedusaDrafter(Drafter):
 
     def _formed(self, context: TextContext, budget: Budget) -> _Form:
         """Returns the request's or the drafter's tree within the budget."""
-        asked = context.speculation.tree
+        paths = context.speculation.tree
         if only_chains(context):
             tree = self.chain
-        elif asked is None:
+        elif paths is None:
             tree = self.tree
         else:
-            tree = rank_tree(asked)
+            tree = rank_tree(paths)
             self._check_tree(tree)
         budget = allowed(context, budget, len(tree.paths))
         # A budget deeper than the tree gives the same form, so that the cache holds it once.

@@ -51,7 +51,7 @@ def accept_block(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
     """
     tree = scored.tree
     first, last = tree.offsets[:-1], tree.offsets[1:] - 1
-    kept, lengths = first, torch.zeros_like(first)
+    ends, lengths = first, torch.zeros_like(first)
     target = scored.target(first).softmax(-1)
     share = torch.ones_like(target[:, 0])
     after = _residual(scored, first, target, share)
@@ -66,14 +66,14 @@ def accept_block(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
         mass, missing = rest.sum(1), 1 - share
         level = torch.where(mass + missing > 0, mass / (mass + missing), 1.0)
         level = torch.where(node == last, share, level)
-        held = inside & (coins[node] < level)
-        kept, lengths = torch.where(held, node, kept), torch.where(held, depth, lengths)
-        after = torch.where(held[:, None], rest, after)
+        accepted = inside & (coins[node] < level)
+        ends, lengths = torch.where(accepted, node, ends), torch.where(accepted, depth, lengths)
+        after = torch.where(accepted[:, None], rest, after)
     # At a chain's end, and if P p equals q, the next token comes from the target itself.
-    whole = (kept == last) | (after.sum(1) <= 0)
-    left = torch.where(whole[:, None], scored.target(kept).softmax(-1), after)
+    whole = (ends == last) | (after.sum(1) <= 0)
+    left = torch.where(whole[:, None], scored.target(ends).softmax(-1), after)
     bonus = (left.log() + noise).argmax(-1)
-    return Accepted(path_to(tree, kept, lengths, scored.depth), lengths, bonus)
+    return Accepted(path_to(tree, ends, lengths, scored.depth), lengths, bonus)
 
 
 def _residual(scored: ScoredTrees, nodes: Tensor, target: Tensor, share: Tensor) -> Tensor:

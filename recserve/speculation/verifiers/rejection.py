@@ -74,13 +74,13 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
         tried[rows] = child
         token = tree.tokens[child][:, None]
         p, drafted = target[rows], draft_probs(scored, child)
-        kept = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
+        accepted = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
         rest = (p - drafted).clamp_(min=0)
         mass = rest.sum(1, keepdim=True)
         # If p equals q the residual is empty. A rejection is then a rounding error, and p itself is
         # the right distribution.
         target[rows] = torch.where(mass > 0, rest / mass, p)
-        rows, child = rows[kept], child[kept]
+        rows, child = rows[accepted], child[accepted]
         if rows.shape[0]:
             here[rows] = child
             lengths[rows] += 1

@@ -51,13 +51,13 @@ class TypicalRule(Verifier):
         score = torch.where(is_root, 0.0, own)
         # Each node walks up to node 0. A root is its own `above`, with score 0, so extra iterations
         # change nothing.
-        total, kept, node = score, plausible, above
+        total, accepted, node = score, plausible, above
         for _ in range(scored.depth):
             total = total + score[node]
-            kept = kept & plausible[node]
+            accepted = accepted & plausible[node]
             node = above[node]
         # Per tree: the greatest depth, then the highest total, then the first node.
-        rank = torch.where(kept, tree.depths, -1)
+        rank = torch.where(accepted, tree.depths, -1)
         longest = rank.new_zeros(tree.num_trees).scatter_reduce(0, owners, rank, "amax")
         total = total.masked_fill(rank != longest[owners], float("-inf"))
         best = total.new_full((tree.num_trees,), float("-inf"))
