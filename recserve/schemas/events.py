@@ -1,4 +1,4 @@
-"""Bodies and answers of the routes that take and tell what users did."""
+"""Requests and responses of the routes that store and return user events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ Correcting = Annotated[str, Meta(extra_json_schema={"enum": [REPLACE, REMOVE]})]
 
 
 class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
-    """One event. Its values are judged row by row: a bad row does not refuse its neighbours.
+    """One event of a user. Each event is validated by itself; a bad one does not affect the others.
 
-    correction: `replace`: the user's stored event with this event_id becomes this one, at its
-    stored time where this one has none; `remove`: it goes, and user_id and event_id are all that
-    is read. item_id: required but for `remove`.
+    Attributes:
+        user_id: The user.
+        item_id: The item; required unless `correction` is `remove`.
+        type: Event type.
+        timestamp: RFC 3339 time with a zone. None means now; with `replace`, the stored time.
+        event_id: Id of the event. An event with a stored id is a duplicate.
+        value: A number that the event carries.
+        correction: `replace` overwrites the user's stored event that has this event_id. `remove`
+            deletes it, and reads user_id and event_id only. None stores a new event.
     """
 
     user_id: str
@@ -32,13 +38,18 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
 
     def __post_init__(self) -> None:
         if self.item_id is None and self.correction is None:
-            # The words for any field that is required, so that it is refused like one.
+            # msgspec's own message, so that the error equals that of other required fields.
             raise ValueError("Object missing required field `item_id`")
 
 
 class EventsRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/events. warm: compute the users' roots now, and drafts for what they will probably
-    ask, so that their next answer is quick.
+    """POST /v1/events.
+
+    Attributes:
+        events: 1 to 1000 events.
+        warm: Prewarm the users' prefixes now, and drafts for their probable requests, so that their
+            next response is fast.
+        request_id: Id of the request; None generates one.
     """
 
     events: Annotated[list[EventInput], Meta(min_length=1, max_length=MAX_EVENTS)]
@@ -47,9 +58,15 @@ class EventsRequest(StrictStruct, frozen=True, kw_only=True):
 
 
 class EventsResponse(Struct, frozen=True, kw_only=True):
-    """What became of each event. warmed: roots under way; those the queue has no room for are not.
+    """The outcome of an events call.
 
-    Fewer than users times models: the rest is computed when it is asked for.
+    Attributes:
+        accepted: Number of new events.
+        duplicates: Number of events whose event_id is stored already.
+        corrected: Number of applied corrections.
+        rejected: Refused events with their reasons.
+        warmed: Number of prefixes being prewarmed. It is below users times models if the queue is
+            full; the other prefixes are computed on demand.
     """
 
     accepted: int
@@ -60,7 +77,13 @@ class EventsResponse(Struct, frozen=True, kw_only=True):
 
 
 class HistoryEvent(Struct, frozen=True, kw_only=True):
-    """timestamp: RFC 3339; None where the event came with a position only."""
+    """A stored event of a user.
+
+    Attributes:
+        item_id: The item.
+        type: Event type.
+        timestamp: RFC 3339 time; None if the event has a position only.
+    """
 
     item_id: str
     type: str
@@ -68,7 +91,13 @@ class HistoryEvent(Struct, frozen=True, kw_only=True):
 
 
 class HistoryResponse(Struct, frozen=True, kw_only=True):
-    """A user's events, oldest first. unknown_items: further events, of items that are gone."""
+    """A user's events.
+
+    Attributes:
+        user_id: The user.
+        events: Events, oldest first.
+        unknown_items: Number of further events, whose items are no longer in the catalogue.
+    """
 
     user_id: str
     events: list[HistoryEvent]

@@ -1,7 +1,7 @@
-"""Bodies and answers of every route, once: HTTP, the commands and the service speak these.
+"""Requests and responses of the item routes, shared by HTTP, the commands and the service.
 
-Decoding checks types and bounds in one pass (msgspec), which is what makes 500 candidates cheap.
-Names are the contract's: see docs/reference/http.md.
+msgspec checks types and bounds in one decoding pass, which is cheap even for 500 candidates. Field
+names are part of the HTTP contract, see docs/reference/http.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ Moment = Annotated[datetime.datetime, Meta(tz=True)]
 
 
 class InvalidRequest(ValueError):
-    """A field is out of range. param: its place, `candidates[3].item_id`; None: the whole body."""
+    """A request field is out of range.
+
+    Attributes:
+        param: Path of the field, such as `candidates[3].item_id`; None for the whole body.
+    """
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(f"{param}: {message}" if param else message)
@@ -48,18 +52,21 @@ class InvalidRequest(ValueError):
 
 
 class StrictStruct(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Part of a request body. A field that it does not define is an error."""
+    """Part of a request body; an unknown field is an error."""
 
 
 class UserRef(StrictStruct, frozen=True, kw_only=True):
-    """Whose history to read."""
+    """The user whose stored history is read."""
 
     id: Id
 
 
 class Exclude(StrictStruct, frozen=True, kw_only=True):
-    """Items that must not be answered. seen: leave out what is in the user's history; with
-    seen_within_s only what the user did something with in so many seconds before now.
+    """Items that the response must not contain.
+
+    Attributes:
+        seen: Leave out the items of the user's history.
+        seen_within_s: With `seen`, leave out only items with an event in the last so many seconds.
     """
 
     item_ids: Annotated[list[Id], Meta(max_length=MAX_EXCLUDED)] = []
@@ -68,8 +75,12 @@ class Exclude(StrictStruct, frozen=True, kw_only=True):
 
 
 class Diversity(StrictStruct, frozen=True, kw_only=True):
-    """Most items of one kind in a slate. category: that share a category path. prefix: `[level,
-    n]`, at most n items whose codes are the same up to that level, the first of which is 0.
+    """Caps on similar items in a slate.
+
+    Attributes:
+        category: Most items that share a category path.
+        prefix: `[level, n]` allows at most n items whose codes agree up to that level; the first
+            level is 0.
     """
 
     category: Cap | None = None
@@ -77,12 +88,16 @@ class Diversity(StrictStruct, frozen=True, kw_only=True):
 
 
 class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/recommend. `user` or `history` (oldest first, overrides the store) is required.
+    """POST /v1/recommend. Either `user` or `history` is required.
 
-    beam_width: None: 50, or k where that is more. dense_weight: weight of the dense head's
-    log-probability, whose own best items compete with the beams; None: the bundle's own. outcome:
-    what the slate should lead to, with weights; read by `dense`. None: as the training events were.
-    diversity: most items of one kind.
+    Attributes:
+        history: Item ids, oldest first; overrides the stored history.
+        beam_width: Number of beams; None means 50, or k if that is larger.
+        dense_weight: Weight of the dense head's log-probability. The head's best items compete with
+            the beams. None means the bundle's weight.
+        outcome: Weights of event types that the slate should lead to; only `dense` uses it. None
+            means the distribution of the training events.
+        diversity: Caps on similar items.
     """
 
     user: UserRef | None = None
@@ -101,7 +116,12 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
 
 
 class Candidate(StrictStruct, frozen=True, kw_only=True, gc=False):
-    """One item to rank. shown_at: when the user saw it; later events do not count for it."""
+    """One item to rank.
+
+    Attributes:
+        features: Numbers that replace the catalogue's.
+        shown_at: Time at which the user saw the item; later events do not count for it.
+    """
 
     item_id: Id
     features: Annotated[dict[Name, float], Meta(max_length=64)] | None = None
@@ -109,7 +129,10 @@ class Candidate(StrictStruct, frozen=True, kw_only=True, gc=False):
 
 
 class RankRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/rank. sort_by: the task whose score sorts the answer, None: the model's first."""
+    """POST /v1/rank. Either `user` or `history` is required.
+
+    `sort_by` is the task whose score sorts the response; None means the model's first task.
+    """
 
     candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=MAX_CANDIDATES)]
     user: UserRef | None = None
@@ -121,7 +144,7 @@ class RankRequest(StrictStruct, frozen=True, kw_only=True):
 
 
 class RankBatchRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/rank:batch, one ranking per user."""
+    """POST /v1/rank:batch, with one ranking per user."""
 
     requests: Annotated[list[RankRequest], Meta(min_length=1, max_length=MAX_BATCH)]
     timeout_ms: TimeoutMs | None = None
@@ -129,7 +152,12 @@ class RankBatchRequest(StrictStruct, frozen=True, kw_only=True):
 
 
 class ItemInput(StrictStruct, frozen=True, kw_only=True):
-    """One item. What is not said stays as it was; an embedding gives the item a new place."""
+    """One item to insert or change. Omitted fields stay unchanged.
+
+    Attributes:
+        embedding: The item's vector. It assigns the item a new semantic id.
+        attributes: Values by column of the items file; null removes a value.
+    """
 
     item_id: Id
     title: Annotated[str, Meta(max_length=4096)] | None = None
@@ -139,20 +167,25 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
 
 
 class ItemsRequest(StrictStruct, frozen=True, kw_only=True):
-    """PUT /v1/items. Each is an ItemInput, judged by itself; further fields are attributes."""
+    """PUT /v1/items. Each item has the fields of ItemInput; other fields are attributes.
+
+    Items are validated one by one.
+    """
 
     items: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_ITEMS)]
     request_id: RequestId | None = None
 
 
 class RollbackRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/items:rollback. catalog_version: one of those that are kept."""
+    """POST /v1/items:rollback, to a stored version of the catalogue."""
 
     catalog_version: Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class TimingMs(Struct, frozen=True, kw_only=True):
-    """Milliseconds per stage; `features` is history, encoding and ids, `total` the whole of it."""
+    """Milliseconds per stage. `features` covers history, encoding and ids; `total` is the whole
+    request.
+    """
 
     queue: float = 0.0
     features: float = 0.0
@@ -163,7 +196,7 @@ class TimingMs(Struct, frozen=True, kw_only=True):
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """What every answer of a model carries."""
+    """Fields that every model response has."""
 
     request_id: str
     strategy: str
@@ -178,8 +211,11 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
-    """score: sum of log-probabilities over the levels (`rpg`: their mean), with `dense` a
-    scaled cosine; None where `source` is not `model`.
+    """One item of a slate.
+
+    Attributes:
+        score: Sum of log-probabilities over the levels. `rpg` gives their mean, and `dense` a
+            scaled cosine. None if `source` is not `model`.
     """
 
     item_id: str
@@ -190,7 +226,13 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """Work behind an answer: events read and used, root tokens cached and computed, tree nodes."""
+    """The work behind a response.
+
+    Attributes:
+        history_events: Number of events that were read; the model used `history_used` of them.
+        root_tokens_cached: Prefix tokens found in the cache; the others were computed.
+        forwards: Number of forward passes over `nodes` tree nodes.
+    """
 
     history_events: int
     history_used: int
@@ -201,14 +243,14 @@ class Explanation(Struct, frozen=True, kw_only=True):
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):
-    """A slate, best first."""
+    """A slate of items, best first."""
 
     items: list[RecommendedItem]
     explanation: Explanation | UnsetType = UNSET
 
 
 class RankedItem(Struct, frozen=True, gc=False):
-    """score: the sorting task's. scores: one per task."""
+    """One ranked candidate. `score` is that of the sorting task, `scores` has one per task."""
 
     item_id: str
     score: float
@@ -217,7 +259,7 @@ class RankedItem(Struct, frozen=True, gc=False):
 
 
 class RankResponse(Envelope, frozen=True, kw_only=True):
-    """Candidates by score, best first; `missing_item_ids` are the unknown ones."""
+    """Ranked candidates, best first. `missing_item_ids` lists the unknown items."""
 
     scorer: str
     items: list[RankedItem]
@@ -225,7 +267,7 @@ class RankResponse(Envelope, frozen=True, kw_only=True):
 
 
 class ErrorDetail(Struct, frozen=True, kw_only=True):
-    """param: the field at fault; code: a word for programs."""
+    """Description of an error. `param` is the invalid field, `code` is machine-readable."""
 
     message: str
     type: str
@@ -234,27 +276,27 @@ class ErrorDetail(Struct, frozen=True, kw_only=True):
 
 
 class ErrorResponse(Struct, frozen=True, kw_only=True):
-    """The one shape of every error."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class RankOutcome(Struct, frozen=True, kw_only=True):
-    """What became of one request of a batch: either of the two."""
+    """The outcome of one ranking in a batch: either `answer` or `error`."""
 
     answer: RankResponse | UnsetType = UNSET
     error: ErrorDetail | UnsetType = UNSET
 
 
 class RankBatchResponse(Struct, frozen=True, kw_only=True):
-    """One outcome per request, in their order."""
+    """One outcome per ranking, in request order."""
 
     request_id: str
     results: list[RankOutcome]
 
 
 class Rejection(Struct, frozen=True, kw_only=True):
-    """Why the event or item at `index` was not taken."""
+    """Reason for refusing the event or item at `index`."""
 
     index: int
     reason: str
@@ -273,9 +315,9 @@ class ItemResponse(Struct, frozen=True, kw_only=True):
 
 
 class ItemsResponse(Struct, frozen=True, kw_only=True):
-    """What became of each item, and the version that has them all.
+    """The outcome of an items call. `catalog_version` contains all its changes.
 
-    degraded: items that are in, but not as well placed as they could be.
+    `degraded` lists items that were stored with a semantic id of lower quality, with reasons.
     """
 
     catalog_version: str
@@ -286,14 +328,14 @@ class ItemsResponse(Struct, frozen=True, kw_only=True):
 
 
 class HideItemResponse(Struct, frozen=True, kw_only=True):
-    """The version that no longer answers the item."""
+    """The catalogue version that no longer returns the item."""
 
     item_id: str
     catalog_version: str
 
 
 class RollbackResponse(Struct, frozen=True, kw_only=True):
-    """catalog_version: the new version; restored: whose content it has."""
+    """The new version, and the version that it restores."""
 
     catalog_version: str
     restored: str

@@ -1,6 +1,7 @@
-"""Bodies and answers of the routes that score given texts.
+"""Requests and responses of the routes that score given texts.
 
-`/v1/rerank` and `/v2/rerank` have Jina's and Cohere's fields, `/generative_scoring` vLLM's.
+`/v1/rerank` and `/v2/rerank` have the fields of Jina and Cohere, `/generative_scoring` those of
+vLLM.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ TokenTexts = Annotated[list[TokenId], Meta(min_length=1)]
 
 
 class Document(StrictStruct, frozen=True, kw_only=True):
-    """A document as an object."""
+    """A document in object form."""
 
     text: str
 
 
 class RerankRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /v1/rerank and /v2/rerank. instruction: what makes a document relevant.
+    """POST /v1/rerank and /v2/rerank.
 
-    max_tokens_per_doc: longer documents are cut there; None: they are refused where they do not
-    fit. rank_fields, max_chunks_per_doc: Cohere's, refused.
+    Attributes:
+        query: The search query.
+        documents: Texts or Document objects.
+        top_n: Number of best documents to return; None returns all.
+        return_documents: Add the texts to the response.
+        instruction: What makes a document relevant; None means a general instruction.
+        max_tokens_per_doc: Longer documents are cut to this length. None refuses documents that do
+            not fit the context.
+        rank_fields: Field of Cohere; refused.
+        max_chunks_per_doc: Field of Cohere; refused.
     """
 
     query: Annotated[str, Meta(min_length=1)]
@@ -45,17 +54,23 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what is not done here."""
+        """Raises InvalidRequest if an unsupported field is set."""
         for name in ("rank_fields", "max_chunks_per_doc"):
             if getattr(self, name) is not None:
-                raise InvalidRequest(name, "not done here; a document is one text")
+                raise InvalidRequest(name, "not supported; a document is one text")
 
 
 class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
-    """POST /generative_scoring: how likely each label token is after query and item.
+    """POST /generative_scoring: the probability of each label token after query and item.
 
-    query, items: texts, or lists of token numbers. apply_softmax: normalise over the labels; False:
-    probabilities over the whole vocabulary. add_special_tokens: before the query.
+    Attributes:
+        query: A text, or a list of token ids.
+        items: Texts, or lists of token ids.
+        label_token_ids: Tokens whose probabilities are returned.
+        apply_softmax: Normalise over the labels. False returns probabilities over the whole
+            vocabulary.
+        item_first: Refused; the query comes first.
+        add_special_tokens: Add special tokens before the query.
     """
 
     query: str | list[TokenId]
@@ -69,14 +84,21 @@ class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what is not done here."""
+        """Raises InvalidRequest if an unsupported field is set."""
         if self.item_first:
-            why = "not done here; the query comes first, so that all items share it"
+            why = "not supported; the query comes first, so that all items share it"
             raise InvalidRequest("item_first", why)
 
 
 class RerankResult(Struct, frozen=True, kw_only=True):
-    """index: place of the document in the body."""
+    """The relevance of one document.
+
+    Attributes:
+        index: Index of the document in the request.
+        relevance_score: Probability of "yes" against "no" to the question whether the document is
+            relevant.
+        document: The document, if requested.
+    """
 
     index: int
     relevance_score: float
@@ -84,19 +106,19 @@ class RerankResult(Struct, frozen=True, kw_only=True):
 
 
 class ApiVersion(Struct, frozen=True):
-    """Cohere's."""
+    """Version field of Cohere's response format."""
 
     version: str
 
 
 class RerankMeta(Struct, frozen=True):
-    """Cohere's."""
+    """Metadata field of Cohere's response format."""
 
     api_version: ApiVersion
 
 
 class RerankResponse(Struct, frozen=True, kw_only=True):
-    """The best documents first."""
+    """Documents by relevance, best first."""
 
     id: str
     model: str
@@ -106,7 +128,12 @@ class RerankResponse(Struct, frozen=True, kw_only=True):
 
 
 class ItemScore(Struct, frozen=True, kw_only=True):
-    """score: of the first label. scores: of all, in their order."""
+    """Label probabilities of one item.
+
+    Attributes:
+        score: Probability of the first label.
+        scores: Probabilities of all labels, in request order.
+    """
 
     index: int
     object: str = "score"
@@ -115,7 +142,7 @@ class ItemScore(Struct, frozen=True, kw_only=True):
 
 
 class GenerativeScoringResponse(Struct, frozen=True, kw_only=True):
-    """One score per item, in their order."""
+    """One score per item, in request order."""
 
     id: str
     object: str = "list"

@@ -1,7 +1,7 @@
-"""Bodies and answers of the routes that write text, in OpenAI's shapes.
+"""Requests and responses of the routes that write text, in OpenAI's format.
 
-Bounds are OpenAI's where it has one. Fields that OpenAI has and this server does not do are listed
-in REFUSED with the reason; fields that say nothing about the text are taken and not read.
+Bounds equal OpenAI's where it has one. REFUSED lists the fields of OpenAI that this server does not
+support, with reasons. Fields that do not affect the text are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ TextTimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TEXT_TIMEOUT_MS)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
 Whole = Annotated[int, Meta(ge=1, le=2**31)]
 
-# Field -> values that ask for nothing, and why any other is refused.
+# Field -> (neutral values, reason to refuse any other value).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((), "not done here; ask for n texts and choose"),
-    "suffix": (("",), "not done here; only the end of a text is written"),
-    "tools": (([],), "not done here; put them into the messages"),
-    "tool_choice": (("none", "auto"), "not done here"),
-    "functions": (([],), "not done here; put them into the messages"),
-    "function_call": (("none", "auto"), "not done here"),
-    "response_format": (({"type": "text"},), "not done here; the text is free"),
-    "modalities": ((["text"],), "not done here; there is text only"),
-    "audio": ((), "not done here; there is text only"),
-    "web_search_options": ((), "not done here"),
-    "prediction": ((), "not done here; drafts are the server's own, see speculation"),
-    "store": ((False,), "not done here; nothing is kept"),
+    "best_of": ((), "not supported; request n texts and choose among them"),
+    "suffix": (("",), "not supported; a completion only continues its prompt"),
+    "tools": (([],), "not supported; describe them in the messages"),
+    "tool_choice": (("none", "auto"), "not supported"),
+    "functions": (([],), "not supported; describe them in the messages"),
+    "function_call": (("none", "auto"), "not supported"),
+    "response_format": (({"type": "text"},), "not supported; the output is free text"),
+    "modalities": ((["text"],), "not supported; the output is text only"),
+    "audio": ((), "not supported; the output is text only"),
+    "web_search_options": ((), "not supported"),
+    "prediction": ((), "not supported; the server drafts by itself, see speculation"),
+    "store": ((False,), "not supported; the server does not store texts"),
 }
 
 
 class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
-    """How the text is drafted; it changes the time only, unless the verifier is `typical`.
+    """Drafting options. They change the speed only, unless the verifier is `typical`.
 
-    num_tokens: most draft nodes a step. tree: a static tree as rank paths, `[[0], [1], [0, 0]]`.
+    Attributes:
+        drafter: Name of a drafter of the server; None means the server's default.
+        verifier: Name of an acceptance rule; None means the server's default.
+        num_tokens: Most draft nodes per step.
+        tree: Static tree as rank paths, such as `[[0], [1], [0, 0]]`.
     """
 
     drafter: Name | None = None
@@ -62,10 +66,12 @@ class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
 
 
 class StreamOptions(StrictStruct, frozen=True, kw_only=True):
-    """What a stream says besides its text.
+    """Extra content of a stream.
 
-    include_usage: one more chunk at the end, with the token counts of the whole answer.
-    continuous_usage_stats: every chunk has the token counts so far of the text it belongs to.
+    Attributes:
+        include_usage: Add a last chunk with the token counts of the whole response.
+        continuous_usage_stats: Add to every chunk the token counts of its text so far.
+        include_obfuscation: Ignored.
     """
 
     include_usage: bool = False
@@ -74,7 +80,7 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
 
 
 class TextRequest(StrictStruct, frozen=True, kw_only=True):
-    """What both routes take; None: the default of docs/reference/http.md."""
+    """Fields that both text routes accept. None means the default in docs/reference/http.md."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -107,17 +113,24 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     store: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for what OpenAI's interface has and this server does not."""
+        """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
         for name, (neutral, reason) in REFUSED.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
                 raise InvalidRequest(name, reason)
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "is for streams; set stream too")
+            raise InvalidRequest("stream_options", "needs stream: true")
 
 
 class CompletionRequest(TextRequest, frozen=True, kw_only=True):
-    """POST /v1/completions. prompt: a text, token numbers, or a list of either."""
+    """POST /v1/completions.
+
+    Attributes:
+        prompt: A text, a list of token ids, or a list of either.
+        echo: Put the prompt before each text.
+        logprobs: Number of likeliest tokens to report per output token.
+        add_special_tokens: Add the tokeniser's special tokens to a prompt given as text.
+    """
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     echo: bool | None = None
@@ -128,14 +141,14 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
 
 
 class TextPart(StrictStruct, frozen=True, kw_only=True):
-    """A part of a message; there is text only."""
+    """A text part of a message; no other kind is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(StrictStruct, frozen=True, kw_only=True):
-    """One turn. `developer` is given to the template as `system`."""
+    """One turn. The template receives the role `developer` as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -146,7 +159,13 @@ TemplateSetting = bool | int | float | str | None
 
 
 class ChatRequest(TextRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. chat_template_kwargs: further names for the template."""
+    """POST /v1/chat/completions.
+
+    Attributes:
+        messages: The conversation.
+        max_completion_tokens: Most output tokens; overrides `max_tokens`.
+        chat_template_kwargs: Further variables for the chat template.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Whole | None = None
@@ -166,15 +185,15 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
 
 
 class PromptDetails(Struct, frozen=True):
-    """cached_tokens: prompt tokens whose keys and values were there already."""
+    """Prompt statistics. `cached_tokens` counts tokens whose keys and values were in the cache."""
 
     cached_tokens: int
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Token counts; a prompt counts once however many texts follow it.
+    """Token counts. A prompt counts once, regardless of the number of its texts.
 
-    prompt_tokens_details: left out of the counts so far in a stream.
+    `prompt_tokens_details` is absent in the running counts of a stream.
     """
 
     prompt_tokens: int
@@ -184,10 +203,12 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class SpeculationMetrics(Struct, frozen=True, kw_only=True):
-    """What drafting did, over all texts of the answer.
+    """Draft statistics over all texts of the response.
 
-    mean_acceptance_length counts the bonus token, as vLLM's does; per_position[d]: tokens accepted
-    at place d of their draft.
+    Attributes:
+        mean_acceptance_length: Tokens per step with a draft, the bonus token included, as in vLLM.
+        draft_acceptance_rate: Accepted share of the draft tokens.
+        per_position: `per_position[d]` counts tokens accepted at position d of their draft.
     """
 
     drafter: str
@@ -202,13 +223,16 @@ class SpeculationMetrics(Struct, frozen=True, kw_only=True):
 
 
 class TextMetrics(Struct, frozen=True):
-    """speculative_decoding: None where nothing was drafted."""
+    """Metrics of a response. `speculative_decoding` is None if nothing was drafted."""
 
     speculative_decoding: SpeculationMetrics | None
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """One entry per token; text_offset: characters before it, the prompt's where it is echoed."""
+    """Log-probabilities, one entry per token.
+
+    `text_offset` counts the characters before a token, those of an echoed prompt included.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -217,7 +241,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class TopLogprob(Struct, frozen=True):
-    """bytes: what the token writes, which by itself may be half a character."""
+    """A token and its log-probability. `bytes` may be a part of a character."""
 
     token: str
     logprob: float
@@ -225,13 +249,13 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprob(TopLogprob, frozen=True):
-    """A written token and the likeliest in its place."""
+    """An output token and the likeliest tokens in its place."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Struct, frozen=True):
-    """One entry per written token."""
+    """Log-probabilities, one entry per output token."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -258,7 +282,7 @@ class AssistantMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    """One answer."""
+    """One chat response."""
 
     index: int
     message: AssistantMessage
@@ -267,14 +291,14 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
-    """A piece of an answer; the role comes with the first."""
+    """A piece of a chat response. The first piece has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    """A piece of one answer."""
+    """A piece of one chat response, with its index."""
 
     index: int
     delta: ChatDelta
@@ -283,9 +307,12 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
 
 
 class TextResponse(Struct, frozen=True, kw_only=True):
-    """What every answer and chunk has. usage, metrics: in a stream with its last chunk.
+    """Fields of every text response and chunk.
 
-    With `continuous_usage_stats` every chunk has `usage`.
+    Attributes:
+        usage: Token counts. In a stream they come last, or in every chunk with
+            `continuous_usage_stats`.
+        metrics: Draft statistics; in a stream in the last chunk.
     """
 
     id: Id
@@ -298,13 +325,13 @@ class TextResponse(Struct, frozen=True, kw_only=True):
 
 
 class CompletionResponse(TextResponse, frozen=True, kw_only=True):
-    """Answer of /v1/completions, and each of its chunks."""
+    """Response of /v1/completions, and each of its chunks."""
 
     choices: list[CompletionChoice]
 
 
 class ChatResponse(TextResponse, frozen=True, kw_only=True):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     choices: list[ChatChoice]
 

@@ -1,6 +1,6 @@
 """Validation errors of request bodies. Each names the field, its bound and the given value.
 
-msgspec names the place of an error and what it expects there. This module adds the given value, the
+msgspec reports the place of an error and the expected value. This module adds the given value, the
 nearest field name, and the meaning of a pattern.
 """
 
@@ -22,11 +22,15 @@ _PLACE = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field (.*)", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field (.*)")
-_ENTRY = "[...]"  # in a place: an entry of a mapping; msgspec does not say which
+_ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
 def converted(given: Any, kind: type[T]) -> T:
-    """Returns a message made from plain types. Raises InvalidRequest."""
+    """Converts plain Python values to a message type.
+
+    Raises:
+        InvalidRequest: If the values do not fit the type.
+    """
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -34,11 +38,11 @@ def converted(given: Any, kind: type[T]) -> T:
 
 
 def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
-    """Returns the error for a client.
+    """Returns the client's error for a validation error of msgspec.
 
     Args:
         text: Message of msgspec.ValidationError.
-        given: The given value; UNSET where a number is too large for any type.
+        given: The given value; UNSET if a number is too large for any type.
         kind: Type of the expected message.
     """
     place = _PLACE.search(text)
@@ -52,15 +56,15 @@ def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
     reason = _expected(reason, _schemas(kind, param))
     of_key = place is not None and place[1] is not None
     param, entry, inside = param.partition(_ENTRY)
-    came = _value(given, _steps(param))
-    if (of_key or entry) and isinstance(came, dict):
+    found = _value(given, _steps(param))
+    if (of_key or entry) and isinstance(found, dict):
         key = _key_at_fault(text, given, kind, _steps(param))
         if of_key:
-            reason, came = f"of its keys, {reason.partition(', got ')[0]}", key
+            reason, found = f"invalid key, {reason.partition(', got ')[0]}", key
         elif key is not None:
-            param, came = f"{param}.{key[:64]}{inside}", _value(came[key], _steps(inside))
+            param, found = f"{param}.{key[:64]}{inside}", _value(found[key], _steps(inside))
     if ", got " not in reason:
-        reason += f", got {_summary(came)}"
+        reason += f", got {_summary(found)}"
     return _refused(param, reason)
 
 
@@ -76,18 +80,18 @@ def _unknown(name: str, there: Sequence[dict[str, Any]]) -> str:
 
 
 def _expected(reason: str, there: Sequence[dict[str, Any]]) -> str:
-    """The bound: names of an enumeration, a pattern in words, else as msgspec has it."""
+    """Returns the bound: names of an enumeration, a pattern in words, or msgspec's own text."""
     if reason.startswith("Invalid enum value"):
         names = sorted({name for schema in there for name in schema.get("enum", ())})
         return f"expected {' or '.join(names)}"
-    said = [schema["description"] for schema in there if "description" in schema]
-    if said and " matching regex " in reason:
-        return f"expected {said[0]}"
+    descriptions = [schema["description"] for schema in there if "description" in schema]
+    if descriptions and " matching regex " in reason:
+        return f"expected {descriptions[0]}"
     return reason[:1].lower() + reason[1:]
 
 
 def _key_at_fault(text: str, given: Any, kind: Any, steps: Sequence[Step]) -> str | None:
-    """Key of the entry that `text` is about, found by halving; None where it cannot be told."""
+    """Finds the key of the entry that `text` is about by bisection; None if it is unknown."""
     entries = _value(given, steps)
 
     def same(keys: Sequence[str]) -> bool:
@@ -108,7 +112,7 @@ def _key_at_fault(text: str, given: Any, kind: Any, steps: Sequence[Step]) -> st
 
 
 def _schemas(kind: Any, param: str) -> list[dict[str, Any]]:
-    """JSON schemas of what may stand at `param`, references and alternatives resolved."""
+    """Returns the JSON schemas of the values allowed at `param`, with references resolved."""
     schemas, components = msgspec.json.schema_components([kind])
 
     def opened(schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,7 +138,7 @@ def _steps(param: str) -> list[Step]:
 
 
 def _value(given: Any, steps: Sequence[Step]) -> Any:
-    """What stands there, or as near to it as can be walked."""
+    """Returns the value at a path, or its nearest existing ancestor."""
     for step in steps:
         try:
             given = given[step]
@@ -144,7 +148,7 @@ def _value(given: Any, steps: Sequence[Step]) -> Any:
 
 
 def _replaced(given: Any, steps: Sequence[Step], value: Any) -> Any:
-    """The same with another value there; what is on the way is copied, the rest shared."""
+    """Returns a copy with another value at a path; only the containers on the path are copied."""
     if not steps:
         return value
     copy = given.copy()
@@ -154,7 +158,7 @@ def _replaced(given: Any, steps: Sequence[Step], value: Any) -> Any:
 
 def _summary(value: Any) -> str:
     if value is UNSET:
-        return "something that no number can hold"
+        return "a number that is too large"
     if isinstance(value, str) and len(value) > 60:
         return f"a string of length {len(value)}"
     if isinstance(value, list | dict):

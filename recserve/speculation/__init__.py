@@ -1,1 +1,1 @@
-"""How text is drafted and verified."""
+"""Drafting and verification of text."""

@@ -1,4 +1,4 @@
-"""A request to continue a prompt in token ids, what its steps commit, and its result."""
+"""A request to continue a prompt of token ids, the commits of its steps, and its result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one written token, of the raw logits.
+    """Log-probabilities at one output token, computed from the raw logits.
 
-    chosen: of the written token. top_tokens, top_values: the likeliest ones, best first.
+    Attributes:
+        chosen: Log-probability of the output token itself.
+        top_tokens: The most likely tokens, best first.
+        top_values: Log-probabilities of `top_tokens`.
     """
 
     chosen: float
@@ -28,10 +31,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TextCommit:
-    """What one step added to a text.
+    """Tokens that one step added to a text.
 
-    tokens: in order, at least one unless the text ended at a stop token. logprobs: one for each,
-    empty unless asked for. finish_reason: set with the last commit.
+    Attributes:
+        tokens: New tokens in order. Empty only if the text ended at a stop token.
+        logprobs: One entry per token; empty unless the request asks for log-probabilities.
+        finish_reason: Why the text ended; None before the last commit.
     """
 
     tokens: tuple[int, ...]
@@ -41,11 +46,17 @@ class TextCommit:
 
 @dataclass(frozen=True)
 class TextQuery:
-    """Continue a prompt.
+    """A request to continue a prompt.
 
-    prompt [n] int64: at least one token. priority: smaller is sooner. deadline_s:
-    time.monotonic() value after which the answer is useless. on_commit: called on the engine's
-    thread after every step; returning True ends the text there (a stop string was found).
+    Attributes:
+        prompt: [n] int64 token ids, n >= 1.
+        params: Sampling parameters.
+        speculation: Drafter and acceptance rule.
+        priority: A smaller number is scheduled sooner.
+        deadline_s: time.monotonic() value after which the result is useless; None means no
+            deadline.
+        on_commit: Called on the engine's thread after every step. If it returns True, the text ends
+            there, for example because a stop string was found.
     """
 
     prompt: np.ndarray
@@ -58,9 +69,13 @@ class TextQuery:
 
 @dataclass
 class SpeculationCounts:
-    """What drafting did for one text; the lengths leave the bonus token out.
+    """Draft statistics of one text. All lengths exclude the bonus token.
 
-    per_position[d]: accepted tokens at depth d + 1 of their draft.
+    Attributes:
+        num_drafts: Number of drafts that were scored.
+        num_draft_tokens: Candidate nodes of all drafts.
+        num_accepted_tokens: Accepted tokens of all drafts.
+        per_position: `per_position[d]` counts accepted tokens at depth d + 1 of their draft.
     """
 
     num_drafts: int = 0
@@ -69,7 +84,12 @@ class SpeculationCounts:
     per_position: list[int] = field(default_factory=list)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """One more draft of `drafted` candidate nodes, of which a path of `accepted` was kept."""
+        """Counts one more draft.
+
+        Args:
+            drafted: Number of candidate nodes in the draft.
+            accepted: Length of the accepted path.
+        """
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
@@ -82,10 +102,15 @@ class SpeculationCounts:
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer to a TextQuery.
+    """Result of a TextQuery.
 
-    tokens [m] int64: what was written, without the stop token. stop_token: the one that ended it,
-    None if something else did. finish_reason: `length` for max_tokens and for the context limit.
+    Attributes:
+        tokens: [m] int64 output tokens, without the stop token.
+        finish_reason: `stop`, or `length` if max_tokens or the context limit was reached.
+        stop_token: Token that ended the text; None if something else ended it.
+        logprobs: One entry per output token; empty unless the request asks for them.
+        counts: Draft statistics.
+        timing: Time per stage.
     """
 
     tokens: np.ndarray

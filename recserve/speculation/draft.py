@@ -1,4 +1,4 @@
-"""A draft of text: proposed tokens as a tree, and how large it may be."""
+"""A text draft, which is a tree of proposed tokens, and the budget that limits its size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from recserve.kernels.tree import CANDIDATE
 
 @dataclass(frozen=True)
 class Budget:
-    """Most that a draft may cost: nodes in all (auxiliary ones too), and levels below node 0."""
+    """Upper bounds of a draft.
+
+    Attributes:
+        num_nodes: Most nodes, auxiliary ones included.
+        depth: Most levels below node 0.
+    """
 
     num_nodes: int
     depth: int
@@ -21,23 +26,32 @@ class Budget:
 
 @lru_cache(maxsize=4096)
 def budget_of(num_nodes: int, depth: int) -> Budget:
-    """The same object for the same numbers: every text has a budget at every step."""
+    """Returns a shared Budget, because every sequence needs one at every step."""
     return Budget(num_nodes, depth)
 
 
 @dataclass(frozen=True)
 class TextDraft:
-    """Proposed tokens of one sequence, below its last committed token; n may be 0.
+    """Proposed tokens of one sequence, below its last committed token. n may be 0.
 
-    tokens [n] int64, parents [n] int64 in depth-first preorder: index of the parent in this draft,
-    -1 for a child of the last committed token. depth: the most nodes on a path, a host number so
-    that packing needs no synchronisation.
-    probs [n, V] float: the distribution each node's token was drawn from, given its parent and the
-    siblings before it (without replacement: none of theirs). None for drafts that were chosen, a
-    function of what is committed (top-k, lookup), whose siblings should differ.
-    kinds [n]: kernels.tree.CANDIDATE or AUXILIARY; None: all CANDIDATE. proposers [n] int64: bit i
-    is set where the drafter's i-th source proposed the node; None: it has one source. num_nodes: n.
-    Raises ValueError where the columns do not fit each other.
+    A drawn draft has `probs`. A chosen draft has none: it is a function of the committed tokens
+    (top-k, lookup), and siblings in it should differ.
+
+    Attributes:
+        tokens: [n] int64 token of each node.
+        parents: [n] int64 index of each node's parent in this draft, in depth-first preorder. -1
+            marks a child of the last committed token.
+        depth: Most nodes on a path. A host number, so that packing needs no synchronisation.
+        probs: [n, V] float, the distribution that each node's token was drawn from, given its
+            parent and its earlier siblings. Drawing without replacement gives those siblings
+            probability 0. None for a chosen draft.
+        kinds: [n] CANDIDATE or AUXILIARY of kernels.tree; None means all CANDIDATE.
+        proposers: [n] int64. Bit i is set if the drafter's i-th source proposed the node; None
+            means that the drafter has one source.
+        num_nodes: n.
+
+    Raises:
+        ValueError: If the columns differ in length.
     """
 
     tokens: Tensor
@@ -50,7 +64,7 @@ class TextDraft:
 
     def __post_init__(self) -> None:
         n = self.tokens.shape[0]
-        object.__setattr__(self, "num_nodes", n)  # asked for often, and slow to read of a tensor
+        object.__setattr__(self, "num_nodes", n)  # read often; a tensor's shape is slow to read
         bare = self.probs is self.kinds is self.proposers is None
         if not bare or self.parents.shape[0] != n:
             self._check_columns(n)
@@ -66,13 +80,18 @@ class TextDraft:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that may be accepted."""
+        """Number of nodes that may be accepted."""
         kinds = self.kinds
         return self.num_nodes if kinds is None else int((kinds == CANDIDATE).sum())
 
 
 def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
-    """A draft without forks. tokens [n]; probs [n, V] where they were drawn."""
+    """Returns a draft without forks.
+
+    Args:
+        tokens: [n] int64 tokens of the chain.
+        probs: [n, V] distributions that the tokens were drawn from; None if they were chosen.
+    """
     n = tokens.shape[0]
     parents = torch.arange(-1, n - 1, device=tokens.device)
     return TextDraft(tokens, parents, n, probs)
@@ -80,6 +99,6 @@ def chain_draft(tokens: Tensor, probs: Tensor | None = None) -> TextDraft:
 
 @lru_cache
 def empty_draft(device: torch.device | str = "cpu") -> TextDraft:
-    """The draft that makes a step plain decoding; one for each device."""
+    """Returns the shared empty draft of a device; a step with it is plain decoding."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return TextDraft(nothing, nothing, 0)

@@ -1,12 +1,12 @@
-"""What a drafter is, what it sees of a running sequence, and what it learns of a step.
+"""The drafter interface: its view of a running sequence, and the outcome of a step.
 
-The committed tokens of a sequence are prompt and output. Keys and values exist for all of them but
-the last, which is node 0 of every step's tree; the draft hangs below it:
+The committed tokens of a sequence are its prompt and its output. All of them have cached keys and
+values, except the last one. The last one is node 0 of every step's tree, and the draft hangs below:
 
     committed ... a b c      tree:  c -+- d --- e
                                        `- f          draft: tokens [d, e, f], parents [-1, 0, -1]
 
-One forward scores all nodes; the logits at a node of depth d predict absolute position
+One forward pass scores all nodes. The logits at a node of depth d predict absolute position
 `committed length + d`. A verifier accepts a path from node 0 and draws one more token from the
 target, the bonus token. So a step commits at least one token, whatever the draft was.
 """
@@ -31,14 +31,19 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 @dataclass(eq=False)
 class TextContext:
-    """What a drafter sees of a running sequence. The engine keeps it; drafters only read.
+    """A drafter's view of a running sequence. The engine updates it; drafters only read it.
 
-    id: unique in the engine's life. tokens: committed, prompt first. hidden [E]: the target's final
-    hidden state at `tokens[-2]`, the one whose logits gave `tokens[-1]`; None where it is not known
-    (a prompt of one token, or one whose computation shares its forward with the draft). The next
-    step may write where it lies. ranked
-    [K, W] int64, on the host: tokens that the drafter's heads ranked from `hidden` in the step that
-    found it (RankedHeads); None where they did not.
+    Attributes:
+        id: Number that is unique in the engine's life.
+        tokens: Committed tokens, the prompt first.
+        num_prompt: Number of prompt tokens.
+        params: Sampling parameters of the request.
+        speculation: Drafting options of the request.
+        hidden: [E] final hidden state of the target at `tokens[-2]`, whose logits gave
+            `tokens[-1]`. None if it is unknown: the prompt has one token, or its computation shares
+            the forward pass with the draft. The next step may overwrite its memory.
+        ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
+            the step that computed it (see RankedHeads). None if they did not.
     """
 
     id: int
@@ -51,18 +56,22 @@ class TextContext:
 
     @property
     def num_output(self) -> int:
-        """Tokens written so far."""
+        """Number of output tokens so far."""
         return len(self.tokens) - self.num_prompt
 
 
 @dataclass(frozen=True)
 class TextOutcome:
-    """What a step did to one sequence, for its drafter.
+    """Result of a step for one sequence, as its drafter receives it.
 
-    context: after the commit. draft: what was scored: the proposal, or an empty draft where there
-    was no room for it. accepted: nodes of the draft that were kept, as indices into it, in order.
-    tokens: what was committed, the bonus token last. all_hidden [T, E], all_logits [T, V]: of the
-    whole step, whose row `first` is node 0; the next step may write where they lie.
+    Attributes:
+        context: The sequence after the commit.
+        draft: The scored draft: the proposal, or an empty draft if the step had no room for it.
+        accepted: Indices of the accepted draft nodes, in order.
+        tokens: Committed tokens of the step, the bonus token last.
+        all_hidden: [T, E] hidden states of the whole step. The next step may overwrite this memory.
+        all_logits: [T, V] raw logits of the whole step. The next step may overwrite this memory.
+        first: Row of node 0 in `all_hidden` and `all_logits`.
     """
 
     context: TextContext
@@ -75,31 +84,30 @@ class TextOutcome:
 
     @property
     def hidden(self) -> Tensor:
-        """[1 + n, E] of the target at node 0 and at every draft node."""
+        """[1 + n, E] hidden states of the target at node 0 and at every draft node."""
         return self.all_hidden[self.first : self.first + 1 + len(self.draft)]
 
     @property
     def logits(self) -> Tensor:
-        """[1 + n, V] of the target at node 0 and at every draft node, raw."""
+        """[1 + n, V] raw logits of the target at node 0 and at every draft node."""
         return self.all_logits[self.first : self.first + 1 + len(self.draft)]
 
 
 class RankedHeads(Protocol):
-    """K heads that each rank tokens of one position from the target's last hidden state.
+    """K heads, each of which ranks the tokens of one position from the target's last hidden state.
 
-    A captured step can end with them, because all they read is there when the step has ended. So
-    the step that finds the state also ranks the next draft's tokens, and the drafter only builds
-    its tree.
+    A captured step can end with these heads, because their only input is the state that the step
+    computes. Such a step also ranks the next draft's tokens, and the drafter only builds its tree.
     """
 
     @property
     def num_heads(self) -> int:
-        """K."""
+        """K, the number of heads."""
         ...
 
     @property
     def num_ranks(self) -> int:
-        """W, the number of best tokens that are needed of each head."""
+        """W, the number of best tokens that the drafter needs from each head."""
         ...
 
     def ranked(
@@ -126,28 +134,28 @@ class Drafter(Pluggable, ABC):
     """Proposes tokens for running sequences. One object serves all sequences that name it.
 
     Only `propose` is required. A drafter owns its state per sequence, keyed by `context.id`. The
-    first `propose` with an id starts this state from `context.tokens`. It comes before the prompt
-    is computed, so no hidden state is known then.
+    first `propose` with an id starts this state from `context.tokens`. This call precedes the
+    computation of the prompt, so no hidden state is known then.
 
-    Under an exact verifier nothing that a drafter does changes the text. A draft may be as wrong as
-    it likes, but it must keep its budget.
+    Under an exact verifier a drafter cannot change the text. A draft may be arbitrarily wrong, but
+    it must stay within its budget.
 
     A drafter that draws tokens sets `draws` and keys its noise with
     `kernels.noise.gumbel(seeds, noise.step_keys(lengths, ...), V, DRAFT)`. Under the rule `sample`
-    it does better with the target's own noise, `gumbel(seeds, positions, V)`: a draw from a similar
-    distribution is then what the target is about to draw.
+    the target's own noise, `gumbel(seeds, positions, V)`, is better. A draw with it from a similar
+    distribution predicts the token that the target is about to draw.
 
     To add a drafter, derive from this class in one file, and name the class in
     `drafters/registry.py` or in the entry-point group `recserve.drafters` of a distribution.
 
     Attributes:
-        name: What requests and settings call it.
-        needs_weights: True if `from_folders` needs folders. Every server offers the others.
-        num_folders: Folders that it takes from those given for several joined drafters, in order;
-            None means all that remain.
+        name: Name in requests and settings.
+        needs_weights: True if `from_folders` needs folders. Every server offers the other drafters.
+        num_folders: Number of folders that it takes, in order, when several joined drafters share a
+            list of folders; None means all that remain.
         hidden_layers: Target layers whose states it reads; -1 is the final state, the only one that
             `TextContext.hidden` holds today.
-        idle: True if it never proposes anything, so that it need not be called.
+        idle: True if it never proposes anything, so that the engine need not call it.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
         draws: True if its drafts may carry probs.
         ranked_heads: Heads that a captured step can end with, or None. Their output arrives in
@@ -163,7 +171,7 @@ class Drafter(Pluggable, ABC):
 
     @property
     def ranked_heads(self) -> RankedHeads | None:
-        """See the class."""
+        """Heads that a captured step can end with; None if there are none."""
         return None
 
     @classmethod
@@ -181,13 +189,16 @@ class Drafter(Pluggable, ABC):
 
     @abstractmethod
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Returns one draft per context, in order, each within its budget. Called once a step."""
+        """Returns one draft per context, in order, each within its budget. Called once per step."""
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:  # noqa: B027
-        """Learns what became of the last drafts; called for sequences that go on only."""
+        """Receives the outcomes of the last drafts, only for sequences that continue."""
 
     def forget(self, context_id: int) -> None:  # noqa: B027
-        """The sequence ended or was preempted; if it resumes, it starts from its tokens."""
+        """Drops the state of a sequence that ended or was preempted.
+
+        A preempted sequence that resumes starts again from its tokens.
+        """
 
     def check_tree(self, speculation: Speculation) -> None:  # noqa: B027
         """Raises ValueError if the drafter cannot fill the request's tree."""

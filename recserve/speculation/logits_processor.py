@@ -1,7 +1,7 @@
-"""The target's distribution at any node of a step's trees, with every sampling parameter applied.
+"""The target distribution at tree nodes: raw logits with all sampling parameters applied.
 
-Rows are worked out when a verifier asks for them: it visits a few nodes of a large tree, and
-sorting a vocabulary for each of the others would cost more than the forward.
+Rows are computed on demand. A verifier visits few nodes of a large tree, and sorting the
+vocabulary for all other nodes would cost more than the forward pass.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from torch import Tensor
 from recserve.kernels.tree import TokenTree
 from recserve.speculation import sampling
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.sampling_table import ANY, SamplingTable
+from recserve.speculation.sampling_table import WILDCARD, SamplingTable
 
 NO_TOKEN = -2
 
 
 class TokenCounts:
-    """How often each token of the vocabulary stands in a sequence: [V] int32 each.
+    """Occurrences of each vocabulary token in one sequence.
 
-    seen: in prompt and output. written: in the output.
+    Attributes:
+        seen: [V] int32 occurrences in prompt and output.
+        written: [V] int32 occurrences in the output.
     """
 
     def __init__(self, prompt: Seq[int], vocab_size: int, device: torch.device | str) -> None:
@@ -32,11 +34,11 @@ class TokenCounts:
         self.written = torch.zeros_like(self.seen)
 
     def move(self, seen: Tensor, written: Tensor) -> None:
-        """Keep the counts in these tensors [V] from now on."""
+        """Copies the counts into these tensors [V], and uses them from now on."""
         self.seen, self.written = seen.copy_(self.seen), written.copy_(self.written)
 
     def add(self, tokens: Seq[int]) -> None:
-        """Committed tokens of the output."""
+        """Counts committed tokens of the output."""
         index = torch.tensor(tokens, dtype=torch.int64, device=self.seen.device)
         ones = torch.ones_like(index, dtype=torch.int32)
         self.seen.index_add_(0, index, ones)
@@ -45,11 +47,15 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Past:
-    """What the parameters of B sequences read of their committed tokens.
+    """Data about the committed tokens of B sequences that their sampling parameters need.
 
-    numbers [B] int64: tokens written. tails [B, W] int64: the last W committed ones, nearest first,
-    NO_TOKEN before the first; W as the longest bad word without its last token. seen, written
-    [B, V] int32: as TokenCounts, zeros where nothing counts; None where no sequence counts.
+    Attributes:
+        numbers: [B] int64 number of output tokens.
+        tails: [B, W] int64 last W committed tokens, nearest first, NO_TOKEN before the first token.
+            W is the length of the longest bad word minus one.
+        seen: [B, V] int32 as in TokenCounts, zeros for a sequence without counts; None if no
+            sequence has counts.
+        written: [B, V] int32, like `seen`.
     """
 
     numbers: Tensor
@@ -61,7 +67,16 @@ class Past:
 def past_of(
     table: SamplingTable, contexts: Seq[TextContext], counts: Seq[TokenCounts | None]
 ) -> Past | None:
-    """None where logits depend on nothing but temperature and truncation."""
+    """Collects the past of some sequences.
+
+    Args:
+        table: Sampling parameters of the sequences.
+        contexts: The B sequences.
+        counts: Token counts of each sequence; None if its parameters need none.
+
+    Returns:
+        The past, or None if the logits depend on temperature and truncation only.
+    """
     if table.plain:
         return None
     device = table.seeds.device
@@ -78,17 +93,23 @@ def past_of(
 
 
 def last_committed(context: TextContext, width: int) -> list[int]:
-    """The last `width` committed tokens, nearest first, NO_TOKEN before the first."""
+    """Returns the last `width` committed tokens, nearest first, NO_TOKEN before the first token."""
     tail = context.tokens[: -width - 1 : -1]
     return tail + [NO_TOKEN] * (width - len(tail))
 
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """Logits of B trees and all that turns them into distributions.
+    """Computes target distributions from the raw logits of B trees.
 
-    logits [T, V] raw. depth: most levels below node 0. past: None where the table is plain.
-    fixed: nothing is asked of the device, so that shapes depend on T, B, V and depth alone.
+    Attributes:
+        logits: [T, V] raw logits.
+        tree: The B packed trees.
+        depth: Most levels below node 0.
+        table: Sampling parameters of the B sequences.
+        past: Committed tokens as the parameters need them; None if `table.plain`.
+        fixed: True to avoid every host synchronisation, so that shapes depend on T, B, V and depth
+            alone.
     """
 
     logits: Tensor
@@ -99,15 +120,22 @@ class LogitsProcessor:
     fixed: bool = False
 
     def __call__(self, nodes: Tensor) -> Tensor:
-        """nodes [m] packed -> [m, V] float32 or wider; -inf where the probability is 0.
+        """Returns the processed logits of some nodes.
 
-        In a greedy batch the largest logit of a row is what counts, and the others are not banned.
+        A greedy batch only needs each row's largest logit, so the others are not banned there.
+
+        Args:
+            nodes: [m] packed node indices.
+
+        Returns:
+            [m, V] logits, float32 or wider; -inf where the probability is 0.
         """
         table = self.table
         rows = self.logits[nodes]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if table.greedy and table.plain:
             return rows
+        # Tree b owns the nodes offsets[b] : offsets[b + 1].
         owners = torch.searchsorted(self.tree.offsets, nodes, right=True) - 1
         if self.past is not None:
             rows = self._by_path(rows, nodes, owners, self.past)
@@ -121,7 +149,7 @@ class LogitsProcessor:
         return sampling.keep_only_best(rows, temperature == 0)
 
     def _by_path(self, rows: Tensor, nodes: Tensor, owners: Tensor, past: Past) -> Tensor:
-        """What depends on the tokens before the node: bias, stops, bad words, penalties."""
+        """Applies what depends on the tokens before a node: bias, stops, bad words, penalties."""
         table = self.table
         if table.bias is not None:
             own = owners[:, None] == table.bias.owners
@@ -129,6 +157,7 @@ class LogitsProcessor:
             rows.scatter_add_(1, table.bias.tokens.expand_as(own), added)
         if table.stops is not None:
             number = past.numbers[owners] + self.tree.depths[nodes]
+            # A stop token stays banned while fewer than min_tokens tokens precede the draw.
             held = (number < table.min_tokens[owners])[:, None]
             own = held & (owners[:, None] == table.stops.owners)
             rows = sampling.ban(rows, table.stops.tokens, own)
@@ -136,7 +165,7 @@ class LogitsProcessor:
         if table.bad_words is not None:
             words = table.bad_words
             before = sampling.last_tokens(paths, past.tails[owners], words.before.shape[1])
-            same = (words.before == ANY) | (words.before == before[:, None])
+            same = (words.before == WILDCARD) | (words.before == before[:, None])
             own = same.all(-1) & (owners[:, None] == words.owners)
             rows = sampling.ban(rows, words.last, own)
         if past.seen is not None and past.written is not None:

@@ -1,7 +1,7 @@
-"""Pure functions on rows of logits: what each sampling parameter does, and how a token is drawn.
+"""Pure functions on rows of logits: the effect of each sampling parameter, and the argmax.
 
-Every function takes one value per row and leaves a row with neutral values as it is, bit for bit,
-so that what a row becomes does not depend on its neighbours.
+Every function takes one parameter value per row. A row with neutral values stays the same bit for
+bit, so a row's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -12,26 +12,32 @@ from torch import Tensor
 from recserve.kernels.tree import TokenTree
 
 BANNED = float("-inf")
-# The likeliest tokens looked at first for top_p; nearly always they hold enough.
+# top_p first examines this many likeliest tokens; they nearly always hold enough probability.
 HEAD = 1024
 
 
 def largest(rows: Tensor) -> Tensor:
-    """[m] place of the largest entry of each row [m, V], any float dtype, the lowest among equals.
+    """Returns the index of each row's largest entry, the lowest index if entries are equal.
 
-    On a CPU it is found in numpy.
+    Args:
+        rows: [m, V] any float dtype. On a CPU, numpy does the search.
+
+    Returns:
+        [m] int64 indices.
     """
     return rows.argmax(-1) if rows.is_cuda else torch.tensor(largest_on_host(rows))
 
 
 def largest_on_host(rows: Tensor) -> list[int]:
-    """The same of rows on a CPU: several times faster than torch is at it. bfloat16 is compared by
-    its bits.
+    """Returns the same indices for rows on a CPU, as a list.
+
+    numpy is several times faster than torch here. bfloat16 values are compared by their bits.
     """
     if rows.dtype == torch.bfloat16:
         bits = rows.view(torch.int16).numpy()
         places: list[int] = bits.argmax(-1).tolist()
-        # Of positive numbers the larger has the larger bits, and every other number has less.
+        # Among positive numbers, larger values have larger bits. All others compare as smaller:
+        # zero has no bits set, and the sign bit makes int16 negative.
         if all(bits.item(row, place) > 0 for row, place in enumerate(places)):
             return places
         rows = rows.float()
@@ -40,10 +46,15 @@ def largest_on_host(rows: Tensor) -> list[int]:
 
 
 def path_tokens(tree: TokenTree, nodes: Tensor, depth: int) -> Tensor:
-    """Drafted tokens on the way to each node, itself included, node 0 excluded.
+    """Returns the drafted tokens on the path to each node: the node included, node 0 excluded.
 
-    nodes [m] packed. depth: most levels below node 0. Returns [m, depth], nearest first, -1 where
-    none is left.
+    Args:
+        tree: B packed trees.
+        nodes: [m] packed node indices.
+        depth: Most levels below node 0.
+
+    Returns:
+        [m, depth] tokens, nearest first, -1 after the end of a path.
     """
     columns = []
     node = nodes
@@ -57,21 +68,34 @@ def path_tokens(tree: TokenTree, nodes: Tensor, depth: int) -> Tensor:
 
 
 def add_path_counts(counts: Tensor, paths: Tensor) -> Tensor:
-    """Counts of committed tokens plus those of each row's path.
+    """Adds the tokens of each row's path to the counts of committed tokens.
 
-    counts [m, V] int, changed in place and returned. paths [m, D], -1 counts nothing.
+    Args:
+        counts: [m, V] int, changed in place.
+        paths: [m, D] tokens; -1 is not counted.
+
+    Returns:
+        `counts`.
     """
     ones = (paths >= 0).to(counts.dtype)
     return counts.scatter_add_(1, paths.clamp(min=0), ones)
 
 
 def last_tokens(paths: Tensor, committed: Tensor, width: int) -> Tensor:
-    """The last `width` tokens before each row's draw, nearest first.
+    """Returns the last `width` tokens before each row's draw, nearest first.
 
-    paths [m, D] as in path_tokens, committed [m, width] nearest first. Returns [m, width].
+    Args:
+        paths: [m, D] tokens, as `path_tokens` returns them.
+        committed: [m, width] committed tokens, nearest first.
+        width: Number of tokens.
+
+    Returns:
+        [m, width] tokens.
     """
     both = torch.cat([paths, committed], dim=1)
     step = torch.arange(width, device=paths.device)
+    # The first `used` tokens come from the path, and the others from the committed tokens. These
+    # start at column paths.shape[1] of `both`.
     used = (paths >= 0).sum(1, keepdim=True)
     return both.gather(1, torch.where(step < used, step, step - used + paths.shape[1]))
 
@@ -84,10 +108,19 @@ def penalise(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Penalties on tokens that occurred.
+    """Applies the penalties to tokens that already occurred.
 
-    logits [m, V]. seen, written [m, V]: occurrences in prompt and output, and in the output.
-    repetition, presence, frequency [m]. Returns [m, V].
+    Args:
+        logits: [m, V].
+        seen: [m, V] occurrences in prompt and output.
+        written: [m, V] occurrences in the output.
+        repetition: [m] repetition penalties.
+        presence: [m] presence penalties.
+        frequency: [m] frequency penalties.
+
+    Returns:
+        [m, V] logits.
+
     Source: Keskar et al. 2019, section 4.1 (repetition); OpenAI's API (presence, frequency).
     """
     factor = repetition[:, None]
@@ -97,16 +130,35 @@ def penalise(
 
 
 def ban(logits: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Tokens [n] banned in the rows [m, n] that name them. logits [m, V]; returns [m, V]."""
+    """Bans tokens in some rows.
+
+    Args:
+        logits: [m, V].
+        tokens: [n] token ids.
+        rows: [m, n] bool; True bans token n in row m.
+
+    Returns:
+        [m, V] logits.
+    """
     limit = torch.where(rows, BANNED, float("inf")).to(logits.dtype)
     return logits.scatter_reduce(1, tokens.expand_as(rows), limit, "amin")
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens outside top_k, then outside top_p, then under min_p are banned.
+    """Bans tokens outside top_k, then those outside top_p, then those below min_p.
 
-    logits [m, V]; top_k [m] int, 0: all; top_p, min_p [m]. Tokens equal to the last kept one are
-    kept, so the order of equal logits does not matter. Returns [m, V].
+    Tokens that tie with the last remaining one also remain, so the order of equal logits does not
+    matter.
+
+    Args:
+        logits: [m, V].
+        top_k: [m] int; 0 means all.
+        top_p: [m].
+        min_p: [m].
+
+    Returns:
+        [m, V] logits.
+
     Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), arXiv 2407.01082 (min-p).
     """
     vocabulary = logits.shape[1]
@@ -123,13 +175,14 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 
 def _nucleus(logits: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
-    """[m] the smallest logit that top_p keeps of the tokens at or over the threshold [m]."""
+    """[m] smallest logit inside top_p among the tokens at or above the threshold [m]."""
     vocabulary = logits.shape[1]
-    kept = logits.masked_fill(logits < threshold[:, None], BANNED)
-    total = kept.logsumexp(1, keepdim=True)
+    masked = logits.masked_fill(logits < threshold[:, None], BANNED)
+    total = masked.logsumexp(1, keepdim=True)
     for width in (min(HEAD, vocabulary), vocabulary):
-        values = kept.topk(width).values
+        values = masked.topk(width).values
         mass = (values - total).exp()
+        # A token is inside if the more likely ones together hold less than top_p.
         before = mass.cumsum(1) - mass
         inside = (before < top_p[:, None]).sum(1).clamp(min=1)
         enough = (inside < width) | (top_p >= 1)
@@ -140,7 +193,10 @@ def _nucleus(logits: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
 
 
 def truncate_fixed(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """As truncate, in shapes that depend on no value: the whole vocabulary is sorted, once."""
+    """Does the same as `truncate` with fixed shapes: it sorts the whole vocabulary once.
+
+    No shape depends on a value, so a captured step can contain this function.
+    """
     values = logits.sort(dim=1, descending=True).values
     last = values.gather(1, (top_k.clamp(1, logits.shape[1]) - 1)[:, None])
     threshold = torch.where(top_k[:, None] > 0, last, BANNED)
@@ -156,11 +212,11 @@ def truncate_fixed(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
 
 
 def temper(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits [m, V] / temperature [m]; rows of temperature 0 stay."""
+    """Returns logits [m, V] divided by temperature [m]; rows with temperature 0 stay unchanged."""
     return logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def keep_only_best(logits: Tensor, rows: Tensor) -> Tensor:
-    """Ban all but the largest logit, ties to the lowest token, where `rows` [m] is true."""
+    """Bans all but the largest logit where `rows` [m] is True, ties to the lowest token."""
     best = torch.full_like(logits, BANNED).scatter_(1, logits.argmax(1, keepdim=True), 0.0)
     return torch.where(rows[:, None], best, logits)

@@ -1,4 +1,4 @@
-"""How the next token is drawn, and how text is drafted, as a request says it."""
+"""Sampling parameters and drafting options of a text request."""
 
 from __future__ import annotations
 
@@ -8,20 +8,32 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn from the target's logits, in this order of application.
+    """Parameters that turn the target's logits into the next token.
 
-    logit_bias: added to the logits of the named tokens. min_tokens: no stop token is written
-    before so many. bad_words: token sequences whose last token may not follow the others.
-    repetition_penalty: divides (multiplies where negative) the logits of every token in prompt or
-    output. presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens
-    in the output. temperature: divides the logits; 0 is the largest logit, ties to the lowest
-    token. top_k: 0 keeps all. top_p: the fewest likeliest tokens that hold this mass. min_p: at
-    least this share of the likeliest token's probability. Tokens equal to the last kept one are
-    kept too. seed: the noise is keyed by it and by the absolute position of the drawn token.
-    max_tokens: most tokens written. stop_token_ids: end the text and are not part of it; an
-    end-of-text token is one of them only if it is named. logprobs: how many of the likeliest
-    tokens to report beside each written one, of the raw logits; None reports nothing.
-    Raises ValueError for a value out of its range.
+    They apply in this order: logit_bias, min_tokens, bad_words, the penalties, temperature, top_k,
+    top_p, min_p. Tokens that tie with the last one inside a truncation also remain.
+
+    Attributes:
+        temperature: Divides the logits. 0 takes the largest logit, ties to the lowest token.
+        top_k: Number of likeliest tokens to draw from; 0 means all.
+        top_p: Draw from the smallest set of likeliest tokens that holds this probability.
+        min_p: Smallest probability, as a share of the likeliest token's probability.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of every token
+            that occurs in prompt or output.
+        presence_penalty: Subtracted from the logits of every token that occurs in the output.
+        frequency_penalty: Subtracted once per occurrence of a token in the output.
+        logit_bias: Values added to the logits of the named tokens.
+        bad_words: Token sequences; the last token of each may not follow the others.
+        seed: Keys the noise, together with the absolute position of the drawn token.
+        max_tokens: Most output tokens.
+        min_tokens: Stop tokens are banned before this many output tokens.
+        stop_token_ids: Tokens that end the text and are not part of it. An end-of-text token counts
+            only if it is named here.
+        logprobs: Number of likeliest tokens to report at each output token, from the raw logits;
+            None reports nothing.
+
+    Raises:
+        ValueError: If a value is out of its range.
     """
 
     temperature: float = 1.0
@@ -54,21 +66,21 @@ class SamplingParams:
         for value in self.logit_bias.values():
             _within("logit_bias", value, -1e9, 1e9)
         if any(not word for word in self.bad_words):
-            raise ValueError("bad_words holds an empty sequence; each needs at least one token")
+            raise ValueError("bad_words has an empty sequence; each needs at least one token")
 
     @property
     def greedy(self) -> bool:
-        """Whether no noise is involved."""
+        """True if no noise is involved."""
         return self.temperature == 0.0
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are left out of a draw for being unlikely."""
+        """True if top_k, top_p or min_p bans unlikely tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the logits depend on how often tokens occurred."""
+        """True if the logits depend on how often tokens occurred."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -78,13 +90,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a request's text is drafted and accepted.
+    """Drafting options of a request.
 
-    drafter, verifier: names the engine knows. num_tokens: most draft nodes a step, None: what the
-    drafter does by itself. tree: rank paths of a static tree, as Medusa's choices, for drafters
-    that take one: (0,) is the likeliest child of the last committed token, (0, 1) the second
-    likeliest child of that.
-    Raises ValueError for a value out of its range.
+    Attributes:
+        drafter: Name of a drafter of the engine.
+        verifier: Name of an acceptance rule.
+        num_tokens: Most draft nodes per step; None leaves the number to the drafter.
+        tree: Static tree as rank paths, like Medusa's choices, for drafters that take one. (0,) is
+            the likeliest child of the last committed token, (0, 1) the second likeliest child of
+            (0,).
+
+    Raises:
+        ValueError: If a value is out of its range.
     """
 
     drafter: str = "none"
@@ -95,9 +112,9 @@ class Speculation:
     def __post_init__(self) -> None:
         _within("num_tokens", self.num_tokens or 0, 0, None)
         ranks = [rank for path in self.tree or () for rank in path]
-        _within("a rank of the tree", min(ranks, default=0), 0, None)
+        _within("tree: the smallest rank", min(ranks, default=0), 0, None)
         if self.tree is not None and not all(self.tree):
-            raise ValueError("the tree holds an empty path; each names at least one rank")
+            raise ValueError("tree has an empty path; each path needs at least one rank")
 
 
 def _within(name: str, value: float, low: float, high: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters of the sequences that step together, as columns."""
+"""Sampling parameters of the sequences that share a step, as columns."""
 
 from __future__ import annotations
 
@@ -14,38 +14,43 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 from recserve.speculation.sampling_params import SamplingParams
 
-ANY = -1
-NOBODY = -1
+WILDCARD = -1  # matches every token in BadWords.before
+NO_SEQUENCE = -1  # owner of rows that only fill the capacity
 
 
 @dataclass(frozen=True)
 class SamplingCapacity:
-    """How much a table of fixed shapes holds beside its columns.
+    """Capacity of the lists of a sampling table with fixed shapes.
 
-    entries: biases of all sequences, and as many stop tokens. words: bad words, each of at most
-    word_length tokens.
+    Attributes:
+        num_entries: Most bias entries of all sequences together; also the most stop tokens.
+        num_bad_words: Most bad words of all sequences together.
+        bad_word_length: Most tokens of a bad word.
     """
 
-    entries: int = 256
-    words: int = 64
-    word_length: int = 8
+    num_entries: int = 256
+    num_bad_words: int = 64
+    bad_word_length: int = 8
 
     def holds(self, params: Seq[SamplingParams]) -> bool:
-        """Whether the parameters of these sequences fit."""
+        """Returns True if the parameters of these sequences fit."""
         words = [word for p in params for word in p.bad_words]
         return (
-            sum(len(p.logit_bias) for p in params) <= self.entries
-            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.entries
-            and len(words) <= self.words
-            and max(map(len, words), default=0) <= self.word_length
+            sum(len(p.logit_bias) for p in params) <= self.num_entries
+            and sum(len(p.stop_token_ids) for p in params if p.min_tokens) <= self.num_entries
+            and len(words) <= self.num_bad_words
+            and max(map(len, words), default=0) <= self.bad_word_length
         )
 
 
 @dataclass(frozen=True)
 class TokenEntries:
-    """Tokens that some of B sequences treat specially, in one list.
+    """Values that B sequences add to the logits of single tokens, in one list.
 
-    owners [n]: the sequence. tokens [n]. values [n]: added to the logit of the token.
+    Attributes:
+        owners: [n] number of the sequence.
+        tokens: [n] token ids.
+        values: [n] float32, added to the token's logit.
     """
 
     owners: Tensor
@@ -57,8 +62,10 @@ class TokenEntries:
 class BadWords:
     """Token sequences whose last token may not follow the others.
 
-    owners [n]: the sequence. last [n]: the banned token. before [n, width]: what stands before it,
-    nearest first, ANY where the word is shorter.
+    Attributes:
+        owners: [n] number of the sequence.
+        last: [n] the banned token.
+        before: [n, width] the tokens before it, nearest first; WILDCARD fills shorter words.
     """
 
     owners: Tensor
@@ -68,11 +75,25 @@ class BadWords:
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """Parameters of B sequences. Made once for as long as the same ones step together.
+    """Sampling parameters of B sequences. It is built once for as long as they share their steps.
 
-    Columns [B]. bias, stops, bad_words: None where no sequence has any; stops have value -inf and
-    hold while fewer than min_tokens are written. greedy, counts, truncates: whether every sequence
-    is greedy, any counts tokens, any has top_k, top_p or min_p.
+    Attributes:
+        temperature: [B] float32.
+        top_k: [B] int64.
+        top_p: [B] float32.
+        min_p: [B] float32.
+        repetition: [B] float32.
+        presence: [B] float32.
+        frequency: [B] float32.
+        min_tokens: [B] int64.
+        seeds: [B] int64.
+        bias: Logit biases; None if no sequence has any.
+        stops: Stop tokens with the value -inf, which apply before min_tokens output tokens. None if
+            no sequence has any.
+        bad_words: Bad words; None if no sequence has any.
+        greedy: True if every sequence is greedy.
+        counts: True if any sequence counts tokens.
+        truncates: True if any sequence has top_k, top_p or min_p.
     """
 
     temperature: Tensor
@@ -93,7 +114,7 @@ class SamplingTable:
 
     @property
     def plain(self) -> bool:
-        """Whether a row's logits depend on nothing but temperature and truncation."""
+        """True if the logits depend on temperature and truncation only."""
         return (
             not self.counts and self.bias is None and self.stops is None and self.bad_words is None
         )
@@ -119,10 +140,13 @@ def sampling_table(
     device: torch.device | str = "cpu",
     capacity: SamplingCapacity | None = None,
 ) -> SamplingTable:
-    """Returns the columns of some sequences, in order.
+    """Builds the table of some sequences.
 
-    capacity: gives the table the shapes and flags of any parameters that fit, so that its columns
-    can be overwritten with other parameters.
+    Args:
+        params: Parameters of B sequences, in order.
+        device: Device of the columns.
+        capacity: Gives the table the shapes and flags of any parameters that fit. Its columns can
+            then be overwritten with other parameters. None sizes the table for `params`.
     """
 
     def column(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,21 +161,21 @@ def sampling_table(
     ]
     words = [(b, word) for b, p in enumerate(params) for word in p.bad_words]
     return SamplingTable(
-        column(p.temperature for p in params),
-        column((p.top_k for p in params), torch.int64),
-        column(p.top_p for p in params),
-        column(p.min_p for p in params),
-        column(p.repetition_penalty for p in params),
-        column(p.presence_penalty for p in params),
-        column(p.frequency_penalty for p in params),
-        column((p.min_tokens for p in params), torch.int64),
-        column((p.seed for p in params), torch.int64),
-        _entries(bias, device, capacity),
-        _entries(stops, device, capacity),
-        _bad_words(words, device, capacity),
-        capacity is None and all(p.greedy for p in params),
-        capacity is not None or any(p.counts_tokens for p in params),
-        capacity is not None or any(p.truncates for p in params),
+        temperature=column(p.temperature for p in params),
+        top_k=column((p.top_k for p in params), torch.int64),
+        top_p=column(p.top_p for p in params),
+        min_p=column(p.min_p for p in params),
+        repetition=column(p.repetition_penalty for p in params),
+        presence=column(p.presence_penalty for p in params),
+        frequency=column(p.frequency_penalty for p in params),
+        min_tokens=column((p.min_tokens for p in params), torch.int64),
+        seeds=column((p.seed for p in params), torch.int64),
+        bias=_entries(bias, device, capacity),
+        stops=_entries(stops, device, capacity),
+        bad_words=_bad_words(words, device, capacity),
+        greedy=capacity is None and all(p.greedy for p in params),
+        counts=capacity is not None or any(p.counts_tokens for p in params),
+        truncates=capacity is not None or any(p.truncates for p in params),
     )
 
 
@@ -161,7 +185,7 @@ def _entries(
     capacity: SamplingCapacity | None,
 ) -> TokenEntries | None:
     if capacity is not None:
-        rows = rows + [(NOBODY, 0, 0.0)] * (capacity.entries - len(rows))
+        rows = rows + [(NO_SEQUENCE, 0, 0.0)] * (capacity.num_entries - len(rows))
     if not rows:
         return None
     owners, tokens, values = zip(*rows, strict=True)
@@ -178,13 +202,16 @@ def _bad_words(
     capacity: SamplingCapacity | None,
 ) -> BadWords | None:
     if capacity is not None:
-        rows = rows + [(NOBODY, (0,) * capacity.word_length)] * (capacity.words - len(rows))
+        rows = rows + [(NO_SEQUENCE, (0,) * capacity.bad_word_length)] * (
+            capacity.num_bad_words - len(rows)
+        )
     if not rows:
         return None
     width = max(len(word) for _, word in rows) - 1
     if capacity is not None:
-        width = capacity.word_length - 1
-    before = [list(word[-2::-1]) + [ANY] * (width - len(word) + 1) for _, word in rows]
+        width = capacity.bad_word_length - 1
+    # word[-2::-1] is the word without its last token, reversed.
+    before = [list(word[-2::-1]) + [WILDCARD] * (width - len(word) + 1) for _, word in rows]
     return BadWords(
         on_device([owner for owner, _ in rows], device),
         on_device([word[-1] for _, word in rows], device),

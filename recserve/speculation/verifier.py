@@ -1,4 +1,4 @@
-"""What an acceptance rule is, what it decides on, and what it returns."""
+"""The interface of acceptance rules, with their input and output."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ from recserve.speculation.draft import TextDraft
 
 
 class UnfitDraft(ValueError):
-    """A draft on which the acceptance rule of its request would be biased."""
+    """A draft that would bias the acceptance rule of its request."""
 
 
 @dataclass(frozen=True)
 class ScoredTrees:
-    """Drafts of B sequences with what the target says of them: what a verifier decides on.
+    """Drafts of B sequences with the target's scores: the input of a verifier.
 
-    tree: B trees; the first node of each is the last committed token, the only one of depth 0.
-    depth: most levels below node 0, a host number.
-    target: packed nodes [m] -> [m, V] logits with every sampling parameter applied, whose softmax
-    is the distribution p of the token after the node; -inf where p is 0, and everywhere but at one
-    token at temperature 0.
-    probs: q, the distribution each drawn node's token came from. None where all are chosen.
-    seeds [B], lengths [B] int64: noise is keyed by the seed; a node of depth d predicts position
-    `lengths + d`. greedy: every sequence has temperature 0.
-    logits [T, V]: raw, where the target is softmax(logits / temperature) and nothing else, with
-    temperatures [B]; None where other parameters count. everywhere: draw at all nodes, so that no
-    shape depends on what is drawn and the host is not asked; else only where the path comes by.
-    rules [B] int64: numbers of the rules of each, where they differ (verifiers/registry.py).
+    p is the target's distribution, q the draft's.
+
+    Attributes:
+        tree: B packed trees with T nodes. The first node of each is the last committed token, and
+            the only one of depth 0.
+        depth: Most levels below node 0, a host number.
+        target: Maps packed nodes [m] to logits [m, V] with every sampling parameter applied. Their
+            softmax is the distribution p of the token after the node. Logits are -inf where p is 0;
+            at temperature 0 they are -inf everywhere but at one token. If `greedy` is True, only
+            the largest logit of a row counts.
+        seeds: [B] int64 noise keys.
+        lengths: [B] int64 committed lengths; a node of depth d predicts position `lengths + d`.
+        vocab_size: V.
+        probs: q, the distribution that each drawn node's token came from; None if all are chosen.
+        greedy: True if every sequence has temperature 0.
+        logits: [T, V] raw logits if p is softmax(logits / temperature); None if other sampling
+            parameters matter.
+        temperatures: [B] temperatures for `logits`; None together with it.
+        everywhere: True to draw at all nodes, so that no shape depends on a draw and the host does
+            not synchronise. False draws only along the path.
+        rules: [B] int64 number of each tree's rule if the rules differ (verifiers/registry.py).
     """
 
     tree: TokenTree
@@ -53,10 +62,13 @@ class ScoredTrees:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What of B scored trees is kept.
+    """The accepted paths of B scored trees.
 
-    nodes [B, D + 1]: packed nodes of the kept path, node 0 of the tree first, -1 after its end.
-    lengths [B]: drafted tokens kept, node 0 and bonus excluded. bonus [B]: token after the path.
+    Attributes:
+        nodes: [B, D + 1] packed nodes of the accepted path, node 0 of the tree first, -1 after its
+            end.
+        lengths: [B] number of accepted draft tokens; node 0 and the bonus token are excluded.
+        bonus: [B] token after the path.
     """
 
     nodes: Tensor
@@ -71,11 +83,11 @@ class Verifier(Pluggable, ABC):
     `verifiers/registry.py` or in the entry-point group `recserve.verifiers` of a distribution.
 
     Attributes:
-        name: What requests call it.
-        exact: True if the text has the target's distribution, whatever was drafted.
+        name: Name in requests.
+        exact: True if the text has the target's distribution for every draft that passes `check`.
         only_chains: True if it refuses forks and auxiliary nodes.
-        reads_probs: True if it compares the target with what a draft was drawn from, so that drawn
-            drafts are accepted more often, or are required.
+        reads_probs: True if it compares the target with the distribution that a draft was drawn
+            from. Such a rule accepts drawn drafts more often, or requires them.
     """
 
     exact: ClassVar[bool] = True
@@ -83,7 +95,7 @@ class Verifier(Pluggable, ABC):
     reads_probs: ClassVar[bool] = False
 
     def check(self, draft: TextDraft) -> None:  # noqa: B027
-        """Raises UnfitDraft for a draft on which the rule would be biased."""
+        """Raises UnfitDraft if the draft would bias the rule."""
 
     @abstractmethod
     def verify(self, scored: ScoredTrees) -> Accepted:

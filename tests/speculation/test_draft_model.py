@@ -217,7 +217,7 @@ def test_contexts_beyond_the_models_positions_are_not_drafted():
 def test_another_vocabulary_is_refused():
     with pytest.raises(ValueError, match="has 29 tokens, the target 31"):
         ModelDrafter(tiny_model(), 31)
-    with pytest.raises(ValueError, match="there are 29 tokens"):
+    with pytest.raises(ValueError, match="only 29 tokens"):
         ModelDrafter(tiny_model(), 29, (1, 30))
     with pytest.raises(ValueError, match="at least one draft model"):
         specinfer([], 29)

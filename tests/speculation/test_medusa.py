@@ -70,7 +70,7 @@ def test_a_request_s_tree_must_fit_the_heads():
     drafter = MedusaDrafter(drawn_heads(), E, V)
     check_speculation(Speculation("medusa", tree=((0,), (0, 0))), drafter)
     for tree, message in (
-        (((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), "4 levels .* there are 3 heads"),
+        (((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), "4 levels .* has 3 Medusa heads"),
         (((29,),), "ranks up to 29"),
         (((0, 1),), "not its parent"),
     ):

@@ -3,7 +3,7 @@
 import torch
 
 from recserve.kernels.noise import gumbel
-from recserve.speculation.drafters.noisy import LOOKED_AT, best_with_noise
+from recserve.speculation.drafters.noisy import NUM_NOISY_TOKENS, best_with_noise
 
 
 def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():
@@ -15,7 +15,7 @@ def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():
     seeds, positions = torch.arange(32) * 7 - 50, torch.arange(32) + 3
     scale = torch.tensor([0.0, 0.5, 1.0, 1.3]).repeat(8)
     noisy = logits + gumbel(seeds, positions, 1000) * scale[:, None]
-    least = logits.topk(LOOKED_AT).values[:, -1:]
+    least = logits.topk(NUM_NOISY_TOKENS).values[:, -1:]
     expected = noisy.masked_fill(logits < least, float("-inf")).topk(5).indices
     found = best_with_noise(logits, scale, seeds, positions, 5)
     assert torch.equal(found, expected)

@@ -82,7 +82,7 @@ def test_search_finds_the_best_of_all_trees(seed):
 @pytest.mark.parametrize(
     "paths,message",
     [([[]], "at least one rank"), ([[-1]], "each >= 0"), ([[0, 1]], "not its parent"),
-     ([[0], [0]], "twice")],
+     ([[0], [0]], "more than once")],
 )  # fmt: skip
 def test_what_is_no_tree_is_refused(paths, message):
     with pytest.raises(ValueError, match=message):

@@ -167,8 +167,8 @@ def test_registry_builds_what_it_names(tmp_path):
     [
         ("eagle", "drafter is 'eagle'; choose one of"),
         ("suffix+eagle", "drafter is 'eagle'"),
-        ("suffix+suffix", "join different ones"),
-        ("none+suffix", "and not 'none'"),
+        ("suffix+suffix", "must differ"),
+        ("none+suffix", "exclude 'none'"),
         ("draft_model", r"the folder of one draft model \(draft_model=DIR\), not 0"),
         ("specinfer", r"a draft model \(specinfer=DIR\)"),
         ("medusa", r"the folder of its heads \(medusa=DIR\)"),

@@ -192,14 +192,12 @@ def test_a_text_that_cannot_fit_is_refused_unencoded(server, calls, name):
         "context_length_exceeded",
         param,
     )
-    assert error["message"].startswith(
-        f"{param}: this model reads and writes at most {CONTEXT} tok"
-    )
+    assert error["message"].startswith(f"{param}: this model's context has {CONTEXT} tok")
     assert calls() == 0
 
 
 def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypatch):
-    monkeypatch.setattr("recserve.service.text.text_scores.JUDGE", "Judge.")
+    monkeypatch.setattr("recserve.service.text.text_scores.RERANK_SYSTEM_PROMPT", "Judge.")
     monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     asked = {"query": "q", "documents": ["a", TOO_LONG]}
     answer = server.post("/v1/rerank", json=asked)
@@ -213,7 +211,7 @@ def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypa
 
 def test_a_document_that_is_cut_may_be_of_any_length(server, calls, monkeypatch):
     engine = server.app.state.lifecycle.service.engine
-    monkeypatch.setattr("recserve.service.text.text_scores.JUDGE", "Judge.")
+    monkeypatch.setattr("recserve.service.text.text_scores.RERANK_SYSTEM_PROMPT", "Judge.")
     monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     sent = []
     monkeypatch.setattr(engine, "submit", lambda request: sent.append(request) or 1 / 0)

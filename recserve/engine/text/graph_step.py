@@ -138,7 +138,7 @@ class GraphStep:
         self.rule, self.draft_values = config.rule, config.draft_values
         device = rows.slots.device
         texts = self.shape.sequences + 1
-        past = 0 if self.capacity is None else self.capacity.word_length - 1
+        past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
         has_values = self.draft_values is not None
         size = (5 + has_values) * self.shape.nodes + 1 + texts * (5 + past)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")

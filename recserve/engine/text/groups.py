@@ -11,7 +11,7 @@ from recserve.engine.text.sequence import TextSequence
 from recserve.engine.text.step import TextGroup
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.sampling_table import sampling_table
-from recserve.speculation.verifiers.registry import FOR_ALL, GREEDY, MIXED, SAMPLE
+from recserve.speculation.verifiers.registry import GREEDY, GREEDY_COMPATIBLE, MIXED, SAMPLE
 
 
 class TextGroups:
@@ -71,4 +71,4 @@ class TextGroups:
             return GREEDY
         requests = [sequence.request for sequence in sequences]
         drawn = {r.speculation.verifier for r in requests if not r.params.greedy}
-        return drawn.pop() if len(drawn) == 1 and drawn <= FOR_ALL else SAMPLE
+        return drawn.pop() if len(drawn) == 1 and drawn <= GREEDY_COMPATIBLE else SAMPLE

@@ -32,7 +32,7 @@ from recserve.engine.text.step import StepOutputs, TextGroup
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable
-from recserve.speculation.verifiers.registry import FOR_ALL, MIXED, REJECTION, SAMPLE
+from recserve.speculation.verifiers.registry import GREEDY_COMPATIBLE, MIXED, REJECTION, SAMPLE
 
 Step = Callable[[], StepOutputs]
 # How a step ran: replayed; or launched, because its forward held prompt tokens, its drafts were
@@ -274,7 +274,7 @@ class StepGraphs:
         """
         if group.rule != SAMPLE:
             mixed = [StepKind(True, rule=MIXED)]
-            if group.rule not in FOR_ALL:
+            if group.rule not in GREEDY_COMPATIBLE:
                 return mixed
             return [StepKind(everything, rule=REJECTION), *mixed]
         kinds = [StepKind(everything)]

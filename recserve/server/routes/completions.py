@@ -16,13 +16,13 @@ from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.server.event_stream import EventStream, Pieces
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.completions import TextWork
+from recserve.service.text.completions import PendingTexts
 from recserve.service.text.stream import Listener, Piece
 
 BODY = msgspec.json.Decoder(CompletionRequest)
 CHAT_BODY = msgspec.json.Decoder(ChatRequest)
 B = TypeVar("B", bound=TextRequest)
-Begin = Callable[[B, str, float, Listener], TextWork]
+Begin = Callable[[B, str, float, Listener], PendingTexts]
 
 
 def add_routes(app: FastAPI, exchange: Exchange) -> None:

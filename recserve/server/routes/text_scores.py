@@ -13,7 +13,7 @@ from starlette.responses import Response
 from recserve.schemas.scoring import GenerativeScoringRequest, RerankRequest
 from recserve.server.exchange import Exchange, ended, json_response
 from recserve.server.transport.trace import trace_of
-from recserve.service.text.text_scores import ScoreWork
+from recserve.service.text.text_scores import PendingScores
 
 RERANK_BODY = msgspec.json.Decoder(RerankRequest)
 SCORING_BODY = msgspec.json.Decoder(GenerativeScoringRequest)
@@ -49,7 +49,9 @@ async def _rerank(exchange: Exchange, request: Request, version: str) -> Respons
     return await _answer(request, deadline_s, lambda: begin(body, version, name, deadline_s))
 
 
-async def _answer(request: Request, deadline_s: float, begin: Callable[[], ScoreWork]) -> Response:
+async def _answer(
+    request: Request, deadline_s: float, begin: Callable[[], PendingScores]
+) -> Response:
     work = await asyncio.to_thread(begin)
     await ended(request, work.futures, deadline_s)
     return json_response(work.answer())

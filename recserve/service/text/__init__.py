@@ -1,1 +1,1 @@
-"""Completions, chats and text scores."""
+"""The text service: completions, chats and text scores."""

@@ -1,4 +1,4 @@
-"""Written texts in the words of OpenAI's two routes, whole and in chunks."""
+"""Responses of OpenAI's two text routes, whole or in chunks, made from generated texts."""
 
 from __future__ import annotations
 
@@ -26,27 +26,46 @@ from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
 from recserve.tokenizer.token_bytes import shown
 
-# What JSON has instead of minus infinity, as OpenAI writes it.
+# Stands for minus infinity, which JSON cannot express; the same number as OpenAI's.
 LOWEST = -9999.0
 Table = Sequence[bytes]
 
 
 class Shape(Protocol):
-    """How one of the routes says it. head: the fields that every answer and chunk begins with."""
+    """The response format of a route.
+
+    Attributes:
+        prefix: First part of a response's id.
+    """
 
     prefix: str
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
-        """All texts, ended."""
+        """Builds the whole response.
+
+        Args:
+            head: Fields that every response and chunk begins with.
+            streams: All texts, ended.
+        """
         ...
 
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
-        """Pieces of texts; none: the chunk that only counts."""
+        """Builds a chunk.
+
+        Args:
+            head: Fields that every response and chunk begins with.
+            pieces: Pieces of texts; empty for a chunk that only has token counts.
+        """
         ...
 
 
 class CompletionShape:
-    """/v1/completions. table: bytes of each token; logprobs: whether they were asked for."""
+    """The response format of /v1/completions.
+
+    Args:
+        table: Bytes of each token.
+        logprobs: True to report log-probabilities.
+    """
 
     prefix = "cmpl"
 
@@ -55,12 +74,12 @@ class CompletionShape:
         self.logprobs = logprobs
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
-        """All texts, ended."""
+        """Builds the whole response."""
         choices = [self._choice(s.index, s.text, s.tokens, s.finish_reason) for s in streams]
         return CompletionResponse(object="text_completion", choices=choices, **head)
 
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
-        """Pieces of texts."""
+        """Builds a chunk."""
         choices = [self._choice(p.index, p.text, p.tokens, p.finish_reason) for p in pieces]
         return CompletionResponse(object="text_completion", choices=choices, **head)
 
@@ -90,7 +109,12 @@ class CompletionShape:
 
 
 class ChatShape:
-    """/v1/chat/completions."""
+    """The response format of /v1/chat/completions.
+
+    Args:
+        table: Bytes of each token.
+        logprobs: True to report log-probabilities.
+    """
 
     prefix = "chatcmpl"
 
@@ -99,7 +123,7 @@ class ChatShape:
         self.logprobs = logprobs
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
-        """All texts, ended."""
+        """Builds the whole response."""
         choices = [
             ChatChoice(
                 index=stream.index,
@@ -112,7 +136,7 @@ class ChatShape:
         return ChatResponse(object="chat.completion", choices=choices, **head)
 
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
-        """Pieces of texts; the role comes with the first of each."""
+        """Builds a chunk; the first piece of each text has the role."""
         choices = [
             ChatChunkChoice(
                 index=piece.index,
@@ -143,5 +167,5 @@ class ChatShape:
 
 
 def spelled(table: Table, token: int) -> bytes:
-    """What a token writes; a number that the tokeniser does not have writes nothing."""
+    """Returns the bytes of a token; none for an id that the tokeniser does not have."""
     return table[token] if token < len(table) else b""

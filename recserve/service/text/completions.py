@@ -1,4 +1,4 @@
-"""From a text body to its texts: one engine request each, answered whole or piece by piece."""
+"""Turns a text request body into engine requests, and their results into a response or a stream."""
 
 from __future__ import annotations
 
@@ -45,12 +45,21 @@ from recserve.speculation.verifiers.registry import verifiers
 
 
 @dataclass(frozen=True)
-class TextWork:
-    """Texts under way. futures: one per text, in the order of `streams`. copies: texts per prompt.
+class PendingTexts:
+    """Texts that the engine generates for one request body.
 
-    prompt_tokens: length of each prompt. include_usage, continuous_usage: what a stream counts.
-    exact: whether the acceptance rule leaves the text's distribution as it is. watch: began with
-    the body.
+    Attributes:
+        head: Fields that every response and chunk begins with.
+        shape: Response format of the route.
+        streams: The texts; `copies` of them per prompt, in prompt order.
+        futures: Engine results, in the order of `streams`.
+        copies: Number of texts per prompt.
+        prompt_tokens: Length of each prompt.
+        speculation: Drafting options.
+        exact: True if the acceptance rule leaves the text's distribution unchanged.
+        include_usage: True if a stream ends with a chunk of token counts.
+        continuous_usage: True if every chunk has the token counts of its text so far.
+        watch: Started when the body arrived.
     """
 
     head: dict[str, Any]
@@ -66,12 +75,12 @@ class TextWork:
     watch: Stopwatch
 
     def cancel(self) -> None:
-        """Nobody waits for these texts any more."""
+        """Cancels all texts."""
         for future in self.futures:
             future.cancel()
 
     def answer(self) -> TextResponse:
-        """All texts, waited for. Raises what the engine raised."""
+        """Waits for all texts and returns the response. Raises what the engine raised."""
         for future, stream in zip(self.futures, self.streams, strict=True):
             future.result()
             stream.wait()
@@ -79,7 +88,12 @@ class TextWork:
         return self.shape.answer(head, self.streams)
 
     def chunk(self, piece: Piece, last: bool) -> TextResponse:
-        """A piece on its way. last: no other follows, and no chunk that counts does either."""
+        """Returns the chunk for a piece.
+
+        Args:
+            piece: A new piece of a text.
+            last: True if neither a further piece nor a chunk of token counts follows.
+        """
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage_so_far(piece)
@@ -89,13 +103,14 @@ class TextWork:
         return self.shape.chunk(head, [piece])
 
     def counts(self) -> TextResponse:
-        """The chunk after the last piece, where `include_usage` asked for it."""
+        """Returns the chunk of token counts that follows the last piece with `include_usage`."""
         head = {**self.head, "usage": self.usage(), "metrics": self.metrics()}
         return self.shape.chunk(head, [])
 
     def usage(self) -> Usage:
-        """Token counts of all texts."""
+        """Returns the token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
+        # Copies share their prompt, so only the first text of each prompt counts.
         cached = sum(stream.timing.root_cached for stream in self.streams[:: self.copies])
         prompts = sum(self.prompt_tokens)
         return Usage(
@@ -106,7 +121,7 @@ class TextWork:
         )
 
     def usage_so_far(self, piece: Piece) -> Usage:
-        """Returns the token counts of one text up to a piece of it, as vLLM counts them."""
+        """Returns the token counts of one text up to a piece, as vLLM counts them."""
         prompt = self.prompt_tokens[piece.index // self.copies]
         return Usage(
             prompt_tokens=prompt,
@@ -115,11 +130,11 @@ class TextWork:
         )
 
     def timing_ms(self) -> TimingMs:
-        """Stages of the text that took longest."""
+        """Returns the stages of the text that took longest."""
         return self.watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
 
     def drafted(self) -> SpeculationCounts:
-        """What drafting did, summed over the texts."""
+        """Returns the draft statistics, summed over the texts."""
         total = SpeculationCounts()
         for counts in [stream.counts for stream in self.streams]:
             total.num_drafts += counts.num_drafts
@@ -132,7 +147,7 @@ class TextWork:
         return total
 
     def metrics(self) -> TextMetrics:
-        """The same as an answer says it."""
+        """Returns the draft statistics in the form of a response."""
         counts = self.drafted()
         if not counts.num_drafts:
             return TextMetrics(None)
@@ -152,8 +167,32 @@ class TextWork:
         )
 
 
+@dataclass(frozen=True)
+class _Call:
+    """How a caller receives the texts of one request body.
+
+    Attributes:
+        watch: Started when the body arrived.
+        request_id: Last part of the response's id; None generates one.
+        deadline_s: time.monotonic() value after which the texts are useless; None means never.
+        listener: Called with every piece, on the engine's thread; None reads the texts at the end.
+    """
+
+    watch: Stopwatch
+    request_id: str | None
+    deadline_s: float | None
+    listener: Listener | None
+
+
 class Texts:
-    """A language model's side of the service. scores: the same model as a scorer of given texts."""
+    """The text routes' side of a language model.
+
+    Attributes:
+        engine: Runs the requests.
+        model: The served model.
+        scores: The same model as a scorer of given texts.
+        fingerprint: Name and version of this server, for `system_fingerprint`.
+    """
 
     def __init__(self, engine: TextEngine, model: TextModel) -> None:
         self.engine = engine
@@ -167,14 +206,24 @@ class Texts:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
-    ) -> TextWork:
-        """Start the texts of a body. listener: told of every piece, on the engine's thread.
+    ) -> PendingTexts:
+        """Starts the texts of a completion request.
 
-        Raises InvalidRequest, ContextExceeded, UnknownModel, and what the engine refuses with.
+        Args:
+            body: The request.
+            request_id: Last part of the response's id; None generates one.
+            deadline_s: time.monotonic() value after which the texts are useless; None means never.
+            listener: Called with every piece, on the engine's thread.
+
+        Raises:
+            InvalidRequest: If a field is out of range.
+            ContextExceeded: If prompt and text do not fit the context.
+            UnknownModel: If the body names another model.
+            Exception: What the engine refuses the request with.
         """
-        watch = self._check(body)
+        call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.echo and body.logprobs is not None:
-            why = "is not done together with logprobs: those of a prompt are not computed"
+            why = "not supported with logprobs; those of a prompt are not computed"
             raise InvalidRequest("echo", why)
         prompts = completion_prompts(body, self.model)
         shape = CompletionShape(self.model.tokenizer.all_bytes, body.logprobs is not None)
@@ -184,7 +233,7 @@ class Texts:
             most = body.max_tokens or max(1, min(COMPLETION_TOKENS, room))
             return sampling(body, self.model, prompt, most, body.logprobs)
 
-        return self._begin(body, prompts, params, shape, watch, request_id, deadline_s, listener)
+        return self._begin(body, prompts, params, shape, call)
 
     def begin_chat(
         self,
@@ -192,11 +241,11 @@ class Texts:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
-    ) -> TextWork:
-        """Start the answers to a conversation, as `begin_completion`."""
-        watch = self._check(body)
+    ) -> PendingTexts:
+        """Starts the responses to a conversation. Arguments and errors as in `begin_completion`."""
+        call = _Call(self._check(body), request_id, deadline_s, listener)
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs", "is for logprobs; set logprobs too")
+            raise InvalidRequest("top_logprobs", "needs logprobs: true")
         prompt = chat_prompt(body, self.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         shape = ChatShape(self.model.tokenizer.all_bytes, logprobs is not None)
@@ -205,10 +254,10 @@ class Texts:
             most = body.max_completion_tokens or body.max_tokens
             return sampling(body, self.model, prompt, most, logprobs)
 
-        return self._begin(body, [prompt], params, shape, watch, request_id, deadline_s, listener)
+        return self._begin(body, [prompt], params, shape, call)
 
     def described(self) -> dict[str, Any]:
-        """The model in OpenAI's form, with what is ours under `recserve`."""
+        """Returns the model in OpenAI's form, with this server's own fields under `recserve`."""
         head = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "recserve"}
         return {**head, "max_model_len": self.model.context, "recserve": self.model.described()}
 
@@ -223,12 +272,9 @@ class Texts:
         prompts: Sequence[Prompt],
         params: Callable[[Prompt], SamplingParams],
         shape: Shape,
-        watch: Stopwatch,
-        request_id: str | None,
-        deadline_s: float | None,
-        listener: Listener | None,
-    ) -> TextWork:
-        asked = speculation(body.speculation, body.temperature, self.model)
+        call: _Call,
+    ) -> PendingTexts:
+        drafting = speculation(body.speculation, body.temperature, self.model)
         stops = stop_strings(body)
         echo = isinstance(body, CompletionRequest) and bool(body.echo)
         requests: list[TextQuery] = []
@@ -243,40 +289,47 @@ class Texts:
                     self.model.tokenizer.text_bytes,
                     stops,
                     body.min_tokens,
-                    listener,
+                    call.listener,
                     prompt.text if echo else "",
                 )
                 own = replace(first, seed=derived_seed(first.seed, copy))
                 requests.append(
-                    TextQuery(tokens, own, asked, body.priority, deadline_s, stream.on_commit)
+                    TextQuery(
+                        prompt=tokens,
+                        params=own,
+                        speculation=drafting,
+                        priority=body.priority,
+                        deadline_s=call.deadline_s,
+                        on_commit=stream.on_commit,
+                    )
                 )
                 streams.append(stream)
         head = {
-            "id": f"{shape.prefix}-{request_id or uuid.uuid4()}",
+            "id": f"{shape.prefix}-{call.request_id or uuid.uuid4()}",
             "created": int(time.time()),
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
         }
         options = body.stream_options
-        watch.features_done()
-        return TextWork(
-            head,
-            shape,
-            tuple(streams),
-            self._submit(requests, streams),
-            copies,
-            tuple(len(prompt.tokens) for prompt in prompts),
-            asked,
-            verifiers()[asked.verifier].exact,
-            options is not None and options.include_usage,
-            options is not None and options.continuous_usage_stats,
-            watch,
+        call.watch.features_done()
+        return PendingTexts(
+            head=head,
+            shape=shape,
+            streams=tuple(streams),
+            futures=self._submit(requests, streams),
+            copies=copies,
+            prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
+            speculation=drafting,
+            exact=verifiers()[drafting.verifier].exact,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            watch=call.watch,
         )
 
     def _submit(
         self, requests: Sequence[TextQuery], streams: Sequence[TextStream]
     ) -> tuple[Future[Completion], ...]:
-        """All or none. Raises what the engine refuses with."""
+        """Submits all requests, or none. Raises what the engine refuses a request with."""
         futures: list[Future[Completion]] = []
         try:
             for request, stream in zip(requests, streams, strict=True):

@@ -1,4 +1,4 @@
-"""From a language model's folder, and its drafters', to what the engine and the routes need."""
+"""Loads a language model and its drafters from folders, for the engine and the text routes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextSettings:
-    """name: None is the folder's. dtype: "auto" is the fastest; None is the folder's own type, or
-    float32 on a CPU where that is faster. drafters: `NAME` or `NAME=DIR`,
-    the first is the default of requests.
+    """Which language model to load, and how.
+
+    Attributes:
+        folder: Folder of the model.
+        name: Name in requests; None means the folder's name.
+        dtype: A type's name, or `auto` for the fastest type. None means the type of the weights, or
+            float32 on a CPU where that is faster.
+        chat_template: File of a chat template; None means the folder's own.
+        drafters: `NAME` or `NAME=DIR`; the first is the default of requests.
     """
 
     folder: Path
@@ -38,7 +44,13 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class LoadedText:
-    """network and drafters: for the engine. model: for the routes."""
+    """A loaded language model.
+
+    Attributes:
+        network: The network, for the engine.
+        drafters: Drafters by name, for the engine.
+        model: The served model, for the routes.
+    """
 
     network: LanguageModel
     drafters: Mapping[str, Drafter]
@@ -46,28 +58,32 @@ class LoadedText:
 
     @property
     def parts(self) -> tuple[LanguageModel, Mapping[str, Drafter]]:
-        """What the engine takes."""
+        """The arguments of the engine: the network and the drafters."""
         return self.network, self.drafters
 
 
 def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
-    """Load what the settings name.
+    """Loads the model and the drafters that the settings name.
 
-    Raises UnsupportedModel, UnsupportedTokenizer, TemplateError, or ValueError for a drafter that
-    is not there, naming what was expected and what came.
+    Raises:
+        UnsupportedModel: If the network cannot be loaded.
+        UnsupportedTokenizer: If the tokeniser cannot be loaded.
+        TemplateError: If the chat template is invalid.
+        ValueError: If a drafter is missing. The message names the expected and the given value.
+        PluginError: If an installed distribution registers an unusable drafter or rule.
     """
     folder = settings.folder
     if not folder.is_dir():
-        raise ValueError(f"llm: there is no folder {folder}")
+        raise ValueError(f"llm is {folder}; there is no such folder")
     tokenizer = TextTokenizer.open(folder, settings.chat_template)
     network = load_language_model(folder, _dtype(settings, device), device)
     config = network.config
     if len(tokenizer.all_bytes) > config.vocab_size:
         raise ValueError(
-            f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, the model "
-            f"scores {config.vocab_size}; they do not belong together"
+            f"tokenizer.json of {folder.name} has {len(tokenizer.all_bytes)} tokens, but the model "
+            f"scores only {config.vocab_size}; use the model's own tokenizer.json"
         )
-    verifiers()  # a broken plugin stops the start, not a request
+    verifiers()  # so that a broken plugin fails at startup and not in a request
     drafters = open_drafters(settings.drafters or ("none",), network)
     model = TextModel(
         name=settings.name or folder.resolve().name,
@@ -86,7 +102,7 @@ def load_text(settings: TextSettings, device: torch.device) -> LoadedText:
 
 
 def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
-    """The type to compute in."""
+    """Returns the type to compute in."""
     if settings.dtype not in (None, "auto"):
         return DTYPES[settings.dtype]
     config, stored = read_folder(settings.folder)
@@ -96,20 +112,23 @@ def _dtype(settings: TextSettings, device: torch.device) -> torch.dtype:
         return stored
     found = fastest_dtype(config.decoder, (stored, torch.float32))
     if found != stored:
-        log.info("%s computes in float32: on this processor that is faster", settings.folder.name)
+        log.info("%s computes in float32, which is faster on this processor", settings.folder.name)
     return found
 
 
 def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Drafter]:
-    """Drafters by name: those named, in their order, then those that need no weights.
+    """Builds the named drafters, then those that need no weights.
 
     Args:
-        named: `NAME` or `NAME=DIR`. A name that occurs again adds one more folder.
+        named: `NAME` or `NAME=DIR`. A repeated name adds one more folder.
         network: The target model.
+
+    Returns:
+        Drafters by name, in that order.
 
     Raises:
         ValueError: If a name is unknown, or weights are missing or do not fit.
-        PluginError: If an installed distribution registers a drafter that cannot be used.
+        PluginError: If an installed distribution registers an unusable drafter.
     """
     folders: dict[str, list[Path]] = {}
     for part in named:
@@ -119,7 +138,7 @@ def open_drafters(named: Sequence[str], network: LanguageModel) -> dict[str, Dra
     for name, given in folders.items():
         missing = [folder for folder in given if not folder.is_dir()]
         if missing:
-            raise ValueError(f"drafters: {name} is to come from {missing[0]}, which is no folder")
+            raise ValueError(f"drafters: {name} is {missing[0]}; there is no such folder")
         drafters[name] = build_drafter(name, network, given)
     for name in weightless_drafters():
         drafters.setdefault(name, build_drafter(name, network))

@@ -1,4 +1,4 @@
-"""A served language model as the text routes see it: its name, its tokeniser, its limits."""
+"""A served language model as the text routes use it: name, tokeniser and limits."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ from recserve.tokenizer.tokenizer import TextTokenizer
 
 
 class TextEngine(Protocol):
-    """What is asked of the engine; `engine.Engine` is one."""
+    """The part of the engine that the text service needs; `engine.Engine` implements it."""
 
     def submit(self, request: Any) -> Future[Any]:
-        """Queue a TextQuery or TextScoreQuery; the future gets its Completion, its Scores or
-        the error.
+        """Queues a TextQuery or a TextScoreQuery.
+
+        Returns:
+            Future of its Completion or its Scores.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """name: what `model` must say. vocab_size: tokens the model scores, which may be more than the
-    tokeniser has. end_tokens: those that end a text. context: most tokens of prompt and text
-    together. drafters: what the engine has; default_drafter: of requests that name none.
+    """A served language model.
+
+    Attributes:
+        name: Name that requests use.
+        tokenizer: Its tokeniser.
+        vocab_size: Number of tokens that the model scores; may exceed the tokeniser's.
+        end_tokens: Tokens that end a text.
+        context: Most tokens of prompt and text together.
+        parameters: Number of parameters.
+        device: Device of the weights.
+        drafters: Drafters of the engine by name.
+        default_drafter: Drafter of requests that name none.
+        default_verifier: Acceptance rule of requests that name none.
     """
 
     name: str
@@ -44,12 +56,12 @@ class TextModel:
     default_verifier: str = "sample"
 
     def check_name(self, name: str | None) -> None:
-        """Raises UnknownModel where a request names another model."""
+        """Raises UnknownModel if a request names another model."""
         if name and name != self.name:
-            raise UnknownModel(f"the language model here is {self.name!r}, got {name[:80]!r}")
+            raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
 
     def described(self) -> dict[str, Any]:
-        """What GET /v1/models says of it beside its name."""
+        """Returns this server's own fields of the model in GET /v1/models."""
         return {
             "parameters": self.parameters,
             "drafters": list(self.drafters),

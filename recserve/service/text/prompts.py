@@ -1,4 +1,4 @@
-"""Text bodies to what the engine is asked: token numbers, sampling, drafting, bounds."""
+"""Translates text requests into engine terms: tokens, sampling parameters, drafting options."""
 
 from __future__ import annotations
 
@@ -28,14 +28,24 @@ COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """tokens: at least one. text: as it is echoed."""
+    """A prompt.
+
+    Attributes:
+        tokens: At least one token id.
+        text: Text of the prompt, as `echo` returns it.
+    """
 
     tokens: list[int]
     text: str
 
 
 def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
-    """The prompts of a body, in order. Raises InvalidRequest."""
+    """Returns the prompts of a body, in order.
+
+    Raises:
+        InvalidRequest: If there are too many, or one is empty or invalid.
+        ContextExceeded: If a text is too long for the context.
+    """
     given = body.prompt
     parts: Sequence[str | list[int]]
     if isinstance(given, str):
@@ -45,15 +55,20 @@ def completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt
     else:
         parts = [part for part in given if not isinstance(part, int)]
         if len(parts) != len(given):
-            raise InvalidRequest("prompt", "expected texts or lists of token numbers, got both")
+            raise InvalidRequest("prompt", "expected texts or lists of token ids, got both kinds")
     if len(parts) * (body.n or 1) > MAX_CHOICES:
-        asked = f"{len(parts)} prompts with n = {body.n or 1}"
-        raise InvalidRequest("prompt", f"at most {MAX_CHOICES} texts per request, got {asked}")
+        given_texts = f"{len(parts)} prompts with n = {body.n or 1}"
+        raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {given_texts}")
     return [_prompt(part, body.add_special_tokens, model) for part in parts]
 
 
 def chat_prompt(body: ChatRequest, model: TextModel) -> Prompt:
-    """The prompt that the model's template makes of the messages. Raises InvalidRequest."""
+    """Renders the messages with the model's chat template.
+
+    Raises:
+        InvalidRequest: If the model has no template, or the template rejects the messages.
+        ContextExceeded: If the rendered text is too long for the context.
+    """
     template = model.tokenizer.template
     if template is None:
         raise InvalidRequest(
@@ -74,17 +89,26 @@ def sampling(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling of the first text of a prompt; None: up to the end of the context.
+    """Returns the sampling parameters of a prompt's first text.
 
-    Raises ContextExceeded where prompt and text do not fit, InvalidRequest for what else is wrong.
+    Args:
+        body: The request.
+        model: The served model.
+        prompt: The prompt.
+        max_tokens: Most output tokens; None means up to the end of the context.
+        logprobs: Number of likeliest tokens to report; None reports nothing.
+
+    Raises:
+        ContextExceeded: If prompt and text do not fit the context.
+        InvalidRequest: If another field is out of range.
     """
     room = model.context - len(prompt.tokens)
     if room < 1 or (max_tokens or 1) > room:
-        asked = "" if max_tokens is None else f", max_tokens is {max_tokens}"
+        limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
         raise ContextExceeded(
             "max_tokens" if room >= 1 else "prompt",
-            f"this model reads and writes at most {model.context} tokens; the prompt has "
-            f"{len(prompt.tokens)}{asked}",
+            f"this model's context has {model.context} tokens; the prompt has "
+            f"{len(prompt.tokens)}{limit}",
         )
     most = max_tokens or room
     if body.min_tokens > most:
@@ -114,10 +138,14 @@ def sampling(
 def speculation(
     body: SpeculationOptions | None, temperature: float | None, model: TextModel
 ) -> Speculation:
-    """How the text is drafted. Raises InvalidRequest for what is not here or does not fit."""
-    said = body or SpeculationOptions()
-    drafter = said.drafter or model.default_drafter
-    verifier = said.verifier or model.default_verifier
+    """Returns the drafting options of a request.
+
+    Raises:
+        InvalidRequest: If an option is unknown here, or the options do not fit each other.
+    """
+    options = body or SpeculationOptions()
+    drafter = options.drafter or model.default_drafter
+    verifier = options.verifier or model.default_verifier
     names: dict[str, tuple[str, Collection[str]]] = {
         "drafter": (drafter, model.drafters),
         "verifier": (verifier, verifiers()),
@@ -125,26 +153,26 @@ def speculation(
     for field, (value, there) in names.items():
         if value not in there:
             raise InvalidRequest(
-                f"speculation.{field}", f"this server has {', '.join(there)}, got {value!r}"
+                f"speculation.{field}", f"expected one of {', '.join(there)}, got {value!r}"
             )
     if verifier == GREEDY and temperature != 0:
-        raise InvalidRequest("speculation.verifier", "greedy is for temperature 0; ask for sample")
-    tree = None if said.tree is None else tuple(tuple(path) for path in said.tree)
-    asked = Speculation(drafter, verifier, said.num_tokens, tree)
+        raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
+    tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
+    drafting = Speculation(drafter, verifier, options.num_tokens, tree)
     try:
-        check_speculation(asked, model.drafters[drafter])
+        check_speculation(drafting, model.drafters[drafter])
     except ValueError as error:
         raise InvalidRequest("speculation", str(error)) from None
-    return asked
+    return drafting
 
 
 def stop_strings(body: TextRequest) -> list[str]:
-    """The strings that end a text."""
+    """Returns the strings that end a text."""
     return [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Seed of the text number `index` of a prompt; the first one has the prompt's own."""
+    """Returns the seed of a prompt's text number `index`; the first text uses `seed` itself."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -152,10 +180,10 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
-    """Raises InvalidRequest for a token number that the model does not have."""
+    """Raises InvalidRequest for a token id outside the model's vocabulary."""
     if tokens and max(tokens) >= model.vocab_size:
         raise InvalidRequest(
-            param, f"expected token numbers below {model.vocab_size}, got {max(tokens)}"
+            param, f"expected token ids below {model.vocab_size}, got {max(tokens)}"
         )
 
 
@@ -165,8 +193,7 @@ def check_length(param: str, text: str, model: TextModel) -> None:
     if fewest > model.context:
         raise ContextExceeded(
             param,
-            f"this model reads and writes at most {model.context} tokens; this text has at least "
-            f"{fewest}",
+            f"this model's context has {model.context} tokens; this text has at least {fewest}",
         )
 
 
@@ -178,9 +205,7 @@ def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
         check_tokens("prompt", given, model)
         prompt = Prompt(given, model.tokenizer.decode(given))
     if not prompt.tokens:
-        raise InvalidRequest(
-            "prompt", "is empty; this model needs at least one token to go on from"
-        )
+        raise InvalidRequest("prompt", "is empty; this model needs at least one token to continue")
     return prompt
 
 
@@ -194,7 +219,7 @@ def _turn(message: ChatMessage) -> dict[str, str]:
 
 
 def _bad_words(words: Sequence[str], model: TextModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is encoded at the beginning of a text and after a space."""
+    """Encodes each word in two forms: at the beginning of a text, and after a space."""
     encode = model.tokenizer.encode
     spelled = [tuple(encode(form, False)) for word in words for form in (word, f" {word}")]
     return tuple(dict.fromkeys(filter(None, spelled)))

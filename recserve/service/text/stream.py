@@ -1,4 +1,4 @@
-"""One text while it is written: tokens in on the engine's thread, pieces of text out."""
+"""One text during its generation: takes tokens on the engine's thread, and emits pieces of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from recserve.tokenizer.detokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """A token with its log-probabilities. offset: characters of the text before it."""
+    """An output token with its log-probabilities.
+
+    Attributes:
+        token: Token id.
+        offset: Number of characters of the text before it.
+        logprobs: Log-probabilities at this token.
+    """
 
     token: int
     offset: int
@@ -30,10 +36,16 @@ class WrittenToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step added to the text number `index`; text may be empty while more is needed.
+    """A new piece of one text.
 
-    first: nothing came before. ended: nothing follows; then finish_reason or error is set.
-    num_tokens: tokens of the text up to and including this piece.
+    Attributes:
+        index: Number of the text in its request.
+        text: New characters; may be empty while a character or a stop string is incomplete.
+        num_tokens: Tokens of the text up to and including this piece.
+        first: True for the first piece.
+        tokens: New tokens, if log-probabilities are requested.
+        finish_reason: Why the text ended; None before the last piece.
+        error: Error that ended the text.
     """
 
     index: int
@@ -46,7 +58,7 @@ class Piece:
 
     @property
     def ended(self) -> bool:
-        """Whether this is the last piece of its text."""
+        """True if this is the last piece of its text."""
         return self.finish_reason is not None or self.error is not None
 
 
@@ -54,10 +66,7 @@ Listener = Callable[[Piece], None]
 
 
 class TextStream:
-    """Gathers one text. Its methods run on the engine's thread, one after another.
-
-    listener: told of every piece as it comes; None: the text is read at the end.
-    """
+    """Collects one text. Its methods run on the engine's thread, one after another."""
 
     def __init__(
         self,
@@ -68,33 +77,42 @@ class TextStream:
         listener: Listener | None,
         beginning: str = "",
     ) -> None:
-        """table: bytes of each token. beginning: stands before the text, as an echoed prompt."""
+        """Starts an empty text.
+
+        Args:
+            index: Number of the text in its request.
+            table: Bytes of each token.
+            stops: Strings that end the text.
+            min_tokens: Number of first tokens in which stop strings are ignored.
+            listener: Called with every piece; None if the text is only read at the end.
+            beginning: Characters before the generated text, such as an echoed prompt.
+        """
         self.index = index
         self._detokenizer = Detokenizer(table, stops, min_tokens)
         self._listener = listener
         self._beginning = beginning
         self._pieces: list[str] = []
-        self._told = False
+        self._emitted = False
         self._ended = threading.Event()
         self.tokens: list[WrittenToken] = []
         self.finish_reason: FinishReason | None = None
         self.counts = SpeculationCounts()
         self.timing = Timing()
         if beginning:
-            self._tell(beginning)
+            self._emit(beginning)
 
     @property
     def text(self) -> str:
-        """What has been written and may be shown."""
+        """The text so far, without characters that may still belong to a stop string."""
         return "".join(self._pieces)
 
     @property
     def num_tokens(self) -> int:
-        """Written tokens, up to the one that completed a stop string."""
+        """Output tokens, up to and including the one that completed a stop string."""
         return self._detokenizer.num_tokens
 
     def on_commit(self, commit: TextCommit) -> bool:
-        """Tokens of one step. True: a stop string ended the text."""
+        """Adds the tokens of one step. Returns True if a stop string ended the text."""
         detokenizer = self._detokenizer
         shown: list[str] = []
         written: list[WrittenToken] = []
@@ -107,18 +125,18 @@ class TextStream:
                 written.append(WrittenToken(token, offset, commit.logprobs[place]))
         text = "".join(shown)
         if text or written:
-            self._tell(text, tuple(written))
+            self._emit(text, tuple(written))
         return detokenizer.stopped
 
     def end(self, future: Future[Any]) -> None:
-        """The engine is done with it: the rest of the text and why it ended, or the error."""
+        """Emits the rest of the text with its finish reason, or the error."""
         try:
             self._finish(future)
         finally:
             self._ended.set()
 
     def wait(self) -> None:
-        """Until `end` is done, which is an instant after its future is."""
+        """Waits until `end` has run, which follows the future's completion immediately."""
         self._ended.wait()
 
     def _finish(self, future: Future[Any]) -> None:
@@ -135,16 +153,16 @@ class TextStream:
         self.finish_reason = "stop" if self._detokenizer.stopped else result.finish_reason
         self.counts = result.counts
         self.timing = result.timing
-        self._tell(rest, finish_reason=self.finish_reason)
+        self._emit(rest, finish_reason=self.finish_reason)
 
-    def _tell(
+    def _emit(
         self,
         text: str,
         tokens: tuple[WrittenToken, ...] = (),
         finish_reason: FinishReason | None = None,
     ) -> None:
-        first = not self._told
-        self._told = True
+        first = not self._emitted
+        self._emitted = True
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:

@@ -1,7 +1,7 @@
-"""Given texts scored in one forward: a query is the root, documents or items are its branches.
+"""Scores given texts in one forward pass: the query is the prefix, documents or items are branches.
 
 Relevance is the probability of "yes" against "no" after query and document, as in Qwen3-Reranker
-(Zhang et al. 2025, section 2): any instruction-tuned model is a reranker, none needs a head.
+(Zhang et al. 2025, section 2). Any instruction-tuned model is a reranker, without a special head.
 """
 
 from __future__ import annotations
@@ -35,20 +35,27 @@ from recserve.service.errors import ContextExceeded
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompts import check_length, check_tokens
 
-# Texts of one request to the engine, in tokens: what shares a forward, and its logits' memory.
+# Most tokens of the branches in one engine request. They share a forward pass, and this number
+# bounds the memory of its logits.
 GROUP_TOKENS = 4096
 INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
-JUDGE = (
+RERANK_SYSTEM_PROMPT = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
 )
-# Stands for the document while the template is applied; no text holds it.
-PLACE = "\ue000document\ue001"
+# Stands for the document while the template is applied. A query that contains it is refused.
+DOCUMENT_PLACEHOLDER = "\ue000document\ue001"
 
 
 @dataclass(frozen=True)
 class Question:
-    """What all documents of a query stand between. labels: tokens of "yes" and of "no"."""
+    """The reranking prompt around a document.
+
+    Attributes:
+        before: Tokens before the document.
+        after: Tokens after the document.
+        labels: Tokens of "yes" and of "no".
+    """
 
     before: list[int]
     after: list[int]
@@ -56,15 +63,21 @@ class Question:
 
 
 @dataclass(frozen=True)
-class ScoreWork:
-    """Scores under way. finish: log-probabilities [M, K] and the usage to the answer."""
+class PendingScores:
+    """Scores that the engine computes for one request body.
+
+    Attributes:
+        futures: Engine results, in the order of the branches.
+        num_tokens: Tokens of the query and all branches.
+        finish: Makes the response from log-probabilities [M, K] and the usage.
+    """
 
     futures: tuple[Future[Scores], ...]
     num_tokens: int
     finish: Callable[[np.ndarray, Usage], Any]
 
     def answer(self) -> Any:
-        """The answer, waited for. Raises what the engine raised."""
+        """Waits for the scores and returns the response. Raises what the engine raised."""
         results = [future.result() for future in self.futures]
         usage = Usage(
             prompt_tokens=self.num_tokens,
@@ -76,7 +89,7 @@ class ScoreWork:
 
 
 class TextScores:
-    """A language model as a scorer."""
+    """A language model as a scorer of given texts."""
 
     def __init__(self, engine: TextEngine, model: TextModel) -> None:
         self.engine = engine
@@ -87,8 +100,20 @@ class TextScores:
         body: GenerativeScoringRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> ScoreWork:
-        """Start the scores of items. Raises InvalidRequest, UnknownModel, and the engine's own."""
+    ) -> PendingScores:
+        """Starts the scores of items.
+
+        Args:
+            body: The request.
+            request_id: Last part of the response's id; None generates one.
+            deadline_s: time.monotonic() value after which the scores are useless; None means never.
+
+        Raises:
+            InvalidRequest: If a field is out of range.
+            ContextExceeded: If query and item do not fit the context.
+            UnknownModel: If the body names another model.
+            Exception: What the engine refuses the request with.
+        """
         self.model.check_name(body.model)
         body.check()
         check_tokens("label_token_ids", body.label_token_ids, self.model)
@@ -116,14 +141,18 @@ class TextScores:
         version: str,
         request_id: str | None = None,
         deadline_s: float | None = None,
-    ) -> ScoreWork:
-        """Start the relevance of documents, as `begin_scoring`. version: of the route."""
+    ) -> PendingScores:
+        """Starts the relevance scores of documents; see `begin_scoring` for the other arguments.
+
+        Args:
+            version: API version of the route, which the response repeats.
+        """
         self.model.check_name(body.model)
         body.check()
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
         question = self._question(body.instruction or INSTRUCTION, body.query)
         encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
-        if most is None or most > self.model.context:  # else a long document is cut to what fits
+        if most is None or most > self.model.context:  # otherwise cut to `most`
             for place, text in enumerate(texts):
                 check_length(f"documents[{place}]", text, self.model)
         branches = [[*encode(text)[:most], *question.after] for text in texts]
@@ -161,17 +190,18 @@ class TextScores:
         labels: tuple[int, ...],
         deadline_s: float | None,
         finish: Callable[[np.ndarray, Usage], Any],
-    ) -> ScoreWork:
-        """One engine request per group of branches; one group where they are not many. Equal
-        branches are scored once: two calls of a kernel need not agree in the last bit, and equal
+    ) -> PendingScores:
+        """Submits one engine request per group of branches.
+
+        Equal branches are scored once. Two calls of a kernel may differ in the last bit, and equal
         texts must tie.
         """
         longest = max(range(len(branches)), key=lambda n: len(branches[n]))
         if len(root) + len(branches[longest]) > self.model.context:
             raise ContextExceeded(
                 f"{param}[{longest}]",
-                f"this model reads at most {self.model.context} tokens; the query has {len(root)} "
-                f"and this {len(branches[longest])}",
+                f"this model's context has {self.model.context} tokens; the query has {len(root)} "
+                f"and this text {len(branches[longest])}",
             )
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
@@ -189,25 +219,31 @@ class TextScores:
                 future.cancel()
             raise
         num_tokens = len(root) + sum(map(len, branches))
-        return ScoreWork(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
+        return PendingScores(tuple(futures), num_tokens, lambda v, usage: finish(v[which], usage))
 
     def _question(self, instruction: str, query: str) -> Question:
-        """The words around a document, and where a "yes" and a "no" after them differ."""
+        """Builds the prompt around a document.
+
+        The prompt ends where the tokens of "yes" and "no" first differ.
+        """
         tokenizer = self.model.tokenizer
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {PLACE}"
+        turn = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {DOCUMENT_PLACEHOLDER}"
         if tokenizer.template is None:
-            text, space = f"{JUDGE}\n{asked}\nAnswer:", " "
+            text, space = f"{RERANK_SYSTEM_PROMPT}\n{turn}\nAnswer:", " "
         else:
-            turns = [{"role": "system", "content": JUDGE}, {"role": "user", "content": asked}]
+            turns = [
+                {"role": "system", "content": RERANK_SYSTEM_PROMPT},
+                {"role": "user", "content": turn},
+            ]
             text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
-        before, found, after = text.partition(PLACE)
-        if not found or PLACE in after:
-            raise InvalidRequest("query", "the model's chat template does not show it once")
+        before, found, after = text.partition(DOCUMENT_PLACEHOLDER)
+        if not found or DOCUMENT_PLACEHOLDER in after:
+            raise InvalidRequest("query", "the model's chat template must show it exactly once")
         check_length("query", before + after, self.model)
         yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))
         same = next((n for n, (a, b) in enumerate(zip(yes, no, strict=False)) if a != b), None)
         if same is None:
-            raise InvalidRequest("model", "this model's tokeniser does not tell yes from no")
+            raise InvalidRequest("model", "this model's tokeniser encodes yes and no equally")
         head = tokenizer.encode(before, special=tokenizer.template is None)
         return Question(head, yes[:same], (yes[same], no[same]))
 
@@ -224,7 +260,10 @@ class TextScores:
 
 
 def _groups(branches: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Branches in order, at most GROUP_TOKENS together unless one alone has more."""
+    """Splits branches, in order, into groups of at most GROUP_TOKENS tokens.
+
+    A longer branch forms a group of its own.
+    """
     groups: list[list[tuple[int, ...]]] = []
     size = GROUP_TOKENS
     for branch in branches:
@@ -237,6 +276,6 @@ def _groups(branches: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
 
 
 def _softmax(values: np.ndarray) -> np.ndarray:
-    """[M, K] log-probabilities to shares of each row."""
+    """Normalises log-probabilities [M, K] to probabilities within each row."""
     shares = np.exp(values - values.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))

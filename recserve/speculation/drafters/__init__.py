@@ -1,1 +1,1 @@
-"""Drafting systems, one file each, and the trees that they draft."""
+"""Drafting systems, one file each, and the tree structures that they share."""

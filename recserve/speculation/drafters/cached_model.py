@@ -1,6 +1,6 @@
-"""A language model beside the target, with one slot of keys and values per token it has read.
+"""A small language model with its own KV cache, which holds one slot per token.
 
-Slots have no order, so a drafted token that was accepted keeps its slot: nothing is copied.
+Slots have no order, so an accepted draft token keeps its slot. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from recserve.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Chains:
-    """Tokens to read: B chains, packed, each after what it stands on.
+    """B packed chains of new tokens to compute, each with its prefix.
 
-    tokens, slots [n]: the new tokens and where their keys and values go. lengths: of the chains.
-    roots: for each chain the slots [L] of everything before it, in order.
+    Attributes:
+        tokens: [n] int64 new tokens.
+        slots: [n] int64 slots for their keys and values.
+        lengths: Number of new tokens in each chain.
+        roots: Per chain, the slots [L] of the whole prefix, in order.
     """
 
     tokens: Tensor
@@ -32,11 +35,12 @@ class Chains:
     roots: tuple[Tensor, ...]
 
     def tree(self) -> TokenTree:
-        """The chains as token trees."""
+        """Returns the chains as token trees."""
         device = self.tokens.device
         sizes = torch.tensor(self.lengths)
         stops = sizes.cumsum(0)
         offsets = torch.cat([stops.new_zeros(1), stops])
+        # The parent of a chain's token is the token before it; `stops` is one past the chain's end.
         index = torch.arange(self.tokens.shape[0])
         depths = index - offsets[:-1].repeat_interleave(sizes)
         parents = torch.where(depths > 0, index - 1, -1)
@@ -46,20 +50,31 @@ class Chains:
 
 @dataclass(eq=False)
 class Reading:
-    """What the model has read of a sequence.
+    """Cache state of one sequence.
 
-    slots [n]: of its first n tokens, on the device; kept: the same on the host. num_read: tokens
-    whose keys and values are there. nodes: slots of the inner nodes of the last draft.
+    Attributes:
+        slots: [n] slots of its first n tokens, on the device.
+        host_slots: The same slots on the host.
+        num_read: Number of tokens whose keys and values are computed.
+        nodes: Slots of the last draft's inner nodes, by node number.
     """
 
     slots: Tensor
-    kept: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
     num_read: int = 0
     nodes: dict[int, int] = field(default_factory=dict)
 
 
 class CachedModel:
-    """num_slots: tokens of all sequences together. readings: by sequence."""
+    """A draft model and its KV cache, which all sequences share.
+
+    Args:
+        model: The draft model.
+        num_slots: Capacity of the cache, in tokens of all sequences together.
+
+    Attributes:
+        readings: Cache state by sequence id.
+    """
 
     def __init__(self, model: LanguageModel, num_slots: int) -> None:
         decoder, weight = model.config.decoder, model.tokens.weight
@@ -72,14 +87,22 @@ class CachedModel:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
+        """Number of free slots."""
         return len(self._free)
 
     def place(self, name: int, length: int, inner: Seq[int], busy: Collection[int]) -> bool:
-        """Take slots for all tokens of a sequence and for the inner nodes of a draft.
+        """Reserves slots for all tokens of a sequence and for the inner nodes of a draft.
 
-        length: its tokens. Where slots are short, sequences outside `busy` lose theirs; False where
-        that does not suffice either.
+        If free slots are short, sequences outside `busy` lose theirs.
+
+        Args:
+            name: Sequence id.
+            length: Number of tokens of the sequence.
+            inner: Numbers of the draft's inner nodes.
+            busy: Ids of sequences that must not lose their slots.
+
+        Returns:
+            False if the slots do not suffice.
         """
         reading = self.readings.get(name)
         if reading is None:
@@ -87,18 +110,18 @@ class CachedModel:
             reading = self.readings[name] = Reading(nothing)
         self._clear(reading)
         self._shorten(reading, length - 1)
-        needed = length - len(reading.kept) + len(inner)
+        needed = length - len(reading.host_slots) + len(inner)
         if needed > len(self._free):
             for idle in sorted(self.readings.keys() - set(busy)):
                 self.forget(idle)
         if needed > len(self._free):
             return False
         reading.nodes = dict(zip(inner, self._take(len(inner)), strict=True))
-        self._append(reading, self._take(length - len(reading.kept)))
+        self._append(reading, self._take(length - len(reading.host_slots)))
         return True
 
-    def keep(self, name: int, accepted: Seq[int]) -> None:
-        """Of the last draft's nodes, the accepted ones are tokens of the sequence from now on."""
+    def commit(self, name: int, accepted: Seq[int]) -> None:
+        """Turns the accepted nodes of the last draft into tokens of the sequence."""
         reading = self.readings.get(name)
         if reading is not None:
             path = [reading.nodes.pop(node) for node in accepted if node in reading.nodes]
@@ -107,11 +130,11 @@ class CachedModel:
             self._clear(reading)
 
     def forget(self, name: int) -> None:
-        """Hand back a sequence's slots."""
+        """Frees a sequence's slots."""
         reading = self.readings.pop(name, None)
         if reading is not None:
             self._clear(reading)
-            self._free += reading.kept
+            self._free += reading.host_slots
 
     def _take(self, count: int) -> list[int]:
         taken = self._free[len(self._free) - count :]
@@ -120,14 +143,18 @@ class CachedModel:
 
     def _append(self, reading: Reading, slots: list[int]) -> None:
         if slots:
-            reading.kept += slots
+            reading.host_slots += slots
             reading.slots = torch.cat([reading.slots, torch.tensor(slots, device=self.device)])
 
     def _shorten(self, reading: Reading, length: int) -> None:
-        """The last token is always read anew: its hidden state is what a draft begins with."""
-        if len(reading.kept) > length:
-            self._free += reading.kept[length:]
-            del reading.kept[length:]
+        """Frees the slots after the first `length` tokens.
+
+        Callers pass at most the number of tokens minus one. The last token is computed again in
+        every step, because a draft starts from its hidden state.
+        """
+        if len(reading.host_slots) > length:
+            self._free += reading.host_slots[length:]
+            del reading.host_slots[length:]
             reading.slots = reading.slots[:length]
             reading.num_read = min(reading.num_read, length)
 
@@ -136,9 +163,14 @@ class CachedModel:
         reading.nodes = {}
 
     def read_new(self, names: Seq[int], tokens: Seq[list[int]]) -> Tensor:
-        """Read what sequences have more than was read. tokens: all of theirs, placed.
+        """Computes the tokens of sequences that have no keys and values yet.
 
-        Returns the final hidden states [B, E] of their last tokens.
+        Args:
+            names: Ids of B sequences.
+            tokens: All tokens of each sequence; their slots are reserved.
+
+        Returns:
+            [B, E] final hidden states of the last tokens.
         """
         readings = [self.readings[name] for name in names]
         new = [own[r.num_read :] for own, r in zip(tokens, readings, strict=True)]
@@ -152,12 +184,16 @@ class CachedModel:
             )
         )
         for reading in readings:
-            reading.num_read = len(reading.kept)
+            reading.num_read = len(reading.host_slots)
         return hidden[torch.tensor(lengths).cumsum(0).to(hidden.device) - 1]
 
     @torch.inference_mode()
     def read(self, chains: Chains) -> Tensor:
-        """Final hidden states [n, E] of the new tokens; their keys and values are kept."""
+        """Computes new tokens and stores their keys and values.
+
+        Returns:
+            [n, E] final hidden states of the new tokens.
+        """
         batch = TreeBatch(chains.tree(), None, chains.slots, chains.roots)
         attend = PagedAttention(batch, self.pool)
         hidden: Tensor = self.model(chains.tokens, batch.positions(), attend)

@@ -1,8 +1,10 @@
-"""A small language model as drafter: a chain of its own next tokens, or a tree that spreads.
+"""A small language model as a drafter: it drafts a chain or a tree of its own next tokens.
 
-Under rules that compare with what a draft was drawn from, tokens are drawn from the draft model and
-their distributions kept; under the others each level takes what the target would draw if it were
-the draft model, noise included: at temperature 0 the likeliest tokens.
+Rules that compare p with q need drawn tokens. For these rules the drafter draws from the draft
+model and returns the distributions. For the other rules each level takes the tokens that the target
+would draw, noise included, if its distribution were the draft model's. At temperature 0 these are
+the likeliest tokens.
+
 Sources: Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1), Chen et al. 2023 (arXiv 2302.01318,
 algorithm 2); trees: SpecInfer (arXiv 2305.09781, section 3.1).
 """
@@ -30,20 +32,27 @@ from recserve.speculation.drafters.noisy import best_with_noise
 from recserve.speculation.drafters.rank_tree import RankTree, expansion_tree
 from recserve.speculation.sampling_table import SamplingTable, sampling_table
 
-# How children are found: as the target would draw them, or drawn; siblings each by itself, or one
-# after another without replacement.
+# How children are found. chosen: as the target would draw them, without distributions. independent:
+# drawn, each sibling by itself. distinct: drawn, siblings one after another without replacement.
 _Way = Literal["chosen", "independent", "distinct"]
 CHAIN = 5
-FARTHEST = 60.0  # a drawn sibling is at most e**60 less likely than the best, so that q is not 0
+MAX_LOGIT_GAP = 60.0  # a drawn sibling is at most e**60 less likely than the best: q is never 0
 
 
 class ModelDrafter(Drafter):
-    """expansion: children of every node, level by level; all 1 is a chain.
+    """Drafts with one draft model.
 
-    num_slots: tokens of keys and values, for all sequences together; a sequence that finds no room
-    is not drafted for. distinct: siblings are drawn without replacement where they are drawn.
-    source: number of this model where several draft one tree, so that their noise differs.
-    Raises ValueError where the vocabulary is not the target's, or smaller than an expansion.
+    Args:
+        model: The draft model.
+        vocab_size: Vocabulary size of the target.
+        expansion: Number of children per node, level by level; all 1 is a chain.
+        num_slots: Capacity of the KV cache, in tokens of all sequences together. A sequence without
+            slots gets no draft.
+        distinct: True to draw siblings without replacement, where they are drawn.
+        source: Number of this model among several that draft one tree, so that their noise differs.
+
+    Raises:
+        ValueError: If the vocabulary differs from the target's, or is smaller than an expansion.
     """
 
     name = "draft_model"
@@ -65,14 +74,16 @@ class ModelDrafter(Drafter):
                 "both must number the same tokens"
             )
         if expansion and max(expansion) > vocab_size:
-            raise ValueError(f"expansion is {tuple(expansion)}; there are {vocab_size} tokens")
+            raise ValueError(
+                f"expansion is {tuple(expansion)}; the vocabulary has only {vocab_size} tokens"
+            )
         self.tree, self.chain = expansion_tree(expansion), expansion_tree([1] * len(expansion))
         self.distinct, self.source = distinct, source
         self._cache = CachedModel(model, num_slots)
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> Drafter:
-        """Loads one draft model, as Hugging Face lays it out."""
+        """Loads one draft model in Hugging Face's file layout."""
         if len(folders) != 1:
             raise ValueError(
                 "drafter 'draft_model' needs the folder of one draft model (draft_model=DIR), not "
@@ -81,7 +92,10 @@ class ModelDrafter(Drafter):
         return cls(load_draft_model(folders[0], target), target.config.vocab_size)
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Trees of the model's own guesses; empty where budget, room or positions run out."""
+        """Returns trees of the model's own tokens.
+
+        A draft is empty if its budget, the free slots or the model's positions do not suffice.
+        """
         drafts = [empty_draft(self._cache.device) for _ in contexts]
         groups: dict[_Way, list[int]] = {}
         shapes = []
@@ -109,19 +123,19 @@ class ModelDrafter(Drafter):
         return drafts
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Keep what was read of the accepted path."""
+        """Keeps the cached keys and values of the accepted paths."""
         for outcome in outcomes:
-            self._cache.keep(outcome.context.id, outcome.accepted)
+            self._cache.commit(outcome.context.id, outcome.accepted)
 
     def forget(self, context_id: int) -> None:
-        """Hand back the sequence's slots."""
+        """Frees the sequence's slots."""
         self._cache.forget(context_id)
 
     @torch.inference_mode()
     def _draft(
         self, contexts: Seq[TextContext], shapes: Seq[RankTree], way: _Way
     ) -> list[TextDraft]:
-        """Level by level: choose children of the frontier, read those that have children too."""
+        """Drafts level by level: adds children to the frontier, then computes the inner ones."""
         cache, draw = self._cache, _Draw(contexts, way, self.source, self._cache.device)
         names = [context.id for context in contexts]
         readings = [cache.readings[name] for name in names]
@@ -142,10 +156,12 @@ class ModelDrafter(Drafter):
             if q is not None:
                 probs.append(q)
             for owner, node in zip(level.owners, level.nodes, strict=True):
+                # `count` numbers the nodes in the order of their computation, level by level.
                 places[owner][node] = count
                 count += 1
             if level.inner:
                 frontier = self._read_level(found, level, frontier, readings)
+        # `order` maps each tree's preorder to that numbering.
         order = torch.tensor(sum(places, []), device=cache.device)
         parents = torch.tensor(sum((shape.parents() for shape in shapes), []), device=cache.device)
         sizes = [len(shape) for shape in shapes]
@@ -158,7 +174,7 @@ class ModelDrafter(Drafter):
     def _read_level(
         self, tokens: Tensor, level: _Joined, frontier: _Frontier, readings: Seq[Reading]
     ) -> _Frontier:
-        """Read the inner nodes of a level, each after its own path. tokens [C] of the level."""
+        """Computes the inner nodes among a level's tokens [C], each after its own path."""
         owners = [level.owners[k] for k in level.inner]
         nodes = [level.nodes[k] for k in level.inner]
         inner = torch.tensor(level.inner, device=tokens.device)
@@ -182,8 +198,13 @@ def load_draft_model(folder: Path, target: LanguageModel) -> LanguageModel:
 
 @dataclass(frozen=True)
 class _Frontier:
-    """Nodes that are read and get children. hidden [F, E]; owners: whose node it is; nodes: its
-    number in the draft, -1 for the last committed token; paths: slots of all up to it.
+    """Computed nodes that get children.
+
+    Attributes:
+        hidden: [F, E] final hidden states.
+        owners: Index of each node's sequence.
+        nodes: Number of each node in its draft; -1 for the last committed token.
+        paths: Slots of all tokens up to and including the node.
     """
 
     hidden: Tensor
@@ -194,7 +215,15 @@ class _Frontier:
 
 @dataclass(frozen=True)
 class _Joined:
-    """One level of several trees. Fields as Level; parents: in the frontier; inner: in here."""
+    """One level of several trees. The fields are those of Level.
+
+    Attributes:
+        nodes: Number of each node in its tree.
+        owners: Index of each node's tree.
+        parents: Index of each parent in the frontier.
+        ranks: Rank of each node among its siblings.
+        inner: Indices, in this level, of the nodes that have children.
+    """
 
     nodes: list[int]
     owners: list[int]
@@ -204,6 +233,7 @@ class _Joined:
 
 
 def _join(shapes: Seq[RankTree], depth: int) -> _Joined:
+    """Joins the nodes of one depth of all trees."""
     joined = _Joined([], [], [], [], [])
     base = 0
     for owner, shape in enumerate(shapes):
@@ -215,13 +245,14 @@ def _join(shapes: Seq[RankTree], depth: int) -> _Joined:
             joined.owners.extend([owner] * len(level.nodes))
             joined.parents.extend(base + parent for parent in level.parents)
             joined.ranks.extend(level.ranks)
+        # Nodes of this tree in the frontier: its inner nodes one level up, or the root.
         if depth <= len(levels):
             base += len(levels[depth - 1].inner) if depth else 1
     return joined
 
 
 class _Draw:
-    """How children are found from the draft model's logits."""
+    """Finds children from the draft model's logits."""
 
     def __init__(
         self, contexts: Seq[TextContext], way: _Way, source: int, device: torch.device
@@ -233,9 +264,17 @@ class _Draw:
     def __call__(
         self, logits: Tensor, frontier: _Frontier, level: _Joined, depth: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [C] of a level, and the distributions [C, V] they were drawn from, if they were.
+        """Finds the tokens of a level.
 
-        logits [F, V] of the frontier.
+        Args:
+            logits: [F, V] logits of the frontier.
+            frontier: The parents.
+            level: The C children.
+            depth: Depth of the frontier; 0 for the last committed tokens.
+
+        Returns:
+            Tokens [C], and the distributions [C, V] that they were drawn from; None if they were
+            chosen.
         """
         device, table = logits.device, self.table
         of = torch.tensor([frontier.owners, frontier.nodes], device=device)
@@ -257,7 +296,7 @@ class _Draw:
             best = best_with_noise(rows, scale, table.seeds[owners], positions, width)
             return best[parents, ranks], None
         if self.way == "distinct":
-            rows = torch.maximum(rows, rows.amax(1, keepdim=True) - FARTHEST)
+            rows = torch.maximum(rows, rows.amax(1, keepdim=True) - MAX_LOGIT_GAP)
             best = (rows + self._noise(owners, nodes, vocabulary)).topk(width).indices
             return best[parents, ranks], _without_elders(rows[parents], best[parents], ranks)
         rows = sampling.keep_only_best(rows, temperature == 0)[parents]
@@ -265,15 +304,21 @@ class _Draw:
         return drawn, rows.softmax(1)
 
     def _noise(self, owners: Tensor, nodes: Tensor, vocabulary: int) -> Tensor:
-        """[n, V] fresh in every step, for every node and model."""
+        """[n, V] noise that differs for every step, node and model."""
         keys = step_keys(self.lengths[owners], self.salt + 1 + nodes)
         return gumbel(self.table.seeds[owners], keys, vocabulary, DRAFT)
 
 
 def _without_elders(logits: Tensor, best: Tensor, ranks: Tensor) -> Tensor:
-    """[C, V] what a child was drawn from when the siblings before it were gone.
+    """Returns the distribution of each child after its earlier siblings are removed.
 
-    logits [C, V]. best [C, W]: tokens of a child and its siblings, in order; ranks [C]: its place.
+    Args:
+        logits: [C, V] logits of each child's parent.
+        best: [C, W] tokens of each child and its siblings, in order.
+        ranks: [C] position of each child in its row of `best`.
+
+    Returns:
+        [C, V] probabilities.
     """
     before = torch.arange(best.shape[1], device=best.device) < ranks[:, None]
     gone = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, before)

@@ -1,4 +1,4 @@
-"""A draft that grows path by path: shared prefixes are one, in whatever order they come."""
+"""A draft that grows path by path. Equal prefixes share their nodes, in any order of insertion."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ ROOT = -1
 
 
 class DraftTree:
-    """Nodes in the order they were added. Parents are such numbers too; ROOT is node 0 of the step.
+    """A tree whose nodes are numbered in the order of insertion.
 
-    Candidate children of a node differ; auxiliary nodes are never merged with anything.
+    Parents are node numbers too; ROOT stands for node 0 of the step. Candidate children of a node
+    have different tokens. Auxiliary nodes are never merged with other nodes.
     """
 
     def __init__(self) -> None:
@@ -30,11 +31,20 @@ class DraftTree:
         return len(self.tokens)
 
     def find(self, parent: int, token: int) -> int | None:
-        """The candidate child of `parent` that carries the token."""
+        """Returns the candidate child of `parent` that carries the token; None if there is none."""
         return self._children.get((parent, token))
 
     def add(self, parent: int, token: int, source: int = 0) -> int:
-        """A candidate; the one that is there if there is one. source: who proposes it."""
+        """Adds a candidate child, or finds the existing one.
+
+        Args:
+            parent: Node number or ROOT.
+            token: Token of the child.
+            source: Number of the source that proposes it.
+
+        Returns:
+            Number of the child.
+        """
         node = self.find(parent, token)
         if node is None:
             node = self._append(parent, token, CANDIDATE)
@@ -43,13 +53,13 @@ class DraftTree:
         return node
 
     def add_auxiliary(self, parent: int, token: int, source: int = 0) -> int:
-        """A node that is scored and never accepted."""
+        """Adds a node that is scored but never accepted, and returns its number."""
         node = self._append(parent, token, AUXILIARY)
         self.proposers[node] |= 1 << source
         return node
 
     def add_path(self, tokens: Iterable[int], num_nodes: int) -> None:
-        """Candidates below one another from the root, until the tree has `num_nodes`."""
+        """Adds candidates below one another from the root, until the tree has `num_nodes` nodes."""
         parent = ROOT
         for token in tokens:
             if len(self) >= num_nodes and self.find(parent, token) is None:
@@ -65,8 +75,9 @@ class DraftTree:
         return len(self.tokens) - 1
 
     def preorder(self) -> list[int]:
-        """Node numbers depth first, children in the order they were added."""
+        """Returns node numbers depth first, children in the order of insertion."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        # `children[ROOT]` is the list's last entry, because ROOT is -1.
         for node in reversed(range(len(self))):
             children[self.parents[node]].append(node)
         order: list[int] = []
@@ -82,7 +93,7 @@ class DraftTree:
 
         Args:
             order: Node numbers as `preorder` returns them.
-            name_proposers: True to say which source proposed each node.
+            name_proposers: True to record which sources proposed each node.
         """
         if not order:
             return empty_draft()

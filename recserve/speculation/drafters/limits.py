@@ -1,4 +1,4 @@
-"""How large a draft may be, and whether it may fork or should be drawn, as its request says."""
+"""Limits that a request sets for its drafts: the size, and whether they fork or are drawn."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from recserve.speculation.verifiers.registry import verifiers
 
 
 def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
-    """Returns the budget with at most as many nodes as the request asks for.
+    """Returns the budget, limited to the number of nodes that the request allows.
 
     Args:
         context: The sequence.
-        budget: What the engine allows.
-        own: Nodes that the drafter takes if the request names no number.
+        budget: The engine's limit.
+        own: Nodes that the drafter uses if the request sets no number.
     """
-    asked = context.speculation.num_tokens
-    most = own if asked is None else asked
+    requested = context.speculation.num_tokens
+    most = own if requested is None else requested
     if 0 <= budget.num_nodes <= most and budget.depth >= 0:
         return budget
     return budget_of(max(min(budget.num_nodes, most), 0), max(budget.depth, 0))
@@ -28,5 +28,5 @@ def only_chains(context: TextContext) -> bool:
 
 
 def wants_drawn(context: TextContext) -> bool:
-    """Returns True if the request's acceptance rule gains from drawn tokens, or needs them."""
+    """Returns True if the request's acceptance rule benefits from drawn tokens, or needs them."""
     return verifiers()[context.speculation.verifier].reads_probs

@@ -1,14 +1,16 @@
 """Lookahead decoding: the target drafts for itself, several positions of a window at once.
 
     last -+- 0,1 - 0,2 - 0,3      row 0 is a chain of W - 1 guesses behind the last token;
-          |   |     |     |       the node below another guesses the position after it from
-         1,0 1,1   1,2   1,3      its own column (Jacobi iteration); rows 0 .. N - 2
+          |   |     |     |       a node below another one guesses the position after it,
+         1,0 1,1   1,2   1,3      from its own column (Jacobi iteration); rows 0 .. N - 2
           |   |     |     |
          2,0 2,1   2,2   2,3
 
-Window nodes are auxiliary. In every step the last row's logits give the next row, the columns give
-n-grams of N tokens for a pool, and the pool's n-grams that begin with the last token are drafted.
-The engine draws a bonus token behind an n-gram that is accepted as a whole; the original does not.
+Window nodes are auxiliary. In every step the last row's logits give the next row. The columns give
+n-grams of N tokens, which go into a pool. The drafter proposes the pool's n-grams that begin with
+the last token. After a fully accepted n-gram the engine also draws a bonus token; the original
+does not.
+
 Source: Fu et al. 2024 (arXiv 2402.02057), section 3 and its reference implementation's window.
 """
 
@@ -28,9 +30,11 @@ from recserve.speculation.drafters.limits import allowed, only_chains
 
 
 class NgramPool:
-    """What followed a token: for each at most `guesses` n-grams, those used last.
+    """N-grams by their first token, the most recently used ones.
 
-    capacity: first tokens that are kept, those used last.
+    Args:
+        guesses: Most n-grams per first token.
+        capacity: Most first tokens.
     """
 
     def __init__(self, guesses: int, capacity: int) -> None:
@@ -41,7 +45,7 @@ class NgramPool:
         return sum(map(len, self._rows.values()))
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
-        """An n-gram that was seen now."""
+        """Adds an n-gram, or marks it as the most recently used."""
         row = self._rows.setdefault(first, OrderedDict())
         self._rows.move_to_end(first)
         row[rest] = None
@@ -52,7 +56,7 @@ class NgramPool:
             self._rows.popitem(last=False)
 
     def get(self, first: int) -> list[tuple[int, ...]]:
-        """N-grams without their first token, last used first."""
+        """Returns n-grams without their first token, the most recently used first."""
         return list(reversed(self._rows.get(first, ())))
 
 
@@ -60,9 +64,12 @@ class NgramPool:
 class Window:
     """State of a sequence.
 
-    rows: of guesses; row 0 lacks its first column, which is the last committed token. last: that
-    token when the draft was made. nodes: rows of the step's logits that hold the next row's.
-    fed: where to go on feeding n-grams of the text.
+    Attributes:
+        rows: Rows of guesses. Row 0 lacks its first column, which is the last committed token.
+        pool: N-grams of this sequence.
+        last: Last committed token when the draft was made.
+        nodes: Rows of the step's logits that give the next row of guesses.
+        fed: Position in the text from which further n-grams go into the pool.
     """
 
     rows: list[list[int]]
@@ -73,11 +80,20 @@ class Window:
 
 
 class LookaheadDrafter(Drafter):
-    """window W, ngram N, guesses G; from_text: prompt and output feed the pool too.
+    """Drafts n-grams that the target itself produced.
 
-    A step costs `(N - 1) W - 1` window nodes and at most `G (N - 1)` candidates; where the budget
-    does not hold the window, n-grams of the pool are drafted alone.
-    Raises ValueError for numbers out of their range.
+    A step costs `(N - 1) W - 1` window nodes and at most `G (N - 1)` candidates. If the budget is
+    too small for the window, the drafter proposes n-grams of the pool only.
+
+    Args:
+        window: W, the number of columns.
+        ngram: N, the length of an n-gram.
+        guesses: G, the most n-grams per step.
+        from_text: True to add the n-grams of prompt and output to the pool.
+        pool_size: Most first tokens in the pool.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
     name = "lookahead"
@@ -100,7 +116,7 @@ class LookaheadDrafter(Drafter):
         self._windows: dict[int, Window] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """N-grams of the pool as candidates, then the window."""
+        """Returns n-grams of the pool as candidates, followed by the window."""
         return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
     def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
@@ -127,12 +143,13 @@ class LookaheadDrafter(Drafter):
         order = tree.preorder()
         if not order:
             return empty_draft()
+        # Row 0 of a step's logits is the last committed token; row 1 + i is draft node i.
         place = {node: 1 + i for i, node in enumerate(order)} | {ROOT: 0}
         window.nodes = [place[node] for node in wanted]
         return tree.finish(order)
 
     def _start(self, context: TextContext) -> Window:
-        """Row 0 begins with tokens of the prompt, drawn by the request's seed."""
+        """Starts a window. Row 0 holds random tokens of the prompt, keyed by the request's seed."""
         prompt = context.tokens[: context.num_prompt]
         count = self.window + self.ngram - 3
         keys = torch.tensor([[context.params.seed], [len(prompt)]])
@@ -147,12 +164,12 @@ class LookaheadDrafter(Drafter):
         window.fed = len(tokens) + 1
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """The last row's argmaxes are the next row; full columns go to the pool."""
+        """Appends the last row's argmaxes as the next row, and moves full columns to the pool."""
         moving = [o for o in outcomes if len(o.draft) and self._windows[o.context.id].nodes]
         if not moving:
             return
         wanted = [self._windows[outcome.context.id].nodes for outcome in moving]
-        # The window lives on the host, so its new row is the one thing a step fetches.
+        # The window is on the host, so each step copies only its new row from the device.
         best = torch.cat([o.logits[n].argmax(-1) for o, n in zip(moving, wanted, strict=True)])
         found = torch.split(best.cpu(), [len(nodes) for nodes in wanted])
         for outcome, row in zip(moving, found, strict=True):
@@ -161,7 +178,8 @@ class LookaheadDrafter(Drafter):
     def _move(self, window: Window, context: TextContext, row: list[int]) -> None:
         stops = context.params.stop_token_ids
         prompt = context.tokens[: context.num_prompt]
-        # After the end of a text a model says nothing of use; the original does the same.
+        # Guesses after a stop token are useless, so prompt tokens replace stop tokens, as in the
+        # original.
         row = [
             prompt[(context.num_output + j) % len(prompt)] if token in stops else token
             for j, token in enumerate(row)
@@ -174,17 +192,21 @@ class LookaheadDrafter(Drafter):
             following = [*rows[1:], row]
             window.rows = [following[0][1:], *following[1:]]
         else:
-            # Each row is a position further on; the first column has become the past.
+            # The window still grows: it drops its first column and gains a row.
             window.rows = [own[1:] for own in [*rows, row]]
         window.nodes = []
 
     def forget(self, context_id: int) -> None:
-        """Drop the sequence's window and pool."""
+        """Drops the sequence's window and pool."""
         self._windows.pop(context_id, None)
 
 
 def _add_window(tree: DraftTree, rows: Seq[Seq[int]]) -> list[int]:
-    """Window nodes, column by column. Returns the last row's: their logits are the next row."""
+    """Adds the window's nodes, column by column.
+
+    Returns:
+        Nodes of the last row, whose logits give the next row.
+    """
     wanted = []
     first = ROOT
     for j in range(len(rows[0]) + 1):

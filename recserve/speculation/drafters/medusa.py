@@ -1,7 +1,8 @@
 """Medusa's trees: the heads' best guesses of each position, combined by a static tree of ranks.
 
-At a temperature above 0 the guesses of a position are ranked with the target's own noise there, so
-that what is drafted first is what the target would draw if its distribution were the head's.
+At a temperature above 0 each position's guesses are ranked with the target's own noise. The first
+guess is then the token that the target would draw if its distribution were the head's.
+
 Source: Medusa (arXiv 2401.10774), sections 2.1 and 2.2.
 """
 
@@ -29,21 +30,27 @@ from recserve.speculation.drafters.rank_tree import RankTree, best_tree, expansi
 from recserve.speculation.sampling_params import Speculation
 
 NUM_NODES = 24
-RANKS = 10  # of a head, in the tree that is used where nobody measured
+RANKS = 10  # ranks of a head in the default tree, which needs no measured accuracies
 
 
 def assumed_accuracies(num_heads: int, ranks: int = RANKS) -> list[list[float]]:
-    """Accuracies by head and rank to make a tree of before any are measured: each head is right
-    four fifths as often as the one before it, each rank a third as often.
+    """Returns accuracies by head and rank, to build a tree from before any are measured.
+
+    Each head is right four fifths as often as the head before it. Each rank is right a third as
+    often as the rank before it.
     """
     return [[0.6 * 0.8**k * 0.33**rank for rank in range(ranks)] for k in range(num_heads)]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A tree that keeps a budget, and where its nodes' tokens stand among those of all heads.
+    """A tree within a budget, and the places of its tokens among those of all heads.
 
-    levels, ranks [n]: head and place of each node's token. parents [n], as TextDraft's.
+    Attributes:
+        shape: The tree with n nodes.
+        levels: [n] head of each node's token.
+        ranks: [n] rank of each node's token in its head.
+        parents: [n] int64 as in TextDraft.
     """
 
     shape: RankTree
@@ -54,7 +61,7 @@ class _Form:
 
 @lru_cache(maxsize=1024)
 def _form(tree: RankTree, num_nodes: int, depth: int) -> _Form:
-    """The part of a tree that has so many nodes and levels at most."""
+    """Returns the part of a tree within `num_nodes` nodes and `depth` levels."""
     shape = tree.within(Budget(num_nodes, depth))
     levels = np.array([len(path) - 1 for path in shape.paths], np.int64)
     ranks = np.array([path[-1] for path in shape.paths], np.int64)
@@ -62,10 +69,17 @@ def _form(tree: RankTree, num_nodes: int, depth: int) -> _Form:
 
 
 class MedusaDrafter(Drafter):
-    """tree: None makes one of `assumed_accuracies`; a request's own tree comes before it.
+    """Drafts a static tree with the tokens of Medusa's heads.
 
-    Raises ValueError for heads of another vocabulary or hidden size than the target's, and for a
-    tree that is deeper than there are heads or wider than their vocabulary.
+    Args:
+        heads: The heads.
+        hidden_size: Hidden size of the target.
+        vocab_size: Vocabulary size of the target.
+        tree: Tree of requests that name none; None builds one from `assumed_accuracies`.
+
+    Raises:
+        ValueError: If the heads are for another vocabulary or hidden size, or the tree is deeper
+            than the number of heads or wider than their vocabulary.
     """
 
     name = "medusa"
@@ -130,32 +144,35 @@ class MedusaDrafter(Drafter):
         words = config.head_vocab or config.vocab_size
         if tree.depth > config.num_heads or tree.width > words:
             raise ValueError(
-                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; there are "
-                f"{config.num_heads} heads, which know {words} tokens"
+                f"tree has {tree.depth} levels and ranks up to {tree.width - 1}; this model has "
+                f"{config.num_heads} Medusa heads with {words} tokens each"
             )
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """The request's tree or the drafter's, filled; empty where no hidden state is known."""
+        """Returns filled trees; a draft is empty while its hidden state is unknown.
+
+        A request's own tree takes precedence over the drafter's.
+        """
         drafts = [empty_draft(self._device)] * len(contexts)
         forms = [self._formed(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        asked = []
+        rest = []
         for i, (context, form) in enumerate(zip(contexts, forms, strict=True)):
             shape, ranked = form.shape, context.ranked
             if context.hidden is None or not shape.paths:
                 continue
             if ranked is None or shape.width > ranked.shape[1]:
-                asked.append(i)
+                rest.append(i)
                 continue
             tokens = torch.from_numpy(ranked[form.levels, form.ranks])
             drafts[i] = TextDraft(tokens, form.parents, shape.depth)
-        if asked:
-            found = self._filled([contexts[i] for i in asked], [forms[i].shape for i in asked])
-            for i, draft in zip(asked, found, strict=True):
+        if rest:
+            found = self._filled([contexts[i] for i in rest], [forms[i].shape for i in rest])
+            for i, draft in zip(rest, found, strict=True):
                 drafts[i] = draft
         return drafts
 
     def _filled(self, contexts: Seq[TextContext], shapes: Seq[RankTree]) -> list[TextDraft]:
-        """The trees with the heads' tokens, on the device."""
+        """Fills trees on the device with the heads' tokens."""
         guesses = self._guesses(contexts, max(shape.width for shape in shapes))
         places, parents = [], []
         for row, shape in enumerate(shapes):
@@ -173,21 +190,22 @@ class MedusaDrafter(Drafter):
         ]
 
     def _formed(self, context: TextContext, budget: Budget) -> _Form:
-        asked = context.speculation.tree
+        """Returns the request's or the drafter's tree within the budget."""
+        paths = context.speculation.tree
         if only_chains(context):
             tree = self.chain
-        elif asked is None:
+        elif paths is None:
             tree = self.tree
         else:
-            tree = rank_tree(asked)
+            tree = rank_tree(paths)
             self._check_tree(tree)
         budget = allowed(context, budget, len(tree.paths))
-        # What a budget has beyond the tree makes no difference.
+        # A budget deeper than the tree gives the same form, so that the cache holds it once.
         return _form(tree, budget.num_nodes, min(budget.depth, tree.depth))
 
     @torch.inference_mode()
     def _guesses(self, contexts: Seq[TextContext], width: int) -> Tensor:
-        """[K, B, width] tokens, best first."""
+        """Returns [K, B, width] tokens, best first."""
         hidden = torch.stack([c.hidden for c in contexts if c.hidden is not None])
         if all(context.params.greedy for context in contexts):
             return self.heads.tokens(self.heads.best(hidden.to(self._dtype), width))
@@ -203,7 +221,7 @@ class MedusaDrafter(Drafter):
     def ranked(
         self, hidden: Tensor, lengths: Tensor, temperatures: Tensor, seeds: Tensor, width: int
     ) -> Tensor:
-        """As `RankedHeads.ranked`."""
+        """Implements `RankedHeads.ranked`."""
         logits = self.heads(hidden.to(self._dtype))
         count, batch = logits.shape[:2]
         positions = lengths + torch.arange(count, device=logits.device)[:, None]

@@ -1,7 +1,8 @@
-"""Several drafters in one tree: equal prefixes are one node, which remembers who proposed it.
+"""Several drafters in one tree. Equal prefixes share their nodes, which record all their proposers.
 
-Chosen drafts are merged token by token. Drafts that were drawn stand side by side: a token that
-two of them drew is two tries under rules that compare with what it was drawn from.
+Chosen drafts are merged token by token. Drawn drafts stay separate subtrees: if two of them drew
+the same token, a rule that compares p with q tries it twice.
+
 Source: SpecInfer (arXiv 2305.09781, section 3.2).
 """
 
@@ -26,17 +27,29 @@ NO_LIMIT = 2**30
 
 @dataclass(frozen=True)
 class Part:
-    """One source's draft in a merged one. places [n]: number of each of its nodes there."""
+    """One source's draft, as a part of a merged draft.
+
+    Attributes:
+        draft: The source's draft with n nodes.
+        places: [n] index of each node in the merged draft.
+    """
 
     draft: TextDraft
     places: list[int]
 
 
 class MergedDrafter(Drafter):
-    """sources: asked in turn; each may use an equal share of the nodes that are left.
+    """Merges the drafts of several sources.
 
-    Under rules for chains the first source that proposes anything is used alone. Drafts of which
-    some were drawn and some chosen are merged as chosen. Raises ValueError for under two sources.
+    The sources draft in order, and each may use an equal share of the remaining nodes. Under rules
+    for chains, only the first non-empty draft is used. If some drafts are drawn and others chosen,
+    all are merged as chosen.
+
+    Args:
+        sources: At least two drafters.
+
+    Raises:
+        ValueError: If there are fewer than two sources.
     """
 
     def __init__(self, sources: Seq[Drafter]) -> None:
@@ -49,7 +62,7 @@ class MergedDrafter(Drafter):
 
     @property
     def ranked_heads(self) -> RankedHeads | None:
-        """The heads of the one source that has any; None if several have."""
+        """Heads of the only source that has any; None if several sources have heads."""
         found = [heads for source in self.sources if (heads := source.ranked_heads)]
         return found[0] if len(found) == 1 else None
 
@@ -60,7 +73,7 @@ class MergedDrafter(Drafter):
                 source.check_tree(speculation)
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """One tree per context."""
+        """Returns one tree per context."""
         limits = [allowed(c, b, NO_LIMIT) for c, b in zip(contexts, budgets, strict=True)]
         found: list[list[TextDraft]] = [[] for _ in contexts]
         for number, source in enumerate(self.sources):
@@ -69,6 +82,7 @@ class MergedDrafter(Drafter):
             for context, limit, own in zip(contexts, limits, found, strict=True):
                 used = sum(map(len, own))
                 left = limit.num_nodes - used
+                # -(-a // b) rounds the share up.
                 if only_chains(context):
                     shares.append(Budget(0 if used else left, limit.depth))
                 else:
@@ -88,7 +102,7 @@ class MergedDrafter(Drafter):
         return [draft for draft in merged if draft is not None]
 
     def commit(self, outcomes: Seq[TextOutcome]) -> None:
-        """Tell every source what became of its own nodes."""
+        """Passes to every source the outcome of its own nodes."""
         for number, source in enumerate(self.sources):
             own = [
                 _outcome_of(outcome, self._parts[outcome.context.id][number])
@@ -98,20 +112,24 @@ class MergedDrafter(Drafter):
             source.commit(own)
 
     def forget(self, context_id: int) -> None:
-        """Tell every source."""
+        """Drops the sequence's state, here and in every source."""
         self._parts.pop(context_id, None)
         for source in self.sources:
             source.forget(context_id)
 
 
 def _side_by_side(drafts: Seq[TextDraft]) -> list[list[int]]:
-    """Places of all nodes where the drafts follow each other."""
+    """Returns each node's index in the concatenation of the drafts."""
     starts = [sum(map(len, drafts[:i])) for i in range(len(drafts))]
     return [list(range(s, s + len(d))) for s, d in zip(starts, drafts, strict=True)]
 
 
 def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
-    """The only draft that is not empty, or drawn ones side by side; None for others."""
+    """Joins drafts whose nodes need no comparison.
+
+    Returns:
+        The only non-empty draft, or the concatenation of drawn drafts; None for all others.
+    """
     some = [(i, draft) for i, draft in enumerate(drafts) if len(draft)]
     if not some:
         return drafts[0]
@@ -136,7 +154,12 @@ def _without_merging(drafts: Seq[TextDraft]) -> TextDraft | None:
 
 
 def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]]]:
-    """Token by token, all groups at once: equal prefixes show on the host only."""
+    """Merges groups of drafts token by token, on the host, all groups at once.
+
+    Returns:
+        Per group, the merged draft, and for each of its drafts the nodes' indices in the merged
+        one.
+    """
     rows = iter(_rows([draft for drafts in groups for draft in drafts]))
     trees, nodes = [], []
     for drafts in groups:
@@ -156,7 +179,7 @@ def _merge(groups: Seq[Seq[TextDraft]]) -> list[tuple[TextDraft, list[list[int]]
 
 
 def _rows(drafts: Seq[TextDraft]) -> list[list[list[int]]]:
-    """(token, parent, kind) of the nodes of each; what lies on the device comes in one copy."""
+    """Returns (token, parent, kind) of each draft's nodes, with a single copy from the device."""
     rows: list[list[list[int]]] = [[] for _ in drafts]
     for on_host in (True, False):
         own = [n for n, draft in enumerate(drafts) if draft.tokens.is_cpu == on_host]
@@ -175,7 +198,16 @@ def _kinds(draft: TextDraft) -> torch.Tensor:
 
 
 def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
-    """Nodes in the tree of one source's (token, parent, kind)."""
+    """Adds one source's nodes to the tree.
+
+    Args:
+        tree: The merged tree.
+        rows: (token, parent, kind) of each node, in preorder.
+        source: Number of the source.
+
+    Returns:
+        Number of each node in the tree.
+    """
     nodes: list[int] = []
     for token, parent, kind in rows:
         above = ROOT if parent < 0 else nodes[parent]
@@ -185,11 +217,12 @@ def _add(tree: DraftTree, rows: Iterable[Seq[int]], source: int) -> list[int]:
 
 
 def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
-    """What a step did to one source's nodes."""
+    """Returns the part of an outcome that concerns one source's nodes."""
     if not len(outcome.draft):
         return replace(outcome, draft=empty_draft(part.draft.tokens.device))
     number = {place: node for node, place in enumerate(part.places)}
     accepted = tuple(number[node] for node in outcome.accepted if node in number)
+    # Row 0 is the last committed token; row 1 + place is a draft node.
     rows = torch.tensor([0, *(place + 1 for place in part.places)], device=outcome.logits.device)
     return replace(
         outcome,

@@ -1,10 +1,12 @@
-"""Prompt lookup: drafts what followed the last time the text ended like this.
+"""Prompt lookup: drafts the continuation of the latest similar passage in the text itself.
 
     ... the cat sat on the mat ... then the cat sat | on the mat
             `--- the same n-gram                      `--- drafted
 
-The longest matching suffix counts, and its newest occurrence. A continuation that reaches the end
-of the text repeats itself, so a periodic text can be drafted to any length.
+The drafter looks for the longest n-gram at the end of the text that occurred before, and takes its
+newest occurrence. A continuation that reaches the end of the text repeats itself, so the drafter
+can draft a periodic text to any length.
+
 Source: prompt lookup decoding (Saxena 2023).
 """
 
@@ -24,9 +26,9 @@ class NgramDrafter(Drafter):
     """Drafts the continuation of the newest earlier occurrence of the text's last tokens.
 
     Args:
-        min_match: Shortest n-gram that is looked up, in tokens.
-        max_match: Longest n-gram that is looked up, in tokens.
-        num_tokens: Length of a draft, unless the request names another.
+        min_match: Shortest n-gram to look up, in tokens.
+        max_match: Longest n-gram to look up, in tokens.
+        num_tokens: Length of a draft if the request sets none.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -36,14 +38,17 @@ class NgramDrafter(Drafter):
 
     def __init__(self, min_match: int = 2, max_match: int = 5, num_tokens: int = 8) -> None:
         if not 1 <= min_match <= max_match:
-            raise ValueError(f"matches of {min_match} to {max_match} tokens; need 1 <= min <= max")
+            raise ValueError(
+                f"min_match is {min_match} and max_match is {max_match}; "
+                "need 1 <= min_match <= max_match"
+            )
         if num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
         self.min_match, self.max_match, self.num_tokens = min_match, max_match, num_tokens
         self._texts = RunningTexts()
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Returns one chain per context; it is empty where nothing matches."""
+        """Returns one chain per context; the chain is empty if nothing matches."""
         return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
     def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
@@ -57,10 +62,10 @@ class NgramDrafter(Drafter):
         return chain_draft(torch.tensor([ord(token) for token in repeated]))
 
     def _followed(self, text: str) -> str:
-        """What followed the longest match to the end of the text; empty without a match.
+        """Returns the continuation of the longest match; empty without a match.
 
-        The newest occurrence of a longer n-gram is never newer than that of a shorter one, so each
-        search begins where the last one ended.
+        The newest occurrence of a longer n-gram is never newer than that of a shorter one. Each
+        search therefore begins where the previous one ended.
         """
         stop = len(text) - 1
         found = ""

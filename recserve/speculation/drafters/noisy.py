@@ -1,7 +1,8 @@
-"""Guesses ranked as the target will draw: with its own noise at the position they are for.
+"""Ranks a drafter's guesses with the target's own noise at their position.
 
-Under the rule `sample` the target takes argmax(logits / temperature + noise), noise keyed by seed
-and position; a drafter that ranks its own logits the same way guesses that draw and not the mode.
+Under the rule `sample` the target takes argmax(logits / temperature + noise), with noise keyed by
+seed and position. A drafter that ranks its own logits the same way predicts this draw, not the
+mode of the distribution.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from recserve.kernels.noise import gumbel_of_tokens
 
-LOOKED_AT = 128  # likeliest tokens that noise is made for; others are hardly ever drawn
+NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are hardly ever drawn
 
 
 def best_with_noise(
@@ -22,12 +23,22 @@ def best_with_noise(
     width: int,
     token_map: Tensor | None = None,
 ) -> Tensor:
-    """Columns of the `width` largest of `logits + scale * noise`, largest first: [n, width].
+    """Returns the columns of the `width` largest values of `logits + scale * noise`, largest first.
 
-    logits [n, V]. scale [n]: the temperature for raw logits, 1 for divided ones, 0 for no noise.
-    seeds, positions [n]. token_map [V]: tokens that the columns stand for, None: themselves.
+    Only the NUM_NOISY_TOKENS likeliest columns compete, or `width` of them if that is more.
+
+    Args:
+        logits: [n, V].
+        scale: [n] temperature for raw logits, 1 for divided logits, 0 for no noise.
+        seeds: [n] int64.
+        positions: [n] int64.
+        width: Number of columns to return.
+        token_map: [V] token id of each column; None means the column index itself.
+
+    Returns:
+        [n, width] column indices.
     """
-    best = logits.topk(min(max(LOOKED_AT, width), logits.shape[1]))
+    best = logits.topk(min(max(NUM_NOISY_TOKENS, width), logits.shape[1]))
     tokens = best.indices if token_map is None else token_map[best.indices]
     noise = gumbel_of_tokens(seeds, positions, tokens)
     order = torch.add(best.values, noise * scale[:, None]).topk(width).indices

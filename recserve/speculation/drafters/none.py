@@ -1,4 +1,4 @@
-"""No draft: plain decoding."""
+"""The drafter of plain decoding, which proposes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recserve.speculation.drafter import Drafter, TextContext
 
 
 class NoDrafter(Drafter):
-    """Every step is a single node."""
+    """Proposes nothing, so every step scores a single node."""
 
     name = "none"
     idle = True

@@ -1,4 +1,4 @@
-"""Outputs of earlier texts with an index of their n-grams."""
+"""A store of earlier outputs with an index of their n-grams."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class OutputStore:
     dropped. A token takes about 40 bytes.
 
     Args:
-        capacity: Most tokens, at least 2; one more per output separates it from the next.
-        lengths: Lengths of the n-grams that can be looked up.
+        capacity: Most tokens, at least 2. Each output uses one more, which separates it from the
+            next.
+        lengths: Lengths of the n-grams to index.
     """
 
     def __init__(self, capacity: int, lengths: Seq[int]) -> None:
@@ -30,19 +31,19 @@ class OutputStore:
         return sum(len(segment.text) for segment in self._segments)
 
     def add(self, output: str) -> None:
-        """Stores an output; of one that is too long, its end."""
+        """Stores an output; of an output that is too long, it stores the end."""
         output = output[1 - self._half :] + GAP if self._half > 1 else GAP
         if len(self._segments[0].text) + len(output) > self._half:
             self._segments = [_Segment(self._half, self._lengths), self._segments[0]]
         self._segments[0].add(output)
 
     def ends(self, ngram: str) -> Iterator[tuple[str, int]]:
-        """Yields where the n-gram ended: a segment's string and the index of what followed."""
+        """Yields a segment's string, and the index after the n-gram, for each occurrence."""
         return chain.from_iterable(segment.ends(ngram) for segment in self._segments)
 
 
 class _Segment:
-    """A string and, for each length, chains of the positions whose n-grams share a bucket."""
+    """A string with an n-gram index. Positions whose n-grams share a bucket form a chain."""
 
     def __init__(self, capacity: int, lengths: Seq[int]) -> None:
         size = 1 << capacity.bit_length()

@@ -1,4 +1,4 @@
-"""Static trees: which ranks of a drafter's guesses are tried at each depth.
+"""Static draft trees: the ranks of a drafter's guesses that are tried at each depth.
 
     paths (0,) (0, 0) (0, 1) (1,)      -+- best -+- best      of the next level
                                         |        `- second
@@ -26,8 +26,12 @@ Path = tuple[int, ...]
 class Level:
     """Nodes of one depth, in preorder.
 
-    nodes: their numbers in the tree. parents: which of the inner nodes of the level above (0: the
-    root, at the first level). ranks. inner: which of these nodes, counted here, have children.
+    Attributes:
+        nodes: Number of each node in the tree.
+        parents: Index of each node's parent among the inner nodes one level up; 0 at the first
+            level, for the root.
+        ranks: Rank of each node.
+        inner: Indices, in this level, of the nodes that have children.
     """
 
     nodes: tuple[int, ...]
@@ -38,7 +42,11 @@ class Level:
 
 @dataclass(frozen=True)
 class RankTree:
-    """paths: of all nodes, in preorder; every prefix of a path is one of them."""
+    """A static tree, given by the rank paths of its nodes.
+
+    Attributes:
+        paths: Paths of all nodes in preorder; every prefix of a path is also a path.
+    """
 
     paths: tuple[Path, ...]
 
@@ -59,34 +67,34 @@ class RankTree:
 
     @cached_property
     def width(self) -> int:
-        """Ranks that are needed of a level."""
+        """Number of ranks that a level needs."""
         return 1 + max((path[-1] for path in self.paths), default=-1)
 
     def parents(self) -> list[int]:
-        """Number of each node's parent, -1 at the top."""
+        """Returns the number of each node's parent; -1 for children of the root."""
         number = {path: i for i, path in enumerate(self.paths)}
         return [number.get(path[:-1], -1) for path in self.paths]
 
     def levels(self) -> tuple[Level, ...]:
-        """Nodes by depth."""
+        """Returns the nodes by depth."""
         return _levels(self)
 
     def within(self, budget: Budget) -> RankTree:
-        """The part that keeps the budget: small ranks at small depths first.
+        """Returns the part of the tree within the budget; small ranks at small depths come first.
 
-        What is left out depends on the shape alone, so drawn drafts stay drawn.
+        The selection depends on the shape alone, so drawn drafts stay correctly drawn.
         """
         if len(self) <= budget.num_nodes and self.depth <= budget.depth:
             return self
-        # What a budget has beyond the tree makes no difference, and would be a tree of its own.
+        # A budget deeper than the tree selects the same part, so that the cache holds it once.
         return _within(self, Budget(budget.num_nodes, min(budget.depth, self.depth)))
 
 
 def rank_tree(paths: Iterable[Seq[int]]) -> RankTree:
-    """A tree from rank paths in any order, as Medusa's choices.
+    """Builds a tree from rank paths in any order, such as Medusa's choices.
 
-    Raises ValueError for a path that is empty, repeated, without its parent, or with a negative
-    rank.
+    Raises:
+        ValueError: If a path is empty, repeated, without its parent, or has a negative rank.
     """
     listed = [tuple(path) for path in paths]
     known = set(listed)
@@ -97,17 +105,18 @@ def rank_tree(paths: Iterable[Seq[int]]) -> RankTree:
             raise ValueError(f"tree has the path {path} but not its parent {path[:-1]}; add it")
     if len(known) < len(listed):
         twice = sorted({path for path in listed if listed.count(path) > 1})
-        raise ValueError(f"tree names {twice} twice")
+        raise ValueError(f"tree has the paths {twice} more than once")
     return RankTree(tuple(sorted(listed)))
 
 
 def expansion_tree(widths: Seq[int]) -> RankTree:
-    """Every node of level i has `widths[i]` children; all 1 is a chain.
+    """Builds the tree in which every node of level i has `widths[i]` children; all 1 is a chain.
 
-    Raises ValueError for a width under 1.
+    Raises:
+        ValueError: If there is no width, or one below 1.
     """
     if not widths or min(widths) < 1:
-        raise ValueError(f"expansion is {tuple(widths)}; name one width per level, each at least 1")
+        raise ValueError(f"expansion is {tuple(widths)}; it needs a width of at least 1 per level")
     paths = [
         path
         for depth in range(1, len(widths) + 1)
@@ -117,22 +126,28 @@ def expansion_tree(widths: Seq[int]) -> RankTree:
 
 
 def best_tree(accuracies: Seq[Seq[float]], num_nodes: int) -> RankTree:
-    """The tree of `num_nodes` that is accepted longest on average.
+    """Builds the tree of `num_nodes` nodes with the largest mean accept length.
 
-    accuracies: for each level how often its guess of each rank is right, measured; levels are taken
-    as independent, so a path's worth is the product along it and the mean accept length the sum of
-    all nodes' worth. Worth falls along a path, so the largest ones are a tree.
-    Raises ValueError for a number outside 0 to 1, or num_nodes under 1.
+    Levels count as independent. A node's value is the product of the accuracies along its path, and
+    the mean accept length is the sum of all values. Values fall along a path, so the nodes with the
+    largest values form a tree.
+
+    Args:
+        accuracies: For each level, how often its guess of each rank is right, as measured.
+        num_nodes: Number of nodes, at least 1.
+
+    Raises:
+        ValueError: If an accuracy is outside 0 to 1, or num_nodes is below 1.
     """
     if num_nodes < 1:
-        raise ValueError(f"num_nodes is {num_nodes}; a tree has at least 1")
+        raise ValueError(f"num_nodes is {num_nodes}; it must be at least 1")
     if not accuracies or any(not 0 <= value <= 1 for level in accuracies for value in level):
-        raise ValueError("accuracies must be shares between 0 and 1, for at least one level")
+        raise ValueError("accuracies must be between 0 and 1, for at least one level")
     ranked = [
         sorted(((value, rank) for rank, value in enumerate(level)), key=lambda x: (-x[0], x[1]))
         for level in accuracies
     ]
-    # Entries: minus the worth, path of places in `ranked`, path of ranks, worth of the parent.
+    # Entries: the negative value, path of places in `ranked`, path of ranks, the parent's value.
     heap: list[tuple[float, Path, Path, float]] = [
         (-ranked[0][0][0], (0,), (ranked[0][0][1],), 1.0)
     ]
@@ -153,7 +168,7 @@ def best_tree(accuracies: Seq[Seq[float]], num_nodes: int) -> RankTree:
 
 
 def mean_accept_length(tree: RankTree, accuracies: Seq[Seq[float]]) -> float:
-    """Nodes accepted on average where levels are right independently of each other."""
+    """Returns the mean accept length if levels are right independently of each other."""
     total = 0.0
     for path in tree.paths:
         worth = 1.0

@@ -1,4 +1,4 @@
-"""Drafters by name. A new drafter is one file, and one line in BUILT_IN."""
+"""The registry of drafters. A new drafter is one file, and one line in BUILT_IN."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ BUILT_IN: tuple[type[Drafter], ...] = (
 
 @cache
 def drafter_classes() -> Mapping[str, type[Drafter]]:
-    """Returns all drafter classes by name, those of installed plugins last.
+    """Returns all drafter classes by name, installed plugins last.
 
     Raises:
-        PluginError: If an installed distribution registers a drafter that cannot be used.
+        PluginError: If an installed distribution registers an unusable drafter.
     """
     return with_plugins(ENTRY_POINTS, Drafter, BUILT_IN)
 
 
 def weightless_drafters() -> list[str]:
-    """Returns the names of drafters that every server offers, because they need no weights."""
+    """Returns the names of the drafters that need no weights; every server offers them."""
     return [name for name, cls in drafter_classes().items() if not cls.needs_weights]
 
 
@@ -53,14 +53,14 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
     """Builds a drafter for a target model.
 
     Args:
-        name: A drafter's name, or several joined by `+`, which draft one tree together.
+        name: A drafter's name, or several names joined by `+`, which draft one tree together.
         target: The model that verifies.
-        folders: Folders of weights. Of several joined drafters, one with `num_folders` takes its
-            own from the front; the others share the rest.
+        folders: Folders of weights. Among joined drafters, one with `num_folders` takes its own
+            from the front; the others share the rest.
 
     Raises:
         ValueError: If the name is unknown, or weights are missing or do not fit the target
-            (UnsupportedModel for files). The message says what was expected and what came.
+            (UnsupportedModel for files). The message names the expected and the given value.
     """
     classes, names = drafter_classes(), name.split(JOIN)
     if unknown := [part for part in names if part not in classes]:
@@ -69,7 +69,7 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
             f"{JOIN!r}"
         )
     if len(names) > 1 and (len(set(names)) < len(names) or any(classes[n].idle for n in names)):
-        raise ValueError(f"drafter is {name!r}; join different ones, and not 'none'")
+        raise ValueError(f"drafter is {name!r}; joined drafters must differ and exclude 'none'")
     rest, own = list(folders), dict[str, list[Path]]()
     for part in names:
         count = classes[part].num_folders
@@ -80,7 +80,7 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
 
 
 def check_speculation(speculation: Speculation, drafter: Drafter) -> None:
-    """Raises ValueError if a request asks for a tree that its drafter cannot fill."""
+    """Raises ValueError if the drafter cannot fill the request's tree."""
     if speculation.tree is None:
         return
     if not drafter.takes_tree:

@@ -1,4 +1,4 @@
-"""SpecInfer: one or several small models, each drafting a tree by a fixed expansion.
+"""SpecInfer: one or several small models, each of which drafts a tree by a fixed expansion.
 
 Source: SpecInfer (arXiv 2305.09781, section 3).
 """
@@ -22,12 +22,19 @@ def specinfer(
     expansion: Seq[int] = EXPANSION,
     num_slots: int = 2**15,
 ) -> Drafter:
-    """The drafter of some draft models.
+    """Builds the drafter of some draft models.
 
-    expansion: children of every node, level by level. num_slots: tokens of keys and values, for
-    each model. One model's siblings are drawn without replacement; those of several independently,
-    because each model's own distribution is compared with.
-    Raises ValueError where there is no model, or one with another vocabulary than the target's.
+    One model draws siblings without replacement. Several models draw them independently, because
+    the acceptance rule compares each token with its own model's distribution.
+
+    Args:
+        models: At least one draft model.
+        vocab_size: Vocabulary size of the target.
+        expansion: Number of children per node, level by level.
+        num_slots: Capacity of each model's KV cache, in tokens.
+
+    Raises:
+        ValueError: If there is no model, or one has another vocabulary than the target.
     """
     if not models:
         raise ValueError("specinfer needs at least one draft model")
@@ -41,7 +48,7 @@ def specinfer(
 
 
 class SpecinferDrafter(ModelDrafter):
-    """The name under which `specinfer` is registered."""
+    """The registered class of `specinfer`, which loads its draft models from folders."""
 
     name = "specinfer"
 

@@ -1,9 +1,10 @@
-"""Suffix decoding: drafts what followed the end of this text before, weighted by frequency.
+"""Suffix decoding: drafts what followed earlier occurrences of the text's end, by frequency.
 
 For every length m of the matched end, the occurrences that match m tokens give a tree of their
 continuations. A node's probability is its share of these occurrences. A longer match may draft
 more nodes. The drafter proposes the m whose draft has the largest sum of probabilities, which is
 its expected accept length. It searches the text itself and a store of earlier outputs.
+
 Source: SuffixDecoding (arXiv 2411.04975), section 3.
 """
 
@@ -27,7 +28,7 @@ from recserve.speculation.drafters.token_string import (
     to_string,
 )
 
-# Lengths of the n-grams that are looked up, longest first; comparing tokens tells the rest apart.
+# Lengths of the indexed n-grams, longest first. Comparing tokens finds the lengths between them.
 ANCHORS = (8, 4, 2, 1)
 
 
@@ -61,7 +62,7 @@ class SuffixLimits:
             raise ValueError(f"min_prob is {self.min_prob}; it must be above 0 and at most 1")
 
     def num_nodes(self, match: int) -> int:
-        """Most nodes after a match of `match` tokens."""
+        """Returns the most nodes of a draft after a match of `match` tokens."""
         return int(self.factor * match + self.offset)
 
 
@@ -70,7 +71,7 @@ DEFAULT_LIMITS = SuffixLimits()
 
 @dataclass(frozen=True)
 class _Guess:
-    """Paths of a draft, and its expected accept length if the past repeats itself."""
+    """Paths of a draft, and its expected accept length if the text repeats the past."""
 
     paths: tuple[str, ...] = ()
     score: float = 0.0
@@ -78,7 +79,7 @@ class _Guess:
 
 @dataclass(frozen=True)
 class _Query:
-    """The end of a text, and how large its draft may be.
+    """The end of a text, and the size limits of its draft.
 
     Attributes:
         text: All committed tokens.
@@ -116,7 +117,7 @@ class SuffixDrafter(Drafter):
         self._contexts: dict[int, TextContext] = {}
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
-        """Returns the better guess of the two sources; the text's own one if they are equal."""
+        """Returns the better guess of the two sources; on a tie, the one from the text itself."""
         return [self._draft(c, b) for c, b in zip(contexts, budgets, strict=True)]
 
     def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
@@ -133,10 +134,10 @@ class SuffixDrafter(Drafter):
         return draft_of_paths(guess.paths) if guess.paths else empty_draft()
 
     def _better(self, best: _Guess, query: _Query, store: OutputStore | None) -> _Guess:
-        """The best guess over all match lengths if it has a higher score than `best`.
+        """Returns the best guess over all match lengths if its score is higher than that of `best`.
 
-        Long matches come first. No tree of m matched tokens has a higher score than it has nodes
-        or levels, so the search ends as soon as no shorter match can win.
+        Long matches come first. No tree of m matched tokens has a higher score than it has nodes or
+        levels, so the search ends as soon as no shorter match can win.
         """
         counted: list[str] = []
         seen: set[tuple[str, int]] = set()
@@ -165,14 +166,17 @@ class SuffixDrafter(Drafter):
         longest: int,
         seen: set[tuple[str, int]],
     ) -> dict[int, list[str]]:
-        """Continuations of the newest occurrences of the last `length` tokens, by match length.
+        """Returns continuations of the newest occurrences of the last `length` tokens, by match.
 
         Args:
-            query: The text and the depth of a continuation.
-            store: Where to search; None searches the text itself.
+            query: The text, and the depth of a continuation.
+            store: Store to search; None searches the text itself.
             length: One of ANCHORS.
             longest: A longer match counts as this long.
-            seen: Occurrences of longer n-grams, which are left out; new ones are added.
+            seen: Occurrences of longer n-grams, which are skipped; new ones are added.
+
+        Returns:
+            Continuations by match length.
         """
         text, found = query.text, dict[int, list[str]]()
         if len(text) < length:
@@ -194,7 +198,7 @@ class SuffixDrafter(Drafter):
         return found
 
     def _grow(self, followed: list[str], match: int, query: _Query) -> _Guess:
-        """The likeliest nodes of the tree of continuations; of equal ones, the first in preorder.
+        """Returns the likeliest nodes of the tree of continuations, in preorder on a tie.
 
         Shares fall along a path, so a node is always added after its parent.
         """
@@ -209,7 +213,8 @@ class SuffixDrafter(Drafter):
                 paths.append(path)
                 total -= count
             if len(group) == 1:
-                # No other path has a node between these in the order of shares.
+                # A single continuation has the same share at every depth, so its nodes follow
+                # each other in the order of shares.
                 rest = group[0][: len(path) + most - len(paths)]
                 paths += [rest[:stop] for stop in range(len(path) + 1, len(rest) + 1)]
                 total += max(len(rest) - len(path), 0)
@@ -230,14 +235,14 @@ class SuffixDrafter(Drafter):
 
 
 def _ends(text: str, length: int, store: OutputStore | None) -> Iterable[tuple[str, int]]:
-    """Where the last `length` tokens of the text occurred: a string, and what index followed."""
+    """Returns earlier occurrences of the last `length` tokens: a string, and the next index."""
     if store is None:
         return zip(repeat(text), earlier_ends(text, length))
     return store.ends(text[-length:])
 
 
 def _children(group: list[str], path: str, least: float) -> list[tuple[int, str, list[str]]]:
-    """Entries (-count, path, continuations) of the children of a node that occur often enough."""
+    """Returns entries (-count, path, continuations) of the children that occur often enough."""
     depth = len(path)
     by_token: dict[str, list[str]] = {}
     for followed in group:

@@ -1,6 +1,6 @@
-"""Texts as Python strings, one character per token, so that `str.rfind` finds n-grams.
+"""Texts as Python strings with one character per token, so that `str.rfind` finds n-grams.
 
-A search costs about one nanosecond per token of the text; nothing else is stored or updated.
+A search costs about one nanosecond per token of the text. Nothing else is stored or updated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import TextContext
 
-MAX_TOKENS = 0x10FFFF  # Python has as many characters; the last one is GAP
+MAX_TOKENS = 0x10FFFF  # the last character that Python has; it is GAP
 GAP = chr(MAX_TOKENS)  # separates two texts in one string; no token has this character
 
 
@@ -27,9 +27,9 @@ def to_string(tokens: Seq[int]) -> str:
 
 
 def earlier_ends(text: str, length: int) -> Iterator[int]:
-    """Yields where the last `length` characters ended before, the newest occurrence first.
+    """Yields the ends of earlier occurrences of the last `length` characters, newest first.
 
-    Each end is the index of the character that followed.
+    An end is the index of the character after the occurrence.
     """
     tail, stop = text[-length:], len(text) - 1
     while (start := text.rfind(tail, 0, stop)) >= 0:

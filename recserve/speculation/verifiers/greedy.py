@@ -1,4 +1,4 @@
-"""Greedy: go to the child that is the argmax; the first argmax that no child carries ends the path.
+"""Greedy acceptance: the path follows the argmax, and ends at the first one that no child carries.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), temperature 0.
 """
@@ -13,12 +13,12 @@ from recserve.speculation.verifiers.path import follow, follow_chosen
 
 
 class GreedyRule(Verifier):
-    """The rule of temperature 0, for drafts of every kind."""
+    """The rule of temperature 0, for every kind of draft."""
 
     name = "greedy"
 
     def verify(self, scored: ScoredTrees) -> Accepted:
-        """The path of argmaxes, ties to the lowest token."""
+        """Returns the path of argmaxes, ties to the lowest token."""
 
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:
             return largest(scored.target(nodes))

@@ -1,4 +1,4 @@
-"""Moving along scored trees: which child carries a token, which nodes lead to one."""
+"""Paths in scored trees: the child that carries a token, and the nodes on the way to a node."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from recserve.speculation.verifier import Accepted, ScoredTrees
 
 
 def first_children(tree: TokenTree, nodes: Tensor, wanted: Tensor) -> Tensor:
-    """[B] the first wanted candidate child of one node of each tree, -1 where there is none.
+    """Returns the first wanted candidate child of one node per tree.
 
-    nodes [B] packed, one of each tree. wanted [T] bool.
+    Args:
+        tree: B packed trees with T nodes.
+        nodes: [B] packed nodes, one per tree.
+        wanted: [T] bool.
+
+    Returns:
+        [B] packed children, -1 if there is none.
     """
     owners = tree.tree_ids()
     child = (tree.parents == nodes[owners]) & wanted
@@ -32,11 +38,14 @@ def first_children(tree: TokenTree, nodes: Tensor, wanted: Tensor) -> Tensor:
 
 
 def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Accepted:
-    """Draw a token at node 0, go to the child that carries it, and so on; the first token that no
-    child carries is the bonus.
+    """Draws a token at node 0, moves to the child that carries it, and repeats.
 
-    draw: packed nodes [m] and the numbers of their trees [m] -> tokens [m]. Nodes off the path are
-    not asked for.
+    The first token that no child carries is the bonus token.
+
+    Args:
+        scored: B scored trees.
+        draw: Maps packed nodes [m] and their tree numbers [m] to tokens [m]. It is called for nodes
+            on the path only.
     """
     tree, device = scored.tree, scored.tree.tokens.device
     kinds = None if tree.kinds is None else tree.kinds.tolist()
@@ -60,13 +69,21 @@ def follow(scored: ScoredTrees, draw: Callable[[Tensor, Tensor], Tensor]) -> Acc
 
 
 def path_of(chosen: Seq[int], draft: TextDraft, start: int) -> list[int]:
-    """The same path where the token at every node is known on the host, as packed nodes.
+    """Returns the path of one draft whose chosen tokens are known on the host.
 
-    start: packed node 0 of the draft's tree. A node costs a tenth of a microsecond here, far less
-    than in the forward before.
+    The walk costs a tenth of a microsecond per node, far less than the forward pass before it.
+
+    Args:
+        chosen: Token that is chosen at each packed node.
+        draft: The draft.
+        start: Packed index of its node 0.
+
+    Returns:
+        Packed nodes of the path.
     """
     path, tokens = [start], draft.tokens.tolist() if len(draft) else []
     if draft.depth == len(draft) and draft.kinds is None:
+        # In a chain, draft node i is packed node start + 1 + i, and its parent is start + i.
         for node, token in enumerate(tokens, start):
             if token != chosen[node]:
                 break
@@ -84,7 +101,7 @@ def path_of(chosen: Seq[int], draft: TextDraft, start: int) -> list[int]:
 def _leads(
     tokens: Seq[int], parents: Seq[int], kinds: Seq[int] | None
 ) -> dict[tuple[int, int], int]:
-    """From a node and a token to the first of its candidate children that carries it."""
+    """Maps a node and a token to the first candidate child of the node that carries the token."""
     return {
         (parents[node], tokens[node]): node
         for node in reversed(range(len(tokens)))
@@ -93,14 +110,24 @@ def _leads(
 
 
 def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:
-    """The same path where the token at every node is known. chosen [T]."""
+    """Returns the paths for tokens chosen at all nodes. chosen: [T]."""
     walk = accept_reference.follow(chosen, scored.tree, scored.depth)
     return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 
 def path_to(tree: TokenTree, ends: Tensor, lengths: Tensor, depth: int) -> Tensor:
-    """[B, depth + 1] the nodes from node 0 to `ends` [B], of depths `lengths` [B], then -1."""
-    spare = depth + 1  # column of those that are above node 0 already
+    """Returns the nodes from node 0 of each tree to a given node.
+
+    Args:
+        tree: B packed trees.
+        ends: [B] packed last nodes.
+        lengths: [B] depths of `ends`.
+        depth: Most levels below node 0.
+
+    Returns:
+        [B, depth + 1] packed nodes, node 0 first, -1 after the end.
+    """
+    spare = depth + 1  # an extra column for walks that already passed node 0; dropped at the end
     nodes = torch.full((ends.shape[0], depth + 2), -1, dtype=torch.int64, device=ends.device)
     at, column = ends, lengths
     for _ in range(depth + 1):

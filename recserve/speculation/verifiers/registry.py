@@ -1,4 +1,4 @@
-"""Acceptance rules by name. A new rule is one file, and one line in BUILT_IN."""
+"""The registry of acceptance rules. A new rule is one file, and one line in BUILT_IN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recserve.speculation.verifiers.typical import TypicalRule
 ENTRY_POINTS = "recserve.verifiers"
 GREEDY, SAMPLE = GreedyRule.name, SampleRule.name
 REJECTION, MULTI_STEP = RejectionRule.name, MultiStepRule.name
-MIXED = "mixed"  # no rule: each text has its own
+MIXED = "mixed"  # not a rule: each text has its own
 BUILT_IN: tuple[type[Verifier], ...] = (
     BlockRule,
     GreedyRule,
@@ -31,43 +31,45 @@ BUILT_IN: tuple[type[Verifier], ...] = (
     SampleRule,
     TypicalRule,
 )
-# They accept drafts of every kind, and only the likeliest tokens of texts at temperature 0.
-FOR_ALL = frozenset({MULTI_STEP, REJECTION, SAMPLE})
+# Greedy texts can share a step with these rules. Their `verify` handles every kind of draft, and at
+# temperature 0 it accepts only the likeliest token.
+GREEDY_COMPATIBLE = frozenset({MULTI_STEP, REJECTION, SAMPLE})
 
 
 @cache
 def verifiers() -> Mapping[str, Verifier]:
-    """Returns one object of each rule by name, those of installed plugins last.
+    """Returns one object per rule by name, installed plugins last.
 
     Raises:
-        PluginError: If an installed distribution registers a rule that cannot be used.
+        PluginError: If an installed distribution registers an unusable rule.
     """
     return {name: cls() for name, cls in with_plugins(ENTRY_POINTS, Verifier, BUILT_IN).items()}
 
 
 @cache
 def _mixed_rules() -> list[str]:
-    """Rules that a mixed step works out for all its texts; rejection stands for multi_step.
+    """Returns the rules that a mixed step evaluates for all its texts.
 
-    At temperature 0 each of them is the greedy rule.
+    `rejection` stands for `multi_step`, because both run the same algorithm. `greedy` is left out,
+    because at temperature 0 each rule equals it.
     """
     return [SAMPLE, *(name for name in verifiers() if name not in (GREEDY, MULTI_STEP, SAMPLE))]
 
 
 def check_rule(name: str, params: SamplingParams) -> None:
-    """Raises ValueError for a rule that does not exist or does not fit these parameters."""
+    """Raises ValueError if the rule does not exist or does not fit the parameters."""
     if name not in verifiers():
         raise ValueError(f"verifier is {name!r}; choose one of {sorted(verifiers())}")
     if name == GREEDY and not params.greedy:
         raise ValueError(
-            f"the rule 'greedy' is for temperature 0, not {params.temperature}; ask for 'sample'"
+            f"the rule 'greedy' is for temperature 0, not {params.temperature}; use 'sample'"
         )
 
 
 def verify(name: str, scored: ScoredTrees) -> Accepted:
     """Verifies trees by a rule, or by each tree's own rule if the name is MIXED.
 
-    At temperature 0 every rule is the greedy one.
+    At temperature 0 every rule equals the greedy one.
     """
     if name == MIXED and not scored.greedy:
         return _verify_each(scored)
@@ -75,17 +77,19 @@ def verify(name: str, scored: ScoredTrees) -> Accepted:
 
 
 def numbers_of(rules: Seq[str]) -> list[int]:
-    """Returns the numbers of rules as `ScoredTrees.rules` has them."""
+    """Returns the numbers of rules, as `ScoredTrees.rules` needs them."""
     mixed = _mixed_rules()
     return [mixed.index(REJECTION if rule == MULTI_STEP else rule) for rule in rules]
 
 
 def _verify_each(scored: ScoredTrees) -> Accepted:
-    """All rules are worked out for all trees, so that no shape depends on who asks for which; what
-    a rule makes of a tree that is not for it is not kept.
+    """Evaluates all rules for all trees, and selects the result of each tree's own rule.
+
+    This way no shape depends on the requests. Results of rules that do not fit a tree are
+    discarded.
     """
     numbers = scored.rules
-    assert numbers is not None, "nobody says whose rule is which"
+    assert numbers is not None, "a mixed step needs the rule of each tree"
     trees = torch.arange(numbers.shape[0], device=numbers.device)
     rows = scored.target(torch.arange(scored.tree.num_nodes, device=numbers.device))
     known = replace(scored, target=lambda nodes: rows[nodes])

@@ -1,9 +1,9 @@
-"""Rejection sampling: keep a drawn token with probability p / q, else draw from what is left of p.
+"""Rejection sampling: accepts a drawn token with probability p / q, or draws from the residual.
 
-The children of a node are tried in node order; after each refusal the target's distribution becomes
-norm(max(p - q, 0)). One child per node is the rule of Leviathan et al. 2023 (arXiv 2211.17192,
-section 2.3) and Chen et al. 2023 (arXiv 2302.01318, algorithm 2); several are SpecInfer's
-multi-step speculative sampling (arXiv 2305.09781, algorithm 2), in multi_step.py.
+Children of a node are tried in node order. After each rejection the target's distribution becomes
+norm(max(p - q, 0)). With one child per node this is the rule of Leviathan et al. 2023 (arXiv
+2211.17192, section 2.3) and Chen et al. 2023 (arXiv 2302.01318, algorithm 2). With several it is
+SpecInfer's multi-step speculative sampling (arXiv 2305.09781, algorithm 2), in multi_step.py.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from recserve.speculation.verifiers.path import first_children
 
 
 class RejectionRule(Verifier):
-    """For chains: drawn with their distributions, or chosen (then q is 1 at the token)."""
+    """The rule for chains of drawn or chosen tokens. For a chosen token, q is 1 at the token."""
 
     name = "rejection"
     only_chains = True
     reads_probs = True
 
     def check(self, draft: TextDraft) -> None:
-        """Raises ValueError for a draft with forks or auxiliary nodes."""
+        """Raises UnfitDraft if the draft has forks or auxiliary nodes."""
         refuse_trees("rejection", draft)
 
     def verify(self, scored: ScoredTrees) -> Accepted:
-        """The path until the first refusal, and the residual's or the target's draw after it."""
+        """Returns the path until the first rejection, and the draw after it."""
         return verify_drawn(scored)
 
 
 def verify_drawn(scored: ScoredTrees) -> Accepted:
-    """Children in order, on a device by its kernel."""
+    """Tries children in order, with the device's kernel if `scored.everywhere`."""
     if not scored.everywhere:
         return reject(scored, coins(scored), residual_noise(scored))
     tree = scored.tree
@@ -48,9 +48,12 @@ def verify_drawn(scored: ScoredTrees) -> Accepted:
 
 
 def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
-    """Try children in order until none is left to try.
+    """Tries children in order until no untried child remains.
 
-    coins [T]: uniform in [0, 1), one per node. noise [B, V]: Gumbel, for the token after the path.
+    Args:
+        scored: B scored trees with T nodes.
+        coins: [T] uniform numbers in [0, 1).
+        noise: [B, V] Gumbel noise for the token after the path.
     """
     tree, owners = scored.tree, scored.tree.tree_ids()
     index = torch.arange(tree.num_nodes, device=owners.device)
@@ -71,12 +74,13 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
         tried[rows] = child
         token = tree.tokens[child][:, None]
         p, drafted = target[rows], draft_probs(scored, child)
-        kept = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
+        accepted = coins[child] * drafted.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
         rest = (p - drafted).clamp_(min=0)
         mass = rest.sum(1, keepdim=True)
-        # Where p equals q nothing is left; a refusal there is rounding, and p itself is right.
+        # If p equals q the residual is empty. A rejection is then a rounding error, and p itself is
+        # the right distribution.
         target[rows] = torch.where(mass > 0, rest / mass, p)
-        rows, child = rows[kept], child[kept]
+        rows, child = rows[accepted], child[accepted]
         if rows.shape[0]:
             here[rows] = child
             lengths[rows] += 1
@@ -86,14 +90,18 @@ def reject(scored: ScoredTrees, coins: Tensor, noise: Tensor) -> Accepted:
 
 
 def draft_probs(scored: ScoredTrees, nodes: Tensor) -> Tensor:
-    """[m, V] the distribution that each node's token was drawn from; all on it where chosen."""
+    """Returns the distribution that each node's token was drawn from, for packed nodes [m].
+
+    Returns:
+        [m, V] probabilities; a chosen token has probability 1.
+    """
     tree = scored.tree
     probs = DraftProbs.none(tree, scored.vocab_size) if scored.probs is None else scored.probs
     return probs.at(nodes, tree.tokens[nodes])
 
 
 def coins(scored: ScoredTrees) -> Tensor:
-    """[T] uniform, one per node, fresh in every step."""
+    """Returns uniform numbers [T], one per node, that differ for every step."""
     owners = scored.tree.tree_ids()
     number = torch.arange(scored.tree.num_nodes, device=owners.device) - scored.tree.offsets[owners]
     keys = step_keys(scored.lengths[owners], number)
@@ -101,7 +109,7 @@ def coins(scored: ScoredTrees) -> Tensor:
 
 
 def residual_noise(scored: ScoredTrees) -> Tensor:
-    """[B, V] Gumbel, fresh in every step."""
+    """Returns Gumbel noise [B, V] that differs for every step."""
     keys = step_keys(scored.lengths, torch.zeros_like(scored.lengths))
     return gumbel(scored.seeds, keys, scored.vocab_size, RESIDUAL)
 
@@ -110,6 +118,6 @@ def refuse_trees(rule: str, draft: TextDraft) -> None:
     """Raises UnfitDraft unless the draft is a chain of candidates."""
     if draft.depth != len(draft) or draft.kinds is not None:
         raise UnfitDraft(
-            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} on "
-            f"{draft.depth} levels; ask for 'sample' or 'multi_step'"
+            f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} "
+            f"nodes on {draft.depth} levels; use 'sample' or 'multi_step'"
         )

@@ -1,9 +1,9 @@
-"""Sample and walk: draw the next token from the target, go to the child that carries it.
+"""The rule `sample`: draws the next token from the target and moves to the child that carries it.
 
-The draft cannot influence what is drawn, only how many draws one forward serves, so the rule is
-exact for every draft; and because the noise is keyed by seed and absolute position, the text is the
-same token for token as without a draft. The chance to stay in the tree at a node is the target's
-mass on its children, which is also what accepting children one after another gives.
+A draft cannot influence the draws, only the number of draws per forward pass, so the rule is exact
+for every draft. The noise is keyed by seed and absolute position, so the text equals undrafted
+text token for token. The probability of staying in the tree at a node is the target's mass on the
+node's children. Trying the children one after another gives the same probability.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from recserve.speculation.sampling import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
 from recserve.speculation.verifiers.path import follow
 
-FEW = 8  # share of the vocabulary under which tokens are looked up one by one
+SPARSE_NOISE_DIVISOR = 8  # with at most V // 8 possible tokens, noise is computed for those only
 
 
 class SampleRule(Verifier):
-    """The default rule."""
+    """The default rule, for every kind of draft."""
 
     name = "sample"
 
     def verify(self, scored: ScoredTrees) -> Accepted:
-        """The path of the target's own draws."""
+        """Returns the path of the target's own draws."""
         if scored.everywhere:
             return _sample_everywhere(scored)
 
@@ -39,10 +39,10 @@ class SampleRule(Verifier):
 
 
 def _sample_everywhere(scored: ScoredTrees) -> Accepted:
-    """A token at every node, then the walk: launches on the device and nothing else."""
+    """Draws a token at every node, then walks, in device launches only."""
     tree, logits, temperatures = scored.tree, scored.logits, scored.temperatures
     if logits is None or temperatures is None:
-        # At temperature 0 the target itself leaves one token.
+        # The target's logits include the temperature, and allow one token at temperature 0.
         logits = scored.target(torch.arange(tree.num_nodes, device=tree.tokens.device))
         temperatures = torch.ones_like(scored.seeds, dtype=torch.float32)
     keys = Keys(scored.seeds, scored.lengths - 1)
@@ -51,14 +51,21 @@ def _sample_everywhere(scored: ScoredTrees) -> Accepted:
 
 
 def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """One token per row by Gumbel-max, ties to the lowest token.
+    """Draws one token per row by Gumbel-max, ties to the lowest token.
 
-    logits [m, V], -inf where banned; seeds, positions [m]. Returns [m].
+    Args:
+        logits: [m, V], -inf at banned tokens.
+        seeds: [m] int64.
+        positions: [m] int64.
+
+    Returns:
+        [m] tokens.
     """
     possible = int((logits > float("-inf")).sum(1).max())
-    if possible > logits.shape[1] // FEW:
+    if possible > logits.shape[1] // SPARSE_NOISE_DIVISOR:
         return largest(logits + gumbel(seeds, positions, logits.shape[1]))
-    # Noise costs more than finding the few tokens that can win, and is the same for each of them.
+    # Noise for the whole vocabulary costs more than finding the few possible tokens. Each of them
+    # gets the same noise either way.
     tokens = logits.topk(possible).indices.sort().values
     noise = gumbel_of_tokens(seeds, positions, tokens)
     best = (logits.gather(1, tokens) + noise).argmax(-1, keepdim=True)

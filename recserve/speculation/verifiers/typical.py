@@ -1,7 +1,9 @@
-"""Typical acceptance: keep what the target finds plausible. Lossy: not the target's distribution.
+"""Typical acceptance: accepts tokens that the target finds plausible.
 
-A child x of a node is kept if p(x) > min(epsilon, delta * exp(-H(p))): where the target is unsure
-(large entropy H), more is plausible. The longest kept path wins, then the likeliest.
+The rule is lossy: the text does not have the target's distribution. It accepts a child x of a node
+if p(x) > min(epsilon, delta * exp(-H(p))). If the target is unsure (large entropy H), more tokens
+are plausible. The longest accepted path wins; among equally long ones the likeliest.
+
 Source: Medusa (arXiv 2401.10774, section 2.3.1); epsilon 0.09 and delta 0.3 are its defaults.
 """
 
@@ -19,7 +21,12 @@ from recserve.speculation.verifiers.path import path_to
 
 @dataclass(frozen=True)
 class TypicalRule(Verifier):
-    """For drafts of every kind."""
+    """The lossy rule, for every kind of draft.
+
+    Attributes:
+        epsilon: Largest threshold for a plausible token's probability.
+        delta: Factor of exp(-H(p)) in the threshold.
+    """
 
     name = "typical"
     exact = False
@@ -28,7 +35,7 @@ class TypicalRule(Verifier):
     delta: float = 0.3
 
     def verify(self, scored: ScoredTrees) -> Accepted:
-        """The longest plausible path, and the target's own draw after it."""
+        """Returns the longest plausible path, and the target's own draw after it."""
         tree, owners = scored.tree, scored.tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
         above = torch.where(tree.parents >= 0, tree.parents, index)
@@ -42,12 +49,15 @@ class TypicalRule(Verifier):
         is_root = tree.parents < 0
         plausible |= is_root
         score = torch.where(is_root, 0.0, own)
-        total, kept, node = score, plausible, above
+        # Each node walks up to node 0. A root is its own `above`, with score 0, so extra iterations
+        # change nothing.
+        total, accepted, node = score, plausible, above
         for _ in range(scored.depth):
             total = total + score[node]
-            kept = kept & plausible[node]
+            accepted = accepted & plausible[node]
             node = above[node]
-        rank = torch.where(kept, tree.depths, -1)
+        # Per tree: the greatest depth, then the highest total, then the first node.
+        rank = torch.where(accepted, tree.depths, -1)
         longest = rank.new_zeros(tree.num_trees).scatter_reduce(0, owners, rank, "amax")
         total = total.masked_fill(rank != longest[owners], float("-inf"))
         best = total.new_full((tree.num_trees,), float("-inf"))

@@ -89,11 +89,13 @@ def expected_relevance(server, network, query, documents):
     tokenizer = server.tokenizer
     asked = f"<Instruct>: {text_scores.INSTRUCTION}\n<Query>: {query}\n<Document>: "
     if server.templated:
-        head = tokenizer.encode(f"<s>system: {text_scores.JUDGE}\nuser: {asked}", False)
+        head = tokenizer.encode(
+            f"<s>system: {text_scores.RERANK_SYSTEM_PROMPT}\nuser: {asked}", False
+        )
         assert head[0] == BEGIN
         tail, yes, no = "\nassistant:", "y", "n"
     else:
-        head = tokenizer.encode(f"{text_scores.JUDGE}\n{asked}")
+        head = tokenizer.encode(f"{text_scores.RERANK_SYSTEM_PROMPT}\n{asked}")
         tail, yes, no = "\nAnswer: ", "y", "n"
     labels = [tokenizer.encode(word, False)[0] for word in (yes, no)]
     found = []
@@ -177,7 +179,12 @@ def test_a_document_cannot_end_its_turn(server, network):
             422,
             "rank_fields",
         ),
-        ("/v1/rerank", {"query": text_scores.PLACE, "documents": ["a"]}, 422, "query"),
+        (
+            "/v1/rerank",
+            {"query": text_scores.DOCUMENT_PLACEHOLDER, "documents": ["a"]},
+            422,
+            "query",
+        ),
         ("/generative_scoring", {"query": "q", "items": ["a"]}, 422, "label_token_ids"),
         (
             "/generative_scoring",
