@@ -21,7 +21,7 @@ from recserve.kernels.trie.trie import Trie
 from recserve.kernels.trie.trie_children import LeafBits
 from recserve.kernels.trie.trie_view import TrieView
 
-NO_ROWS, NOTHING_SAID = np.empty(0, np.int64), np.empty(0, bool)
+NO_ROWS, NO_FLAGS = np.empty(0, np.int64), np.empty(0, bool)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BaseLeaves:
     bits: LeafBits
     rows: np.ndarray
 
-    def say(self, ranks: Tensor) -> Tensor:
+    def contains(self, ranks: Tensor) -> Tensor:
         """[n] bool: whether leaves of the base are allowed. ranks [n]."""
         return (self.bits.words[0][ranks >> 5] >> (ranks & 31)) & 1 > 0
 
@@ -59,7 +59,7 @@ class AllowedItems:
         bits: np.ndarray,
         num_rows: int,
         rows: np.ndarray = NO_ROWS,
-        said: np.ndarray = NOTHING_SAID,
+        flags: np.ndarray = NO_FLAGS,
         earlier: AllowedItems | None = None,
     ) -> None:
         """bits [n / 8] uint8, of the first rows, no others are allowed but by `said` [m] bool,
@@ -67,7 +67,7 @@ class AllowedItems:
         the same bits.
         """
         self.num_rows = num_rows
-        self.bits, self._rows, self._said = bits, rows, said
+        self.bits, self._rows, self._flags = bits, rows, flags
         self._base: BaseLeaves | None = None if earlier is None else earlier._base
         self._leaves: AllowedLeaves | None = None
 
@@ -85,7 +85,7 @@ class AllowedItems:
         allowed &= rows >> 3 == place
         if self._rows.size:
             at = np.minimum(np.searchsorted(self._rows, rows), self._rows.size - 1)
-            allowed = np.where(self._rows[at] == rows, self._said[at], allowed)
+            allowed = np.where(self._rows[at] == rows, self._flags[at], allowed)
         return np.asarray(allowed)
 
     def mask(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class AllowedItems:
         mask = np.zeros(self.num_rows, dtype=bool)
         known = min(self.num_rows, 8 * self.bits.size)
         mask[:known] = np.unpackbits(self.bits, count=known, bitorder="little")
-        mask[self._rows] = self._said
+        mask[self._rows] = self._flags
         return mask
 
     @cached_property
@@ -104,7 +104,7 @@ class AllowedItems:
     @property
     def num_bytes(self) -> int:
         """What it holds, the part that other versions share included."""
-        held = self.bits.nbytes + self._rows.nbytes + self._said.nbytes
+        held = self.bits.nbytes + self._rows.nbytes + self._flags.nbytes
         if self._base is not None:
             held += 2 * self._base.bits.words.nbytes
         if self._leaves is not None:
@@ -136,7 +136,7 @@ class AllowedItems:
             nodes = torch.cat([nodes, trie.overlay.hidden_nodes])
             now = torch.cat([now, now.new_zeros(trie.overlay.hidden.shape[0])])
         inside = (nodes >= 0) & (nodes < trie.base.num_nodes)
-        was = inside & base.say(torch.where(inside, nodes - trie.any_leaf, 0))
+        was = inside & base.contains(torch.where(inside, nodes - trie.any_leaf, 0))
         changed = (nodes >= 0) & (now != was)
         ranks, is_added = trie.leaves(nodes[changed]).first.long(), now[changed]
         added, removed = torch.unique(ranks[is_added]), torch.unique(ranks[~is_added])

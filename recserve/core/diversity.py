@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from recserve.core.allowed import AllowedItems
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.trie_view import TrieView
 
 
 class Groups(Protocol):
@@ -101,3 +104,25 @@ def _before(marked: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.nda
     running = np.cumsum(marked) - marked
     counts: np.ndarray = running - np.repeat(running[starts], sizes)
     return counts
+
+
+@dataclass(frozen=True)
+class PrefixGroups:
+    """Groups as in core/diversity.py; items are alike whose codes are the same up to `level`."""
+
+    trie: TrieView
+    level: int
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One group each."""
+        asked = on_device(rows, self.trie.device, torch.int64)
+        nodes = self.trie.nodes_of_items(asked)[:, self.level]
+        return np.arange(rows.size), nodes.cpu().numpy().astype(np.int64)
+
+    def items(self, groups: np.ndarray) -> np.ndarray:
+        """Those of the leaves below each node."""
+        below = self.trie.leaves(on_device(groups, self.trie.device, torch.int64))
+        edges = zip(below.first.tolist(), below.last.tolist(), strict=True)
+        rows = self.trie.leaf_rows
+        found = [rows[first:last] for first, last in edges]
+        return torch.cat([rows[:0], *found]).cpu().numpy()

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.retrieval import VectorIndex
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
+
+
+class VectorIndex(Protocol):
+    """Unit vectors of I item rows of one catalogue version: of all that may be answered at least.
+
+    Implementations: features/vectors/vector_index.py, features/vectors/grown_index.py.
+    """
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        ...
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [n, k] int64 and inner products [n, k] float32 of the nearest items, best first.
+
+        queries: [n, E] float32. k: 1..I; with k = I every item comes. An index that does not look
+        everywhere may find fewer, with row -1 in the places that are left.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from recserve.core.prefix_metadata import PrefixMetadata
@@ -72,3 +74,10 @@ class Sequence:
             )
         self.tree_used += count
         return self.tree_slots[start : start + count]
+
+
+def stacked_last_hidden(sequences: Seq[Sequence]) -> Tensor:
+    """Returns the [B, E] states of the last root tokens of B sequences with computed roots."""
+    states = [s.last_hidden for s in sequences if s.last_hidden is not None]
+    assert len(states) == len(sequences), "a root is not computed"
+    return torch.stack(states)

@@ -12,7 +12,7 @@ from recserve.core.request import SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.search.filters import RequestFilters
-from recserve.search.scored import Scored
+from recserve.search.scores import Scored
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Beams:
     """B requests x W beams, all prefixes of the same length over the same trie.
 
     nodes [B, W]: trie node of each prefix, a leaf where dead. log_probs [B, W]: -inf where dead.
-    paths [B, W, level]: trie node of each prefix of the prefix. tails [B, E]: hidden state of the
+    paths [B, W, level]: trie node of each prefix of the prefix. last_hidden [B, E]: state of the
     last root token. parents [B, W]: each beam's parent, as a column of the level above; None where
-    the beams came from further up. places [B, 1]: as in bounds.py; None: nothing is left out.
+    the beams came from further up. places [B, 1]: as in expansion.py; None: nothing is left out.
     missing [n]: keys of prefixes that a draft should have held, each with all above it; None:
     whatever the beams lack. repairs: rounds that scored such. flaws [B]: of the states that these
     beams come from, as in core/finite.py; None: all of them are finite.
@@ -77,7 +77,7 @@ class Beams:
     nodes: Tensor
     log_probs: Tensor
     paths: Tensor
-    tails: Tensor
+    last_hidden: Tensor
     scored: Scored
     parents: Tensor | None = None
     dense_candidates: DenseCandidates | None = None
@@ -103,7 +103,7 @@ class Beams:
             nodes,
             log_probs,
             paths,
-            self.tails,
+            self.last_hidden,
             self.scored,
             parents,
             self.dense_candidates,

@@ -19,15 +19,14 @@ from torch import Tensor
 from recserve.core.allowed import is_gone
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import SlateQuery
-from recserve.core.retrieval import VectorIndex
+from recserve.core.request import SlateQuery, VectorIndex
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_view import gone_rows
 from recserve.models.dense_retriever import DenseRetriever
 
-ALIKE = 0.98  # cosine from which two vectors are one
+MERGE_COSINE = 0.98  # cosine from which two vectors are one
 OVERFETCH = 3  # items found per place, excluded ones not counted
-DEEPER = 8  # how much deeper a search goes where too few of the found were allowed
+DEPTH_FACTOR = 8  # how much deeper a search goes where too few of the found were allowed
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,12 @@ class Retrieved:
     cosines: np.ndarray
 
 
-def nearest(retriever: DenseRetriever, tails: Tensor, requests: Seq[SlateQuery]) -> list[Retrieved]:
+def nearest(
+    retriever: DenseRetriever, last_hidden: Tensor, requests: Seq[SlateQuery]
+) -> list[Retrieved]:
     """What the retriever finds for requests of one catalogue version: k items each, as `retrieve`.
 
-    tails [B, E]: hidden state of the last root token of each. Raises ValueError for a request
+    last_hidden [B, E]: hidden state of the last root token of each. Raises ValueError for a request
     without an index, or a mix of outcomes of another length.
     """
     index, strategy = requests[0].index, requests[0].strategy
@@ -68,9 +69,9 @@ def nearest(retriever: DenseRetriever, tails: Tensor, requests: Seq[SlateQuery])
     budgets = split_budgets(pairs.reshape(len(requests), -1), places)
     used = np.flatnonzero(budgets.any(0))
     outcomes, offsets = (
-        on_device(part, tails.device) for part in np.divmod(used, len(config.offset_bounds))
+        on_device(part, last_hidden.device) for part in np.divmod(used, len(config.offset_bounds))
     )
-    vectors = retriever.queries(tails[:, None], outcomes, offsets)
+    vectors = retriever.queries(last_hidden[:, None], outcomes, offsets)
     return retrieve(queries_of(vectors, budgets[:, used]), index, requests)
 
 
@@ -103,7 +104,7 @@ def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
     """
     order = np.argsort(-budgets, axis=1, kind="stable")
     sorted_vectors = np.take_along_axis(vectors, order[..., None], axis=1)
-    alike = np.tril(sorted_vectors @ sorted_vectors.swapaxes(1, 2) >= ALIKE, -1)
+    alike = np.tril(sorted_vectors @ sorted_vectors.swapaxes(1, 2) >= MERGE_COSINE, -1)
     leaders = np.where(alike.any(2), alike.argmax(2), np.arange(budgets.shape[1]))
     for _ in range(budgets.shape[1].bit_length()):
         leaders = np.take_along_axis(leaders, leaders, axis=1)
@@ -145,7 +146,7 @@ def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) ->
         found |= slates
         enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
         waiting = waiting[~np.array(enough) & (depths[waiting] < index.num_items)]
-        depths = np.minimum(depths * DEEPER, index.num_items)
+        depths = np.minimum(depths * DEPTH_FACTOR, index.num_items)
     return [found[b] for b in range(len(requests))]
 
 

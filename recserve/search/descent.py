@@ -19,7 +19,7 @@ from recserve.kernels.trie.native_search import (
 from recserve.kernels.trie.native_trie import Prefixes
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER
+from recserve.search.expansion import NO_BOUND
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class NativeDescent:
         return passed_prefixes(self.levels, self.above.level, trie.num_nodes, which, floors)
 
 
-def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
+def native_search_of(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
     """What `descend` goes down by, None where these beams are not in its reach."""
-    return search if dispatch.in_native(beams.tails) else None
+    return search if dispatch.in_native(beams.last_hidden) else None
 
 
 def descend(
@@ -74,9 +74,9 @@ def descend(
     state is missing.
     """
     if contexts is None:
-        states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
+        states = States(beams.last_hidden, beams.scored.keys, beams.scored.hidden)
     else:
-        states = States(beams.tails, contexts=contexts)
+        states = States(beams.last_hidden, contexts=contexts)
     found = search(
         beams.trie.native,
         Prefixes(beams.log_probs, beams.paths),
@@ -93,7 +93,7 @@ def _places(beams: Beams) -> list[int]:
     unscored = beams.dense_candidates is not None and beams.dense_candidates.log_probs is None
     if beams.places is None or unscored:
         return [-1] * beams.nodes.shape[0]
-    return [-1 if place >= NEVER else place for place in beams.places.flatten().tolist()]
+    return [-1 if place >= NO_BOUND else place for place in beams.places.flatten().tolist()]
 
 
 def _dense_candidates(beams: Beams) -> DenseCandidateScores | None:

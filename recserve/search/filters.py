@@ -21,7 +21,7 @@ from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie_children import Allowed, ChildFilter, counted
 from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
 
-NOTHING = np.empty(0, np.int64)
+NO_ROWS = np.empty(0, np.int64)
 
 
 def leaf_filter(
@@ -55,7 +55,7 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
     """
     hidden, own = (
         hidden_leaves(trie),
-        [NOTHING if rows is None else np.unique(rows) for rows in lists],
+        [NO_ROWS if rows is None else np.unique(rows) for rows in lists],
     )
     width = max(rows.size for rows in own)
     if not width and hidden is None:

@@ -14,10 +14,9 @@ from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.drafters.nezha import SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.search.beams import Beams
-from recserve.search.bounds import value_at
-from recserve.search.descent import descend, searches
-from recserve.search.expansion import best_children
-from recserve.search.prefixes import wanted
+from recserve.search.descent import descend, native_search_of
+from recserve.search.expansion import best_children, value_at
+from recserve.search.prefixes import needs_score
 
 
 def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:
@@ -26,10 +25,10 @@ def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int
     beams: at level 0, the empty prefix of each request. contexts [B, L, E]: what the head reads at
     each level beside its state. widths: beams that each request keeps.
     """
-    if (native := searches(beams, head.search)) is not None:
+    if (native := native_search_of(beams, head.search)) is not None:
         levels = beams.trie.num_levels
         return descend(beams, native, levels, widths, contexts=contexts).at(levels)
-    states = beams.tails
+    states = beams.last_hidden
     while not beams.finished:
         deeper = _expand(beams, states, contexts[:, beams.level], head, widths)
         if deeper.level < beams.trie.num_levels:
@@ -46,11 +45,11 @@ def likely_prefixes(
 
     It starts from beams that the target has proved, so the first level is exact. widths: prefixes
     that are kept of each length for each request. places: place, from 0, of the found item whose
-    score is the floor, as in search/bounds.py.
+    score is the floor, as in search/expansion.py.
     """
     at = on_device(places, beams.nodes.device)[:, None]
-    beams, contexts = replace(beams, places=at), head.contexts(beams.tails)
-    if (native := searches(beams, head.search)) is not None:
+    beams, contexts = replace(beams, places=at), head.contexts(beams.last_hidden)
+    if (native := native_search_of(beams, head.search)) is not None:
         found = descend(beams, native, beams.trie.num_levels, widths, contexts=contexts)
         return found.passed(KNOWN if skip_single else ANY, found.scores_at(places))
     passed, states = [beams], _states_of_paths(beams, head)
@@ -62,7 +61,7 @@ def likely_prefixes(
     floor = value_at(passed[-1].log_probs, at)
     keys, needed = [beams.nodes[:0, 0]], [beams.nodes[:0, 0].bool()]
     for each in passed[:-1]:
-        may = wanted(each, skip_single) & (each.log_probs >= floor)
+        may = needs_score(each, skip_single) & (each.log_probs >= floor)
         keys.append(each.keys(each.paths).flatten())
         needed.append(may[..., None].expand_as(each.paths).flatten())
     return torch.cat(keys)[torch.cat(needed)]
@@ -73,17 +72,17 @@ def item_log_probs(
     trie: TrieView,
     owners: Tensor,
     rows: Tensor,
-    tails: Tensor,
+    last_hidden: Tensor,
     contexts: Tensor,
 ) -> Tensor:
     """[M] the head's log-probability of given items.
 
-    owners, rows [M]: request and item row of each; tails [B, E] and contexts [B, L, E] as for
+    owners, rows [M]: request and item row of each; last_hidden [B, E] and contexts [B, L, E] as for
     `search`.
     """
     nodes = trie.nodes_of_items(rows)
-    parents, state = torch.zeros_like(rows), tails[owners]
-    total = torch.zeros(rows.shape, device=tails.device)
+    parents, state = torch.zeros_like(rows), last_hidden[owners]
+    total = torch.zeros(rows.shape, device=last_hidden.device)
     for level, width in enumerate(trie.widths):
         logits = head.level_logits(contexts[owners, level], state, level)
         own = nodes[:, level]
@@ -96,7 +95,7 @@ def item_log_probs(
 def _states_of_paths(beams: Beams, head: PrefixHead) -> Tensor:
     """[B * W, E] the head's state after the codes of each beam."""
     width = beams.nodes.shape[1]
-    state = beams.tails[:, None].expand(-1, width, -1).flatten(0, 1)
+    state = beams.last_hidden[:, None].expand(-1, width, -1).flatten(0, 1)
     for level in range(beams.level):
         state = head.step(level, state, _codes(beams.trie, beams.paths[..., level], level))
     return state

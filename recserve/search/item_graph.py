@@ -20,9 +20,9 @@ from recserve.kernels.trie.item_graph import GraphWalk, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all
 from recserve.kernels.trie.trie_view import gone_rows
 
-STEPS = 3
-LATEST = 8
-MOST_UNKNOWN = 1 / 16  # of the rows, newer than the graph, of which each walk scores every one
+WALK_STEPS = 3
+NUM_RECENT_ITEMS = 8
+MAX_UNKNOWN_SHARE = 1 / 16  # of the rows, newer than the graph, of which each walk scores every one
 
 
 def best_items(
@@ -48,7 +48,7 @@ def best_items(
             item_tokens,
             seeds,
             None if usable is None else usable[own],
-            GraphWalk(k=most, width=_width(first), steps=STEPS),
+            GraphWalk(k=most, width=_width(first), steps=WALK_STEPS),
         )
         best[own] = found.best
     counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
@@ -81,7 +81,7 @@ def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) 
     """[B, s] rows of the last items of each history, -1 where there are fewer or none are known."""
     if first_item is None:
         return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
-    tokens = [request.root.inputs.tokens[-LATEST:] - first_item for request in requests]
+    tokens = [request.root.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]
     rows = pad_sequence(tokens, batch_first=True, padding_value=-1)
     return torch.where((rows >= 0) & (rows < items), rows, -1)
 
@@ -92,7 +92,7 @@ def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
     for b, request in enumerate(requests):
         open_ = request.allowed is None or 2 * request.allowed.count >= items
         graph = request.graph
-        if graph is not None and open_ and items - graph.num_items <= MOST_UNKNOWN * items:
+        if graph is not None and open_ and items - graph.num_items <= MAX_UNKNOWN_SHARE * items:
             parts.setdefault((id(graph), _width(request)), []).append(b)
     return list(parts.values())
 

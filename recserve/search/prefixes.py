@@ -22,7 +22,7 @@ from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 from recserve.search.beams import Beams
-from recserve.search.scored import Scored
+from recserve.search.scores import Scored
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _laid_out(
     return PrefixDraft(laid.tree, inputs, laid.queries, laid.slots, laid.query_keys)
 
 
-def wanted(beams: Beams, skip_single: bool) -> Tensor:
+def needs_score(beams: Beams, skip_single: bool) -> Tensor:
     """[B, W] bool: beams whose children the target must score. skip_single: those that fork."""
     return beams.forked() if skip_single else beams.alive()
 
@@ -102,7 +102,7 @@ def propose_beams(
 
 def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
     """Keys of what a round scores. closing: whether it goes to the leaves."""
-    needed = beams.open() if closing else wanted(beams, skip_single)
+    needed = beams.open() if closing else needs_score(beams, skip_single)
     missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
     keys = beams.keys(beams.paths)[missing].flatten()
     return torch.cat([keys, _below(beams, missing)]) if closing else keys
@@ -138,3 +138,18 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
     keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
     place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
     return keys[place < on_device(beams.widths, keys.device)[owners]]
+
+
+def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+    """Keys (as in Scored) of the prefixes that decide the items' log-probabilities, the root aside.
+
+    trie_nodes [M, L], owners [M], skip: as in `propose_paths`. Returns [n].
+    """
+    prefixes = trie_nodes[:, :-1]
+    if skip:
+        forks = trie.num_children(prefixes) > 1
+        needed = forks.int().flip(1).cumsum(1).flip(1) > 0
+    else:
+        needed = torch.ones_like(prefixes, dtype=torch.bool)
+    keys: Tensor = (owners[:, None] * trie.num_nodes + prefixes)[needed]
+    return keys

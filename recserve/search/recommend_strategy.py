@@ -5,14 +5,31 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from recserve.core.plugins import Pluggable
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
+from recserve.models.dense_retriever import DenseRetriever
+from recserve.models.drafters.nezha import SelfDraftHead
+from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
-from recserve.search.heads import Heads
+
+
+@dataclass(frozen=True)
+class Heads:
+    """None: not trained, and the strategies that need it are not offered.
+
+    prefixes: drafts for `speculative`. nezha: decodes for `nezha`. retriever: retrieves for
+    `dense` and `specgr`.
+    """
+
+    prefixes: PrefixHead | None = None
+    nezha: SelfDraftHead | None = None
+    retriever: DenseRetriever | None = None
+
 
 AutoRole = Literal["preferred", "default", "fallback", "hurried"]
 DenseWeight = Literal["used", "ignored", "refused"]

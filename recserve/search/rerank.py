@@ -23,10 +23,10 @@ from recserve.kernels.trie.trie_children import DEAD
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams, DenseCandidates
-from recserve.search.candidates import needed_prefixes
 from recserve.search.capped import answer
-from recserve.search.descent import descend, searches
+from recserve.search.descent import descend, native_search_of
 from recserve.search.filters import RequestFilters
+from recserve.search.prefixes import needed_prefixes
 from recserve.search.scores import path_scores, root_scores
 
 
@@ -37,7 +37,7 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
         return beams
     overlay = beams.trie.overlay
     replaced = None if overlay is None else overlay.replaced
-    dense = model.dense_scores(beams.tails, beams.trie.num_rows, replaced)
+    dense = model.dense_scores(beams.last_hidden, beams.trie.num_rows, replaced)
     open_scores = dense.clone()
     if overlay is not None and overlay.gone is not None:
         open_scores[:, overlay.gone] = DEAD
@@ -88,11 +88,11 @@ def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
     if keys is None or bool((beams.scored.find(keys) < 0).any()):
         return beams
     assert beams.dense_candidates is not None
-    if (search := searches(beams, model.search)) is not None:
+    if (search := native_search_of(beams, model.search)) is not None:
         return with_log_probs(beams, searched_scores(beams, search))
     owners, rows = beams.dense_candidates.flat()
     nodes = beams.trie.nodes_of_items(rows)
-    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    scores = root_scores(beams.trie, nodes, owners, beams.last_hidden, model)
     scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
     return with_log_probs(beams, scores)
 

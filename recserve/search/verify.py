@@ -8,32 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.finite import flaws_of, without_flaws
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_search import KNOWN, MISSING, NativeSearch
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER, bound_places, value_at
-from recserve.search.descent import descend, searches
-from recserve.search.expansion import best_children
+from recserve.search.descent import descend, native_search_of
+from recserve.search.expansion import NO_BOUND, best_children, bound_places, value_at
 from recserve.search.filters import RequestFilters, leaf_filter
-from recserve.search.prefixes import PrefixDraft, wanted
-from recserve.search.scored import nothing_scored
-
-LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow
+from recserve.search.prefixes import PrefixDraft, needs_score
+from recserve.search.scores import level_scores, nothing_scored
 
 
 def start(beams: Beams, model: Recommender) -> Beams:
     """Level 1 of beams at level 0, from the hidden states of the last root tokens."""
-    if searches(beams, model.search) is not None:
+    if native_search_of(beams, model.search) is not None:
         return advance(beams, model)
-    return advance(expand(beams, beams.tails, model), model)
+    return advance(expand(beams, beams.last_hidden, model), model)
 
 
 def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = True) -> Beams:
@@ -44,14 +40,13 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     """
     requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
     trie = requests[0].trie
-    tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-    assert tails.shape[0] == len(sequences), "a root is not computed"
+    last_hidden = stacked_last_hidden(sequences)
     flaws = None
-    if tails.is_cuda:  # on a CPU the lane has looked already
-        flaws = _root_flaws(sequences, tails)
-        tails = without_flaws(tails, flaws)
-    top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
-    places = bound_places(requests, tails.device) if by_children else None
+    if last_hidden.is_cuda:  # on a CPU the lane has looked already
+        flaws = _root_flaws(sequences, last_hidden)
+        last_hidden = without_flaws(last_hidden, flaws)
+    top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=last_hidden.device)
+    places = bound_places(requests, last_hidden.device) if by_children else None
     filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
     return Beams(
         sequences,
@@ -59,23 +54,23 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
         trie,
         0,
         top,
-        torch.zeros(top.shape, device=tails.device),
-        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device),
-        tails,
-        nothing_scored(tails),
+        torch.zeros(top.shape, device=last_hidden.device),
+        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=last_hidden.device),
+        last_hidden,
+        nothing_scored(last_hidden),
         places=places,
         flaws=flaws,
     )
 
 
-def _root_flaws(sequences: tuple[Sequence, ...], tails: Tensor) -> Tensor:
+def _root_flaws(sequences: tuple[Sequence, ...], last_hidden: Tensor) -> Tensor:
     """[B] of the last states [B, E] of the roots, and of the placeholders' behind them."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
         if s.placeholders is not None and s.placeholder_states is not None
     ]
-    flaws = flaws_of(tails)
+    flaws = flaws_of(last_hidden)
     return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
 
 
@@ -96,7 +91,7 @@ def advance(beams: Beams, model: Recommender) -> Beams:
     """Level by level while every beam that must be scored is scored: then the best W children are
     those of full beam search, whoever drafted them.
     """
-    if (search := searches(beams, model.search)) is not None:
+    if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.trie.num_levels, beams.widths, stops=True)
         return found.at(found.level) if found.level > beams.level else beams
     while not beams.finished and (deeper := one_level_deeper(beams, model)) is not None:
@@ -106,10 +101,10 @@ def advance(beams: Beams, model: Recommender) -> Beams:
 
 def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
     """None where a beam that must be scored is not. One look at the device."""
-    if (search := searches(beams, model.search)) is not None:
+    if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.level + 1, beams.widths, stops=True)
         return found.at(found.level) if found.level > beams.level else None
-    needed = wanted(beams, model.config.normalization == "children")
+    needed = needs_score(beams, model.config.normalization == "children")
     row = beams.scored.find(beams.keys(beams.nodes))
     if bool((needed & (row < 0)).any()):
         return None
@@ -118,7 +113,7 @@ def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
 
 def _states(beams: Beams, row: Tensor) -> Tensor:
     """[B * W, E] of the given rows [B, W] of `scored`, some state where a row is -1."""
-    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.last_hidden
     return table[row.flatten().clamp(min=0)]
 
 
@@ -139,10 +134,10 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
     """Beam search in which what is not scored leads nowhere.
 
     What it finds above the best prefix that it had to leave out is what full beam search has there
-    (search/bounds.py), so k items above it are the answer. collect: what was needed.
+    (search/expansion.py), so k items above it are the answer. collect: what was needed.
     """
-    wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
-    if (search := searches(beams, model.search)) is not None:
+    wants = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
+    if (search := native_search_of(beams, model.search)) is not None:
         return _search_natively(beams, search, wants, collect)
     places = on_device(wants, beams.nodes.device)[:, None]
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
@@ -150,7 +145,7 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
     used: list[tuple[Tensor, Tensor]] = []
     skip_single = model.config.normalization == "children"
     while not beams.finished:
-        needed = wanted(beams, skip_single)
+        needed = needs_score(beams, skip_single)
         row = beams.scored.find(beams.keys(beams.nodes))
         gone = needed & (row < 0)
         if bool(gone.any()):
@@ -164,14 +159,14 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
         beams = expand(beams, _states(beams, row), model)
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
-    missing = _that_matter([] if proven else left_out, kth)
-    return ScoredSearch(beams, proven, missing, _that_matter(used, kth))
+    missing = _keys_reaching([] if proven else left_out, kth)
+    return ScoredSearch(beams, proven, missing, _keys_reaching(used, kth))
 
 
 def _search_natively(
     beams: Beams, search: NativeSearch, wants: list[int], collect: bool
 ) -> ScoredSearch:
-    """The same in C. wants [B]: places as in search/bounds.py."""
+    """The same in C. wants [B]: places as in search/expansion.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
     kth, lost = found.scores_at(wants), found.levels.lost
     proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
@@ -181,7 +176,7 @@ def _search_natively(
     return ScoredSearch(found.at(found.level), proven, missing, needed)
 
 
-def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
+def _keys_reaching(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
     """Keys of those that reach the score of the k-th item, each with all above it.
 
     prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
@@ -203,31 +198,3 @@ def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
     """
     logits, normalizers = level_scores(model, hidden, beams.level)
     return best_children(beams, logits, beams.widths, normalizers)
-
-
-def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, C] of a level's codes at states [n, E], and what is subtracted from each row to
-    make them log-probabilities, None: what normalises them over the valid children.
-    """
-    if model.config.normalization == "children":
-        return model.level_logits(hidden, level), None
-    logits = model.full_logits(hidden).float()
-    start = model.config.level_offsets[level]
-    own = logits[:, start : start + model.config.codebook_sizes[level]]
-    return own, logits.logsumexp(-1)
-
-
-def level_log_probs(
-    model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
-) -> Tensor:
-    """Log-probabilities of the given codes at one level.
-
-    hidden [n, E], codes and valid [n, M] -> [n, M] float32, meaningless where not valid. Normalised
-    over the valid codes of the row, or over the whole vocabulary, as the model was trained.
-    """
-    if model.config.normalization == "children":
-        logits = model.level_logits(hidden, level).float().gather(1, codes)
-        logits = F.pad(logits.masked_fill(~valid, DEAD), (0, -codes.shape[1] % LANES), value=DEAD)
-        return logits.log_softmax(-1)[:, : codes.shape[1]]
-    logits = model.full_logits(hidden).float()
-    return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])

@@ -16,9 +16,8 @@ from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
-from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, propose_beams
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 
 
 class BeamStrategy(TreeStrategy, RecommendStrategy):

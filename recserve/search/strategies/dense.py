@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 
 from recserve.core.request import Result, Slate
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search.dense import Retrieved, nearest
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
@@ -54,8 +52,8 @@ class DenseStrategy(RecommendStrategy):
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
         """All of the work: one pass through the head, one search for all requests."""
         began = time.perf_counter()
-        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-        found = nearest(self.retriever, tails, [request_of(s) for s in sequences])
+        last_hidden = stacked_last_hidden(sequences)
+        found = nearest(self.retriever, last_hidden, [request_of(s) for s in sequences])
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return Retrievals(tuple(sequences), found)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from recserve.core.request import LikelihoodQuery, Result, Scores
-from recserve.core.sequence import Sequence
-from recserve.core.strategy import Draft, TreeStrategy
+from recserve.core.sequence import Sequence, stacked_last_hidden
+from recserve.core.strategy import Draft, Strategy, TreeStrategy
 from recserve.kernels.host import on_device
+from recserve.kernels.trie.item_scores import score_rows
+from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
-from recserve.search.candidates import propose_paths
-from recserve.search.prefixes import PrefixDraft
-from recserve.search.scored import nothing_scored
-from recserve.search.scores import path_scores, root_scores
+from recserve.search.prefixes import PrefixDraft, draft_of_keys, needed_prefixes
+from recserve.search.scores import nothing_scored, path_scores, root_scores
 from recserve.search.strategies.beam import level_offsets_of
 
 
@@ -56,8 +56,8 @@ class LikelihoodStrategy(TreeStrategy):
         nodes = trie.nodes_of_items(on_device(rows, trie.device, torch.int64))
         counts = [len(r.rows) for r in requests]
         owners = on_device(np.repeat(np.arange(len(requests)), counts), trie.device)
-        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-        scores = root_scores(trie, nodes, owners, tails, self.model)
+        last_hidden = stacked_last_hidden(sequences)
+        scores = root_scores(trie, nodes, owners, last_hidden, self.model)
         draft = propose_paths(
             trie, nodes, owners, len(sequences), self.level_offsets, self.skip_single
         )
@@ -100,3 +100,66 @@ def likelihood_results(sequences: Seq[Sequence], scores: Tensor) -> list[Result]
         Scores(part.numpy(), ("likelihood",), s.timing)
         for part, s in zip(parts, sequences, strict=True)
     ]
+
+
+def propose_paths(
+    trie: TrieView,
+    trie_nodes: Tensor,
+    owners: Tensor,
+    num_trees: int,
+    level_offsets: Tensor,
+    skip: bool,
+) -> PrefixDraft | None:
+    """Trees of the candidates' prefixes, shared ones merged; the last code of an item needs no
+    node.
+
+    trie_nodes [M, L]: trie node of every prefix of every candidate. owners [M]: its request.
+    level_offsets [L]: first token of each level. skip: leave out what lies below the last fork of a
+    path, which has log-probability 0. None when the root alone decides.
+    """
+    keys = needed_prefixes(trie, trie_nodes, owners, skip)
+    if not keys.shape[0]:
+        return None
+    return draft_of_keys(trie, keys, num_trees, level_offsets)
+
+
+@dataclass(frozen=True)
+class LevelLikelihoods:
+    """Requests whose candidates are scored. scores [M], requests one after another."""
+
+    sequences: tuple[Sequence, ...]
+    scores: Tensor
+
+
+class LevelLikelihoodStrategy(Strategy):
+    """Log-probability of given items, the mean over their levels as in `rpg`; no tree."""
+
+    def __init__(self, model: Recommender) -> None:
+        self.model = model
+        self.tables = model.level_tables()
+
+    def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
+        """The whole answer."""
+        last_hidden = stacked_last_hidden(sequences)
+        requests = [likelihood_request(s) for s in sequences]
+        rows = np.concatenate([r.rows for r in requests])
+        owners = np.repeat(np.arange(len(requests)), [len(r.rows) for r in requests])
+        log_probs, item_tokens = self.tables.log_probs(last_hidden), self.model.item_tokens
+        scores = score_rows(
+            log_probs,
+            item_tokens,
+            on_device(owners, last_hidden.device),
+            on_device(rows, last_hidden.device, torch.int64),
+        )
+        return LevelLikelihoods(tuple(sequences), scores)
+
+    def finish(self, state: LevelLikelihoods) -> list[Result]:
+        """Scores with the one task `likelihood`."""
+        return likelihood_results(state.sequences, state.scores)
+
+
+def likelihood_strategy(model: Recommender) -> Strategy:
+    """Returns how a recommender scores given items: code after code, or all levels at once."""
+    if model.config.autoregressive:
+        return LikelihoodStrategy(model)
+    return LevelLikelihoodStrategy(model)

@@ -17,10 +17,9 @@ from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams, DenseCandidates
-from recserve.search.descent import searches
+from recserve.search.descent import native_search_of
 from recserve.search.head_search import item_log_probs, search
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 
 
 class NezhaStrategy(RecommendStrategy):
@@ -76,15 +75,15 @@ class NezhaStrategy(RecommendStrategy):
     def _dense_candidate_scores(self, state: Beams, dense_candidates: DenseCandidates) -> Tensor:
         """[n] of each valid dense candidate."""
         contexts = self._contexts(state)
-        if (native := searches(state, self.head.search)) is not None:
+        if (native := native_search_of(state, self.head.search)) is not None:
             return rerank.searched_scores(state, native, contexts)
         owners, rows = dense_candidates.flat()
-        return item_log_probs(self.head, state.trie, owners, rows, state.tails, contexts)
+        return item_log_probs(self.head, state.trie, owners, rows, state.last_hidden, contexts)
 
     def _contexts(self, beams: Beams) -> Tensor:
         """[B, L, E] what the head reads at each level beside its state."""
         if self.placeholders is None:
-            return beams.tails[:, None].expand(-1, beams.trie.num_levels, -1)
+            return beams.last_hidden[:, None].expand(-1, beams.trie.num_levels, -1)
         return torch.stack(
             [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
         )

@@ -11,8 +11,9 @@ from torch import Tensor
 from recserve.core.request import RankQuery, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
-from recserve.search.candidates import propose_branches
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,30 @@ class RankStrategy(TreeStrategy):
 def _request(sequence: Sequence) -> RankQuery:
     assert isinstance(sequence.request, RankQuery)
     return sequence.request
+
+
+def propose_branches(requests: Seq[RankQuery]) -> Draft:
+    """One isolated node per candidate: a candidate sees the root, up to its own exposure, and
+    itself.
+    """
+    counts = torch.tensor([0, *(len(r.candidates) for r in requests)])
+    inputs = NodeInputs.cat([r.candidates for r in requests])
+    index = torch.arange(len(inputs))
+    limits = None
+    if any(r.root_limits is not None for r in requests):
+        limits = torch.cat([_root_limits(r) for r in requests])
+    tree = TokenTree(
+        inputs.tokens,
+        torch.full_like(index, -1),
+        torch.zeros_like(index),
+        index + 1,
+        counts.cumsum(0),
+        root_limits=limits,
+    ).to(inputs.tokens.device)
+    return Draft(tree, inputs)
+
+
+def _root_limits(request: RankQuery) -> Tensor:
+    if request.root_limits is None:
+        return torch.full((len(request.candidates),), len(request.root.inputs))
+    return torch.from_numpy(request.root_limits).to(torch.int64)

@@ -7,8 +7,7 @@ from functools import cache
 
 from recserve.core.plugins import with_plugins
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies import BUILT_IN
 
 ENTRY_POINTS = "recserve.strategies"

@@ -12,17 +12,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from recserve.core.request import Continuation, Result, SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.capped import answer
-from recserve.search.heads import Heads
 from recserve.search.item_graph import best_items
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
@@ -59,8 +57,8 @@ class RpgStrategy(RecommendStrategy):
         """The whole answer."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
-        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-        log_probs = self.tables.log_probs(tails)
+        last_hidden = stacked_last_hidden(sequences)
+        log_probs = self.tables.log_probs(last_hidden)
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
         asked = [replace(request, k=_wanted(request)) for request in requests]
         best = best_items(asked, log_probs, item_tokens, self.first_item)

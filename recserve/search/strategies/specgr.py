@@ -15,35 +15,33 @@ from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
-from recserve.search import guided, threshold
+from recserve.search import specgr
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
-from recserve.search.guided import DraftedItems
-from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, draft_of_keys, propose_beams
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
+from recserve.search.specgr import NO_VERIFIED_ITEMS, DraftedItems, VerifiedItems
 from recserve.search.strategies.beam import level_offsets_of
-from recserve.search.threshold import NONE_JUDGED, Judged
 
 
 @dataclass(frozen=True)
-class Inspection:
+class SpecGRState:
     """Requests whose proposed items are being verified.
 
-    pending: proposed and not yet judged; None: nothing is. guided: the beams' level at the newest
-    guided draft, 0: there was none. lacking: numbers of the requests without k accepted items.
+    pending: proposed and not yet verified; None: nothing is. guided: the beams' level at the newest
+    guided draft, 0: there was none. unfilled: numbers of the requests without k accepted items.
     """
 
     beams: Beams
     pending: DraftedItems | None
-    judged: Judged
+    verified: VerifiedItems
     guided: int
-    lacking: tuple[int, ...]
+    unfilled: tuple[int, ...]
 
     @property
     def ended(self) -> bool:
         """Whether beam search, and drafting with it, is over."""
-        return not self.lacking or self.beams.finished
+        return not self.unfilled or self.beams.finished
 
 
 class SpecGRStrategy(TreeStrategy, RecommendStrategy):
@@ -77,23 +75,23 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         levels = request.trie.num_levels - 1
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
-    def start(self, sequences: Seq[Sequence]) -> Inspection:
+    def start(self, sequences: Seq[Sequence]) -> SpecGRState:
         """The first draft; its items' first codes come with the root's last hidden state."""
         began = time.perf_counter()
         level_0 = beam_verify.begin(tuple(sequences), by_children=False)
         beams = beam_verify.start(level_0, self.model)
-        items = guided.draft_freely(beams, self.retriever, self.skip_single)
-        lacking = tuple(range(len(sequences)))
-        state = self._settled(Inspection(beams, items, NONE_JUDGED, 0, lacking))
+        items = specgr.draft_freely(beams, self.retriever, self.skip_single)
+        unfilled = tuple(range(len(sequences)))
+        state = self._settled(SpecGRState(beams, items, NO_VERIFIED_ITEMS, 0, unfilled))
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
-    def finished(self, state: Inspection) -> bool:
+    def finished(self, state: SpecGRState) -> bool:
         """True when every request has k accepted items, or its beams are leaves."""
         return state.pending is None and state.ended
 
-    def propose(self, state: Inspection) -> Draft:
+    def propose(self, state: SpecGRState) -> Draft:
         """The drafted items' prefixes, and from the second round on those of the beams."""
         beams, pending = state.beams, state.pending
         if pending is not None and not state.guided:
@@ -104,17 +102,17 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         return propose_beams(beams, self.level_offsets, self.skip_single, extra)
 
     def verify(
-        self, state: Inspection, draft: PrefixDraft, slots: Tensor, hidden: Tensor
-    ) -> Inspection:
-        """Items judged; where some are lacking beams a level deeper, and a draft below them."""
+        self, state: SpecGRState, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+    ) -> SpecGRState:
+        """Items verified; where some are unfilled beams a level deeper, and a draft below them."""
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
-    def finish(self, state: Inspection) -> Seq[Result | Continuation | NotFinite]:
+    def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
         """Slates."""
-        return threshold.slates(state.beams, state.judged)
+        return specgr.slates(state.beams, state.verified)
 
-    def _settled(self, state: Inspection) -> Inspection:
+    def _settled(self, state: SpecGRState) -> SpecGRState:
         """Judge, go a level deeper and draft below, until a forward is needed or nothing is left.
 
         One draft for each level, however much is scored already: else a slate would depend on the
@@ -124,7 +122,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
             if state.pending is not None:
                 if bool((state.beams.scored.find(state.pending.keys) < 0).any()):
                     return state
-                state = self._judged(state, state.pending)
+                state = self._with_verified(state, state.pending)
             if state.ended:
                 return state
             if state.guided == state.beams.level:
@@ -135,18 +133,20 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
             if not state.ended:
                 state = self._drafted_again(state)
 
-    def _judged(self, state: Inspection, items: DraftedItems) -> Inspection:
+    def _with_verified(self, state: SpecGRState, items: DraftedItems) -> SpecGRState:
         """Beams end for the requests that have enough."""
-        found = threshold.judge(state.beams, items.owners, items.rows, self.model)
-        judged = state.judged.and_then(found.likeliest_first() if state.guided else found)
-        lacking = threshold.lacking(judged, state.beams)
-        beams = threshold.only(state.beams, lacking)
-        return replace(state, beams=beams, judged=judged, pending=None, lacking=tuple(lacking))
+        found = specgr.verify_items(state.beams, items.owners, items.rows, self.model)
+        verified = state.verified.followed_by(found.likeliest_first() if state.guided else found)
+        unfilled = specgr.unfilled(verified, state.beams)
+        beams = specgr.end_filled(state.beams, unfilled)
+        return replace(
+            state, beams=beams, verified=verified, pending=None, unfilled=tuple(unfilled)
+        )
 
-    def _drafted_again(self, state: Inspection) -> Inspection:
-        beams, judged = state.beams, state.judged
-        before = tuple(judged.rows[judged.owners == b] for b in range(len(beams.sequences)))
-        items = guided.draft_under_beams(
-            beams, self.retriever, state.lacking, before, self.skip_single
+    def _drafted_again(self, state: SpecGRState) -> SpecGRState:
+        beams, verified = state.beams, state.verified
+        before = tuple(verified.rows[verified.owners == b] for b in range(len(beams.sequences)))
+        items = specgr.draft_under_beams(
+            beams, self.retriever, state.unfilled, before, self.skip_single
         )
         return replace(state, pending=items, guided=beams.level)

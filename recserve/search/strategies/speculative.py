@@ -17,21 +17,25 @@ from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
-from recserve.models.drafters.calibration import DraftPlan
+from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER
-from recserve.search.draft_plan import draft_plan
+from recserve.search.expansion import NO_BOUND
 from recserve.search.head_search import likely_prefixes
-from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
 from recserve.search.proof_cache import cache_proof, cache_scored, cached_drafts, keys_of
+from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
 
-REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
+NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
+# The plan of a head without a calibration: nothing is known of it, so it always drafts.
+UNCALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
+ROUND_NODES = 20  # a round costs about as much as so many more nodes in one forward
+MAX_WORK_SHARE = 0.8  # largest share of beam search's work; the head's own search takes the rest
+MAX_REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
 
 
 class SpeculativeStrategy(BeamStrategy):
@@ -41,7 +45,7 @@ class SpeculativeStrategy(BeamStrategy):
     and only the number of rounds differs. Further rounds score what the draft missed, as far as it
     can still change the slate. The prefixes that proved a slate stay with the cached root. They are
     the draft when the same request comes again, in any batch. For other requests a rule picks the
-    plan of the head's calibration (search/draft_plan.py). Where drafting does not pay, the strategy
+    plan of the head's calibration (`draft_plan`). Where drafting does not pay, the strategy
     is beam search.
     """
 
@@ -85,7 +89,7 @@ class SpeculativeStrategy(BeamStrategy):
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + REPAIRS * repair + super().tree_capacity(request)
+        return drafted + MAX_REPAIRS * repair + super().tree_capacity(request)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
         """As beam search; what is recorded searches only where nothing is drafted."""
@@ -116,7 +120,7 @@ class SpeculativeStrategy(BeamStrategy):
         return replace(self._guess(state, keys), cached=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
+        """At first, and after MAX_REPAIRS, whatever the scored prefixes prove together; after that
         level by level, as beam search, which needs more where a request was proved already.
         """
         if not draft.guessed:
@@ -130,7 +134,7 @@ class SpeculativeStrategy(BeamStrategy):
             if trims:
                 cache_proof(scored, found.needed)
             return found.beams
-        if scored.repairs < REPAIRS:
+        if scored.repairs < MAX_REPAIRS:
             return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
         return beam_verify.advance(scored, self.model)
 
@@ -159,7 +163,7 @@ class SpeculativeStrategy(BeamStrategy):
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
         places = [
-            NEVER if any_item else max(math.ceil(m * r.k) - 1, 0)
+            NO_BOUND if any_item else max(math.ceil(m * r.k) - 1, 0)
             for m, r, any_item in zip(margins, requests, free, strict=True)
         ]
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
@@ -175,3 +179,29 @@ class SpeculativeStrategy(BeamStrategy):
         if all(self._cached(sequences)):
             return True
         return any(self.plan(request_of(sequence)).margin for sequence in sequences)
+
+
+def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan:
+    """Returns the plan with the least work, or NO_DRAFT where beam search is about as cheap.
+
+    Args:
+        calibration: Measured plans of the draft head, or None.
+        width: Beam width of the request.
+        k: Items that the request asks for.
+    """
+    if calibration is None:
+        return UNCALIBRATED
+    plans = calibration.scaled(width, k)
+    best = cheapest_draft(plans)
+    beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
+    return best if work(best) < MAX_WORK_SHARE * beam else NO_DRAFT
+
+
+def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
+    """Returns the plan that drafts with the least work, NO_DRAFT if none drafts."""
+    return min((plan for plan in plans if plan.margin), key=work, default=NO_DRAFT)
+
+
+def work(plan: DraftPlan) -> float:
+    """Returns the expected work of a plan, in nodes."""
+    return plan.nodes + ROUND_NODES * (1 + plan.repairs)

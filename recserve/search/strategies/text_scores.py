@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from recserve.core.request import Result, Scores, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
+from recserve.kernels.tree import merge, root_branch
+from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.search.candidates import propose_texts
-from recserve.search.scores import label_scores
+
+# Rows whose logits over a whole vocabulary exist at once.
+LABEL_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,22 @@ class TextScoreStrategy(TreeStrategy):
 def _request(sequence: Sequence) -> TextScoreQuery:
     assert isinstance(sequence.request, TextScoreQuery)
     return sequence.request
+
+
+def propose_texts(requests: Seq[TextScoreQuery], device: torch.device) -> Draft:
+    """One isolated branch per text: it sees the root and itself."""
+    trees = [root_branch(torch.from_numpy(r.tokens), torch.from_numpy(r.offsets)) for r in requests]
+    tree = merge(trees).to(device)
+    return Draft(tree, NodeInputs(tree.tokens))
+
+
+def label_scores(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label as the next token.
+
+    hidden [M, E], labels [K] -> [M, K] float32.
+    """
+    parts = [
+        model.logits(rows).float().log_softmax(-1)[:, labels]
+        for rows in torch.split(hidden, LABEL_ROWS)
+    ]
+    return torch.cat(parts)
