@@ -1,27 +1,30 @@
-"""One level deeper, all children of all beams at once, without waiting for the device.
+"""Expansion of beams by one level, and the bounds that drop prefixes which cannot enter a result.
 
-Shapes follow from what the host knows, the beam width and the widest node of each level; dead beams
-and padding are computed with the others. On a CPU descent.py does without them. Ties go to the
-lower trie node, which is the lexicographically smaller semantic id; prefixes that came after the
-trie was built (kernels/trie/trie_overlay.py) stand after all others of their level.
+The expansion computes all children of all beams at once and does not wait for the device. Its
+shapes follow from host values only: the beam width and the widest node of each level. Dead beams
+and padding are computed with the others. On a CPU, descent.py does the same in C without them. Ties
+go to the lower trie node, which is the lexicographically smaller semantic id. Prefixes added after
+the trie was built (kernels/trie/trie_overlay.py) rank after all others of their level.
 
-What can no longer enter an answer, so that nothing is spent on it.
+The bound rests on two facts:
 
-Log-probabilities are at most 0, so nothing below a prefix scores more than the prefix; and where
-levels are normalised over the valid children, a prefix with one item below has its item's score
-already. So a prefix under the k-th best such score, the bound, leads to no item of the k best. It
-may be left out of its level, and beam search stays what it was above the bound: children above it
-have parents above it, and what is under it displaces nothing that is above. If what is above fills
-the whole width, an item that set the bound can be displaced further down; but then no prefix that
-was kept is under the bound, nothing was left out, and the next level sets a bound of its own.
-Prefixes that tie with the bound stay.
+- Log-probabilities are at most 0, so no item below a prefix scores more than the prefix.
+- If levels are normalised over the valid children, a prefix with one item below already has that
+  item's score.
 
-The same holds of any number below which prefixes are left out: what is kept is what full beam
-search has above it, and where that is k items in the end, they are the k best.
+Let the bound be the k-th best score of such single items. A prefix below the bound leads to none of
+the k best items, so its level may drop it. Above the bound, beam search is unchanged: a child above
+the bound has a parent above it, and a prefix below the bound displaces nothing above it. If
+prefixes above the bound fill the whole width, the item that sets the bound can still be displaced
+at a deeper level. In that case no kept prefix was below the bound, so nothing was dropped, and the
+next level computes its own bound. Prefixes that tie with the bound stay.
 
-With a dense head a prefix gains at most what the dense head gives its best item. The items that the
-dense head proposes itself (`DenseCandidates`) compete anyway. So the bound is taken with their
-scores, and a prefix is given the share of the last of them, since no other item has more.
+The same argument holds for any threshold: above it, the search finds what full beam search finds.
+If k finished items are above it, they are the k best.
+
+With a dense head, a prefix gains at most the head's weighted log-probability of its best item. The
+head's own best items (`DenseCandidates`) always compete, so the bound includes their scores. Any
+other item gains at most as much as the last of them, so each prefix is credited with that share.
 """
 
 from __future__ import annotations
@@ -37,13 +40,17 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD, BestChildren, ChildQuery
 from recserve.search.beams import Beams
 
-NO_BOUND = 2**31  # past every place
-ROUNDING = 1e-4  # a dense candidate's score and a beam's are sums in different orders
+NO_BOUND = 2**31  # larger than any rank
+ROUNDING = 1e-4  # scores of dense candidates and of beams are summed in different orders
 
 
 def bound_places(requests: Seq[SlateQuery], device: torch.device) -> Tensor | None:
-    """[B, 1] place, from 0, of the score that bounds each request; NO_BOUND where none may: as many
-    items are wanted as beams are kept, or caps let items of lower scores in. None: for all.
+    """Returns [B, 1] the rank, from 0, of the score that bounds each request.
+
+    The rank is NO_BOUND if k equals the beam width, or if caps admit items of lower scores.
+
+    Returns:
+        None if no request has a bound.
     """
     places = [r.k - 1 if r.k < r.width and not r.caps else NO_BOUND for r in requests]
     if min(places) == NO_BOUND:
@@ -52,9 +59,12 @@ def bound_places(requests: Seq[SlateQuery], device: torch.device) -> Tensor | No
 
 
 def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
-    """log_probs with -inf where the prefix cannot enter the answer.
+    """Returns log_probs [B, n] with -inf for prefixes [B, n] that cannot enter the result.
 
-    nodes, log_probs [B, n]: prefixes kept at one level.
+    Args:
+        beams: The requests.
+        nodes: [B, n] trie nodes of one level.
+        log_probs: [B, n].
     """
     places, dense_candidates = beams.places, beams.dense_candidates
     if places is None or (dense_candidates is not None and dense_candidates.log_probs is None):
@@ -72,7 +82,7 @@ def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
 
 
 def value_at(values: Tensor, places: Tensor) -> Tensor:
-    """[B, 1] the value at each row's place from the largest down, -inf past the last."""
+    """Returns [B, 1] the value at each row's rank, largest first, -inf past the last."""
     ranked = values.sort(dim=1, descending=True).values
     size = values.shape[1]
     ranked = ranked.gather(1, places.clamp(max=size - 1))
@@ -82,12 +92,18 @@ def value_at(values: Tensor, places: Tensor) -> Tensor:
 def best_children(
     beams: Beams, logits: Tensor, widths: list[int], normalizers: Tensor | None = None
 ) -> Beams:
-    """One level deeper: the best allowed children of each request, best first, ties to the lower
-    trie node, but for those that cannot enter its answer any more.
+    """Returns the beams of the next level: the best allowed children of each request.
 
-    logits [B * W, C]: of the level's codes at each beam; any finite row where the beam is dead or
-    has one child. normalizers [B * W]: subtracted from them; None: the log-sum-exp over the valid
-    children. widths: how many children each request keeps.
+    Children are ordered best first, ties by the lower trie node. Those that cannot enter the result
+    are dead.
+
+    Args:
+        beams: The parents.
+        logits: [B * W, C] logits of the level's codes at each beam. Any finite row will do where a
+            beam is dead or has one child.
+        widths: Beam width of each request.
+        normalizers: [B * W] subtracted from the logits. None: the log-sum-exp over the valid
+            children.
     """
     trie, width = beams.trie, beams.nodes.shape[1]
     widest = trie.widths[beams.level]
@@ -105,8 +121,8 @@ def best_children(
 
 
 def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
-    """[B, n] log-probabilities of the best children, -inf past each request's width and where they
-    cannot enter its answer any more.
+    """Returns [B, n] log-probabilities of the best children, -inf past the width and below the
+    bound.
     """
     kept = best.log_probs
     if min(widths) < kept.shape[1]:
@@ -116,8 +132,13 @@ def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
 
 
 def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
-    """Beams of the next level. nodes, kept, parents [B, n]: trie nodes, log-probabilities, columns
-    of the beams above.
+    """Returns the beams of the next level.
+
+    Args:
+        beams: The level above.
+        nodes: [B, n] trie nodes.
+        kept: [B, n] log-probabilities, -inf where dead.
+        parents: [B, n] columns of the parents.
     """
     chosen = torch.where(kept > DEAD, nodes, beams.trie.any_leaf)
     above = parents[..., None].expand(-1, -1, beams.level)

@@ -1,9 +1,9 @@
-"""Items whose levels fit a user's state best: all of them scored, or those on the way through the
-graph of similar items.
+"""Best items under independent level heads, by scoring all items or by walking the item graph.
 
-The graph is walked from entries spread over the catalogue and from the user's latest items, where
-the request allows most of the catalogue and the graph knows nearly all of it: a walk scores what is
-newer. Otherwise all items are scored, and so they are where the walk found fewer than k.
+A walk starts from entries spread over the catalogue and from the user's latest items. It is used if
+the request allows at least half of the items and the graph covers nearly all of them. A walk also
+scores every item that is newer than the graph. All items are scored for other requests, and for
+walks that find fewer than k items.
 """
 
 from __future__ import annotations
@@ -22,17 +22,23 @@ from recserve.kernels.trie.trie_view import gone_rows
 
 WALK_STEPS = 3
 NUM_RECENT_ITEMS = 8
-MAX_UNKNOWN_SHARE = 1 / 16  # of the rows, newer than the graph, of which each walk scores every one
+# Largest share of items newer than the graph. A walk scores every one of them.
+MAX_UNKNOWN_SHARE = 1 / 16
 
 
 def best_items(
     requests: Seq[SlateQuery], log_probs: Tensor, item_tokens: Tensor, first_item: int | None
 ) -> Tensor:
-    """Rank keys of the best usable items of requests over one trie.
+    """Returns rank keys of the best usable items of requests over one trie.
 
-    log_probs: [B, V] of each token at its own level. item_tokens: [I, L] of the trie's items.
-    first_item: token of item row 0 where roots hold items, None where they hold codes.
-    Returns [B, the largest k], NOTHING where a request has no more usable items.
+    Args:
+        requests: B requests.
+        log_probs: [B, V] log-probability of each token at its own level.
+        item_tokens: [I, L] tokens of the trie's items.
+        first_item: Token of item row 0 if histories hold items. None if they hold codes.
+
+    Returns:
+        [B, largest k] rank keys, NOTHING where a request has no more usable items.
     """
     items, most = item_tokens.shape[0], max(request.k for request in requests)
     usable = usable_items(requests, items, item_tokens.device)
@@ -61,7 +67,7 @@ def best_items(
 
 
 def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) -> Tensor | None:
-    """[B, I] bool: what each request and the catalogue allow; None: everything."""
+    """Returns [B, I] bool: the items that each request and the catalogue allow. None: all items."""
     gone = gone_rows(requests[0].trie)
     open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
     if open_ and gone is None:
@@ -78,7 +84,9 @@ def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) ->
 
 
 def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) -> Tensor:
-    """[B, s] rows of the last items of each history, -1 where there are fewer or none are known."""
+    """Returns [B, s] rows of the last items of each history, -1 where there are fewer or none are
+    known.
+    """
     if first_item is None:
         return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
     tokens = [request.root.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]
@@ -87,7 +95,7 @@ def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) 
 
 
 def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
-    """Numbers of the requests that walk the same graph with the same width."""
+    """Returns groups of request numbers that walk the same graph with the same width."""
     parts: dict[tuple[int, int], list[int]] = {}
     for b, request in enumerate(requests):
         open_ = request.allowed is None or 2 * request.allowed.count >= items
@@ -98,5 +106,5 @@ def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
 
 
 def _width(request: SlateQuery) -> int:
-    """Items followed in the last step: as many as a beam search would keep."""
+    """Returns the number of items followed in the last step: the width of a beam search."""
     return max(request.beam_width, request.k)

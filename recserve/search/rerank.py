@@ -1,8 +1,9 @@
-"""Final order with a dense head: finished beams and the head's own best items, scored alike.
+"""Final ranking: finished beams, and the dense head's own best items, under one score.
 
-score = log-probability of the semantic id + dense_weight * log-probability under the dense head.
-The beams alone would cap what reranking can do at what the beams hold; the head's best W items, its
-dense_candidates, have their semantic ids scored in the same trees and compete with them.
+score = log-probability of the semantic id + dense_weight * log-probability under the dense head
+
+Reranking the beams alone could return only items of the beams. The dense candidates are the head's
+best W items. Their semantic ids are scored in the same trees, and they compete with the beams.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from recserve.search.scores import path_scores, root_scores
 
 
 def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
-    """Beams that carry the dense head's best allowed items, where a request weighs the head."""
+    """Returns beams with the dense head's best allowed items, if a request has a dense weight."""
     requests = beams.requests
     if not any(r.dense_weight for r in requests):
         return beams
@@ -61,7 +62,9 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
 
 
 def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
-    """Beams whose dense_candidates know which prefixes the target must score for them."""
+    """Returns beams whose dense candidates hold the keys of the prefixes that the target must
+    score.
+    """
     if beams.dense_candidates is None:
         return beams
     owners, rows = beams.dense_candidates.flat()
@@ -71,7 +74,9 @@ def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
 
 
 def dense_candidate_keys(beams: Beams) -> Tensor | None:
-    """Keys of the dense_candidates' prefixes; None where there are none, or all are scored."""
+    """Returns the keys of the candidates' prefixes, None without candidates or once they are
+    scored.
+    """
     dense_candidates = beams.dense_candidates
     return (
         None
@@ -81,7 +86,7 @@ def dense_candidate_keys(beams: Beams) -> Tensor | None:
 
 
 def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
-    """Beams whose dense_candidates know their log-probabilities, as soon as their prefixes are
+    """Returns beams whose dense candidates have log-probabilities, if all their prefixes are
     scored.
     """
     keys = dense_candidate_keys(beams)
@@ -98,9 +103,14 @@ def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
 
 
 def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
-    """Returns the [n] log-probabilities of valid candidates, ordered as `DenseCandidates.flat`.
+    """Returns [n] log-probabilities of the valid candidates, ordered as in `DenseCandidates.flat`.
 
-    A search in C that only the candidates may pass finds all of them. contexts: as for `descend`.
+    A search in C, filtered to the candidates alone, finds all of them.
+
+    Args:
+        beams: The requests.
+        search: Search of the model or head.
+        contexts: As in `descend`.
     """
     dense_candidates, trie = beams.dense_candidates, beams.trie
     assert dense_candidates is not None
@@ -130,12 +140,12 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
 
 
 def _only(trie: TrieView, rows: Tensor) -> LeafFilter:
-    """Only these items."""
+    """Returns a filter that allows only these items."""
     return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
 
 
 def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
-    """Beams whose dense_candidates have log-probabilities. scores [n]: of each valid one."""
+    """Returns beams whose valid dense candidates have the log-probabilities `scores` [n]."""
     assert beams.dense_candidates is not None
     log_probs = torch.full(beams.dense_candidates.rows.shape, DEAD, device=scores.device)
     log_probs[beams.dense_candidates.valid] = scores.float()
@@ -143,11 +153,14 @@ def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
 
 
 def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
-    """The k best items of each request under its caps, best first; equal scores in the order of
-    item rows. Fewer beams than a request keeps are all items that it may have.
+    """Returns the k best items of each request under its caps, best first, ties in item-row order.
 
-    Dense candidates, where there are any, have log-probabilities. exact: whether all scores are
-    the target's own. A request whose states or scores are not finite has NotFinite instead.
+    A request with fewer live beams than its width has found all items that it allows. A request
+    whose states or scores are not finite gets NotFinite.
+
+    Args:
+        beams: Finished beams. Their dense candidates have log-probabilities.
+        exact: Whether all scores are the target's own.
     """
     rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
     if (dense_candidates := beams.dense_candidates) is not None:
@@ -159,12 +172,12 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
         alive = torch.cat([alive, dense_candidates.valid & ~again], dim=1)
         rows = torch.cat([rows, dense_candidates.rows], dim=1)
         scores = torch.cat([scores, dense_candidates.scores], dim=1).masked_fill(~alive, DEAD)
-    if beams.flaws is not None:  # as one more beam, dead or NaN, so that nothing else is read
+    if beams.flaws is not None:  # one more column, -inf or NaN, so that the host reads one tensor
         scores = torch.cat([scores, (beams.flaws + DEAD)[:, None]], dim=1)
         rows = F.pad(rows, (0, 1))
     rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
     flawed = np.isnan(scores_read).any(axis=1)
-    # Few numbers: the host has sorted them before a device would begin.
+    # The host sorts so few numbers faster than a device could start.
     order = np.lexsort((rows_read, -scores_read))
     answers: list[Slate | Continuation | NotFinite] = []
     alive_read = scores_read > DEAD

@@ -1,6 +1,6 @@
-"""Prefixes of semantic ids that the target has scored, with what it said, by their keys.
+"""Scored prefixes, and the log-probabilities that follow from their states.
 
-The key of a prefix is `request number * nodes of the trie + trie node`.
+Keys identify prefixes: `request number * num_nodes of the trie + trie node`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from recserve.models.recommender import Recommender
 
 @dataclass(frozen=True)
 class Scored:
-    """keys [n]: ascending. slots [n]: pool slot of the node's keys and values. hidden [n, E]: final
-    hidden state at the node.
+    """A table of the prefixes that the target has scored.
+
+    Attributes:
+        keys: [n] int64 ascending keys.
+        slots: [n] int64 pool slot of each node's attention keys and values.
+        hidden: [n, E] final hidden state at each node.
     """
 
     keys: Tensor
@@ -29,14 +33,16 @@ class Scored:
     hidden: Tensor
 
     def find(self, keys: Tensor) -> Tensor:
-        """Row of each key, -1 where it is not scored. keys: any shape; same shape back."""
+        """Returns the row of each key, -1 where it is not scored, in the shape of `keys`."""
         if not self.keys.shape[0]:
             return torch.full_like(keys, -1)
         row = torch.searchsorted(self.keys, keys).clamp(max=self.keys.shape[0] - 1)
         return torch.where(self.keys[row] == keys, row, -1)
 
     def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
-        """With m more prefixes, in any order, none of which is here already."""
+        """Returns the table with m more prefixes, in any order. None of them may be in the table
+        already.
+        """
         if dispatch.in_native(hidden):
             return _added(self, keys, slots, hidden.contiguous())
         keys, order = torch.sort(torch.cat([self.keys, keys]))
@@ -45,13 +51,13 @@ class Scored:
 
 
 def nothing_scored(like: Tensor) -> Scored:
-    """The empty table, for hidden states like the given ones [n, E]."""
+    """Returns the empty table for hidden states like those given, [n, E]."""
     empty = torch.empty(0, dtype=torch.int64, device=like.device)
     return Scored(empty, empty, like[:0])
 
 
 def _added(before: Scored, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
-    """The same in C."""
+    """Computes `Scored.add` in C."""
     count, size = before.keys.shape[0] + keys.shape[0], hidden.shape[1]
     both = Scored(
         torch.empty(count, dtype=torch.int64),
@@ -75,12 +81,20 @@ def _added(before: Scored, keys: Tensor, slots: Tensor, hidden: Tensor) -> Score
     return both
 
 
-LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow
+LANES = 16  # pads rows to whole vectors, so that sums do not depend on the number of empty columns
 
 
 def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, C] of a level's codes at states [n, E], and what is subtracted from each row to
-    make them log-probabilities, None: what normalises them over the valid children.
+    """Returns the logits of one level's codes, and their normaliser.
+
+    Args:
+        model: The target.
+        hidden: [n, E] states.
+        level: The level.
+
+    Returns:
+        Logits [n, C] and the values [n] to subtract from each row. None instead of values: the
+        logits are normalised over the valid children.
     """
     if model.config.normalization == "children":
         return model.level_logits(hidden, level), None
@@ -93,10 +107,17 @@ def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor
 def level_log_probs(
     model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
 ) -> Tensor:
-    """Log-probabilities of the given codes at one level.
+    """Returns [n, M] float32 log-probabilities of given codes at one level.
 
-    hidden [n, E], codes and valid [n, M] -> [n, M] float32, meaningless where not valid. Normalised
-    over the valid codes of the row, or over the whole vocabulary, as the model was trained.
+    The model decides the normalisation: over the valid codes of the row, or over the whole
+    vocabulary.
+
+    Args:
+        model: The target.
+        hidden: [n, E] states.
+        level: The level.
+        codes: [n, M] codes of the level.
+        valid: [n, M] bool. Values of other codes are undefined.
     """
     if model.config.normalization == "children":
         logits = model.level_logits(hidden, level).float().gather(1, codes)
@@ -109,10 +130,14 @@ def level_log_probs(
 def root_scores(
     trie: TrieView, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
 ) -> Tensor:
-    """Log-probability of each candidate's first code.
+    """Returns [M] the log-probability of each candidate's first code.
 
-    trie_nodes [M, L], owners [M] the request of each, last_hidden [B, E] state of the last root
-    token. Returns [M].
+    Args:
+        trie: Trie of the candidates.
+        trie_nodes: [M, L] trie node of every prefix of every candidate.
+        owners: [M] request of each candidate.
+        last_hidden: [B, E] state of the last root token.
+        model: The target.
     """
     top = torch.zeros(1, dtype=torch.int64, device=trie.device)
     children = trie.children(top, padding_of(trie, 0))
@@ -124,10 +149,10 @@ def root_scores(
 def path_scores(
     trie: TrieView, trie_nodes: Tensor, owners: Tensor, scored: Scored, model: Recommender
 ) -> Tensor:
-    """Log-probability of each candidate's codes after the first.
+    """Returns [M] the log-probability of each candidate's codes after the first.
 
-    trie_nodes [M, L], owners [M]. Prefixes that were not scored have one child and add 0. Returns
-    [M].
+    A prefix without a score has one child and adds 0. Arguments are those of `root_scores`, with
+    the scored prefixes instead of the last states.
     """
     size = trie.num_nodes
     out = torch.zeros(trie_nodes.shape[0], device=trie.device)

@@ -1,17 +1,16 @@
-"""Items that a retriever proposes for verification, at first freely, then guided by the beams.
+"""SpecGR's two steps: a retriever drafts items, and the target verifies their likelihood.
 
-A guided draft holds only items below the prefixes that beam search has kept so far: what the
-retriever likes there is what the target is likely to accept.
-Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), inductive drafting and guided re-drafting.
+Drafting: the first draft holds the nearest items of the whole catalogue. A guided draft holds only
+items below the current beams. The retriever's favourites there are likely to be accepted.
 
-Proposed items accepted where the target itself thinks them likely enough.
+Verification: an item is accepted if its likelihood reaches a bound, whatever other items exist.
+Items that training never saw would not survive in a beam, but can be accepted. Accepted items keep
+the retriever's order, because a likelihood ranks unseen items last. The best beams fill the
+remaining places.
 
-An item is accepted from a likelihood on, whatever else there is to choose from: so items that
-training never saw, which no beam would keep, reach the slate. They keep the retriever's order,
-because a likelihood ranks items it never saw behind all others. What is unfilled is filled up with
-the best beams. Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), target-aware verification. Its
-bound is a constant per dataset; ours is relative to an item drawn blindly, so that it means the
-same in a catalogue of any size.
+Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), inductive drafting, guided re-drafting and
+target-aware verification. The paper's bound is a constant per dataset. This one is relative to the
+likelihood of an item drawn uniformly, so it has the same meaning for any catalogue size.
 """
 
 from __future__ import annotations
@@ -43,9 +42,12 @@ from recserve.search.scores import path_scores, root_scores
 
 @dataclass(frozen=True)
 class DraftedItems:
-    """Proposed items. owners [n] ascending request numbers, rows [n] item rows.
+    """Proposed items.
 
-    keys [m]: the prefixes that the target must score for them, as in Scored.
+    Attributes:
+        owners: [n] ascending request numbers.
+        rows: [n] item rows.
+        keys: [m] keys (as in `Scored`) of the prefixes that the target must score for the items.
     """
 
     owners: Tensor
@@ -54,7 +56,7 @@ class DraftedItems:
 
 
 def draft_freely(beams: Beams, retriever: DenseRetriever, skip_single: bool) -> DraftedItems:
-    """The nearest items of every request, as many as it keeps beams."""
+    """Returns the nearest items of every request, as many as its beam width."""
     requests = [replace(request, k=request.width, caps=()) for request in beams.requests]
     found = [each.rows for each in nearest(retriever, beams.last_hidden, requests)]
     return _drafted(beams, np.arange(len(found)), found, skip_single)
@@ -67,10 +69,16 @@ def draft_under_beams(
     verified: tuple[np.ndarray, ...],
     skip_single: bool,
 ) -> DraftedItems:
-    """The nearest items below the beams of the requests that lack some, as many as each keeps.
+    """Returns the nearest items below the beams, for requests with too few accepted items.
 
-    unfilled: request numbers. verified: rows of each request [B] that were proposed before, which
-    do not come again.
+    Each request gets at most as many items as its beam width.
+
+    Args:
+        beams: The beams.
+        retriever: Proposes items.
+        unfilled: Numbers of the requests to draft for.
+        verified: Rows that were proposed before for each of the B requests. They are not repeated.
+        skip_single: Whether prefixes with one child need no score.
     """
     asked = beams.requests
     allowed = [_open_below(beams, b, verified[b]) for b in unfilled]
@@ -91,10 +99,13 @@ def draft_under_beams(
 
 
 def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
-    """[rows] bool: open items below a beam of request b that were not verified before."""
+    """Returns [rows] bool: items below the beams of request b that it allows and that are not
+    verified.
+    """
     trie, request = beams.trie, beams.requests[b]
     leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
     edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
+    # +1 where a range of leaves begins, -1 where it ends: the running sum is positive inside.
     edges.index_add_(0, leaves.first.long(), torch.ones_like(leaves.first, dtype=torch.int64))
     edges.index_add_(0, leaves.last.long(), -torch.ones_like(leaves.last, dtype=torch.int64))
     below = torch.zeros(trie.num_rows, dtype=torch.bool, device=trie.device)
@@ -121,15 +132,18 @@ def _drafted(
     return DraftedItems(owners, rows, needed_prefixes(beams.trie, nodes, owners, skip_single))
 
 
-MIN_LIFT = 3.0  # accepted: so many times as likely as an item drawn blindly
+MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
 
 
 @dataclass(frozen=True)
 class VerifiedItems:
-    """Verified items of B requests, in the order they were proposed.
+    """Verified items of B requests, in the order of their drafts.
 
-    owners [n] request numbers, rows [n] item rows, log_probs [n] of their semantic ids, accepted
-    [n] bool.
+    Attributes:
+        owners: [n] request numbers.
+        rows: [n] item rows.
+        log_probs: [n] log-probabilities of the semantic ids.
+        accepted: [n] bool.
     """
 
     owners: np.ndarray
@@ -138,17 +152,17 @@ class VerifiedItems:
     accepted: np.ndarray
 
     def at(self, places: np.ndarray) -> VerifiedItems:
-        """Those at the given places."""
+        """Returns the items at the given indices."""
         return VerifiedItems(
             self.owners[places], self.rows[places], self.log_probs[places], self.accepted[places]
         )
 
     def likeliest_first(self) -> VerifiedItems:
-        """The same, by log-probability; equal ones in the order of item rows."""
+        """Returns the items sorted by log-probability, ties in item-row order."""
         return self.at(np.lexsort((self.rows, -self.log_probs)))
 
     def followed_by(self, later: VerifiedItems) -> VerifiedItems:
-        """These and those."""
+        """Returns these items, then the later ones."""
         return VerifiedItems(
             np.concatenate([self.owners, later.owners]),
             np.concatenate([self.rows, later.rows]),
@@ -163,7 +177,14 @@ NO_VERIFIED_ITEMS = VerifiedItems(
 
 
 def verify_items(beams: Beams, owners: Tensor, rows: Tensor, model: Recommender) -> VerifiedItems:
-    """Items all of whose prefixes are scored. owners, rows [n] as in DraftedItems."""
+    """Scores items whose prefixes are all scored, and accepts the likely ones.
+
+    Args:
+        beams: The requests.
+        owners: [n] request numbers.
+        rows: [n] item rows.
+        model: The target.
+    """
     nodes = beams.trie.nodes_of_items(rows)
     log_probs = root_scores(beams.trie, nodes, owners, beams.last_hidden, model)
     log_probs = log_probs + path_scores(beams.trie, nodes, owners, beams.scored, model)
@@ -172,7 +193,7 @@ def verify_items(beams: Beams, owners: Tensor, rows: Tensor, model: Recommender)
 
 
 def unfilled(verified: VerifiedItems, beams: Beams) -> list[int]:
-    """Numbers of the requests with fewer than k accepted items that their caps allow."""
+    """Returns the numbers of the requests with fewer than k accepted items under their caps."""
     numbers = []
     for b, sequence in enumerate(beams.sequences):
         request = _request(sequence)
@@ -183,7 +204,7 @@ def unfilled(verified: VerifiedItems, beams: Beams) -> list[int]:
 
 
 def end_filled(beams: Beams, numbers: Seq[int]) -> Beams:
-    """Beams that end for all requests but these."""
+    """Returns beams that are dead for all requests except the given ones."""
     ended = torch.ones(len(beams.sequences), dtype=torch.bool)
     ended[list(numbers)] = False
     dead = ended.to(beams.log_probs.device)[:, None]
@@ -191,8 +212,10 @@ def end_filled(beams: Beams, numbers: Seq[int]) -> Beams:
 
 
 def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
-    """The accepted items of each request as they came, then the finished beams, likeliest first; k
-    under its caps. What another search finds stands behind them in the same order.
+    """Returns the slate of each request: accepted items in their order, then the best finished
+    beams.
+
+    Under caps, items of a repeated search follow in the same order.
     """
     alive = beams.alive()
     rows = beams.trie.items_of_leaves(torch.where(alive, beams.nodes, beams.trie.any_leaf))

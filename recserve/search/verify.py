@@ -1,4 +1,5 @@
-"""Full beam search as a verifier: children of the scored prefixes, the best W of them kept.
+"""Beam search as the verifier of drafts: the best W children of the scored prefixes, level by
+level.
 
 Ties go to the lower trie node, which is the lexicographically smaller semantic id.
 """
@@ -26,23 +27,30 @@ from recserve.search.scores import level_scores, nothing_scored
 
 
 def start(beams: Beams, model: Recommender) -> Beams:
-    """Level 1 of beams at level 0, from the hidden states of the last root tokens."""
+    """Returns the beams of level 1 from beams of level 0, and further levels if their prefixes are
+    scored.
+
+    The last hidden state of the root scores level 1.
+    """
     if native_search_of(beams, model.search) is not None:
         return advance(beams, model)
     return advance(expand(beams, beams.last_hidden, model), model)
 
 
 def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = True) -> Beams:
-    """Level 0: the empty prefix of each request. All over one trie.
+    """Returns level 0: the empty prefix of each request.
 
-    by_children: levels will be normalised over the valid children, so that prefixes can be left out
-    that cannot enter an answer. filtered: with the requests' filters.
+    Args:
+        sequences: The requests, all over one trie.
+        by_children: Whether levels are normalised over the valid children. Prefixes that cannot
+            enter the result may then be dropped.
+        filtered: Whether the requests' filters apply.
     """
     requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
     trie = requests[0].trie
     last_hidden = stacked_last_hidden(sequences)
     flaws = None
-    if last_hidden.is_cuda:  # on a CPU the lane has looked already
+    if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
         flaws = _root_flaws(sequences, last_hidden)
         last_hidden = without_flaws(last_hidden, flaws)
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=last_hidden.device)
@@ -64,7 +72,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
 
 
 def _root_flaws(sequences: tuple[Sequence, ...], last_hidden: Tensor) -> Tensor:
-    """[B] of the last states [B, E] of the roots, and of the placeholders' behind them."""
+    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
@@ -75,12 +83,16 @@ def _root_flaws(sequences: tuple[Sequence, ...], last_hidden: Tensor) -> Tensor:
 
 
 def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-    """Beams that know the scored prefixes of a draft.
+    """Returns beams that hold the scored prefixes of a draft.
 
-    slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
+    Args:
+        beams: The requests.
+        draft: The draft that the forward computed.
+        slots: [T] pool slot of every node.
+        hidden: [Tq, E] states of the computed nodes.
     """
     keys, slots = draft.computed(slots)
-    if hidden.is_cuda:  # on a CPU the lane has looked already
+    if hidden.is_cuda:  # on a CPU the scheduler has checked already
         flaws = flaws_of(hidden)
         hidden, owners = without_flaws(hidden, flaws), keys // beams.trie.num_nodes
         beams = beams.with_flaws(flaws.new_zeros(len(beams.sequences)).index_add(0, owners, flaws))
@@ -88,8 +100,10 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
-    """Level by level while every beam that must be scored is scored: then the best W children are
-    those of full beam search, whoever drafted them.
+    """Returns the beams of the deepest level that the scored prefixes prove.
+
+    A level advances once every beam that needs a score has one. Its best W children are then those
+    of full beam search, whichever drafter proposed them.
     """
     if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.trie.num_levels, beams.widths, stops=True)
@@ -100,7 +114,10 @@ def advance(beams: Beams, model: Recommender) -> Beams:
 
 
 def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
-    """None where a beam that must be scored is not. One look at the device."""
+    """Returns the beams of the next level, None if a beam that needs a score has none.
+
+    The host waits once for the device.
+    """
     if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.level + 1, beams.widths, stops=True)
         return found.at(found.level) if found.level > beams.level else None
@@ -112,16 +129,21 @@ def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
 
 
 def _states(beams: Beams, row: Tensor) -> Tensor:
-    """[B * W, E] of the given rows [B, W] of `scored`, some state where a row is -1."""
+    """Returns [B * W, E] states of the rows [B, W] of `scored`, any state where the row is -1."""
     table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.last_hidden
     return table[row.flatten().clamp(min=0)]
 
 
 @dataclass(frozen=True)
 class ScoredSearch:
-    """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
-    [n]: keys of the prefixes that could still change it, each with all above it. needed [n]: keys
-    of the scored ones without which this would not be known; none where nobody asked.
+    """Result of a beam search over the scored prefixes.
+
+    Attributes:
+        beams: The finished beams.
+        proven: Whether they equal the result of full beam search.
+        missing: [n] keys of the unscored prefixes that could still change the result, each with all
+            prefixes above it.
+        needed: [n] keys of the scored prefixes that the proof depends on. Empty if not requested.
     """
 
     beams: Beams
@@ -131,10 +153,15 @@ class ScoredSearch:
 
 
 def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> ScoredSearch:
-    """Beam search in which what is not scored leads nowhere.
+    """Searches over the scored prefixes only: an unscored prefix has no children.
 
-    What it finds above the best prefix that it had to leave out is what full beam search has there
-    (search/expansion.py), so k items above it are the answer. collect: what was needed.
+    Above the best prefix that the search dropped, it finds what full beam search finds
+    (search/expansion.py). The slate is proven if k items are above that prefix.
+
+    Args:
+        beams: The beams to start from.
+        model: The target.
+        collect: Whether to collect the prefixes that the proof needs.
     """
     wants = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     if (search := native_search_of(beams, model.search)) is not None:
@@ -149,6 +176,7 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
         row = beams.scored.find(beams.keys(beams.nodes))
         gone = needed & (row < 0)
         if bool(gone.any()):
+            # Unscored prefixes die here; `lost` is the best score among them.
             held = beams.log_probs.masked_fill(~gone, DEAD)
             lost = torch.maximum(lost, held.amax(1, keepdim=True))
             left_out.append((held, beams.keys(beams.paths)))
@@ -166,7 +194,7 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
 def _search_natively(
     beams: Beams, search: NativeSearch, wants: list[int], collect: bool
 ) -> ScoredSearch:
-    """The same in C. wants [B]: places as in search/expansion.py."""
+    """Computes `search_scored` in C. wants: [B] ranks as in search/expansion.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
     kth, lost = found.scores_at(wants), found.levels.lost
     proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
@@ -177,10 +205,13 @@ def _search_natively(
 
 
 def _keys_reaching(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
-    """Keys of those that reach the score of the k-th item, each with all above it.
+    """Returns keys of the prefixes whose score reaches the k-th item's, each with all prefixes
+    above it.
 
-    prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
-    their paths [B, W, level]. kth [B, 1].
+    Args:
+        prefixes: For each level, log-probabilities [B, W], -inf where a prefix does not count, and
+            keys [B, W, level] of the paths.
+        kth: [B, 1] score of the k-th item.
     """
     if not prefixes:
         return kth[:0, 0].long()
@@ -192,9 +223,13 @@ def _keys_reaching(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor
 
 
 def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
-    """All allowed children of all beams, the best W of each request, without a host sync.
+    """Returns the best W allowed children of each request, without a host sync.
 
-    hidden [B * W, E] at the last node of each beam, anything finite at those that need none.
+    Args:
+        beams: The beams.
+        hidden: [B * W, E] state at the last node of each beam. Any finite state where none is
+            needed.
+        model: The target.
     """
     logits, normalizers = level_scores(model, hidden, beams.level)
     return best_children(beams, logits, beams.widths, normalizers)

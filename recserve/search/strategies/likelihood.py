@@ -1,4 +1,8 @@
-"""Log-probability of given items."""
+"""Log-probability of given items.
+
+Autoregressive models score a tree of the items' prefixes. Models with level heads alone score the
+items without a tree.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,14 @@ from recserve.search.strategies.beam import level_offsets_of
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Requests whose candidates are being scored.
+    """Requests whose items are being scored, M items in total.
 
-    trie_nodes [M, L], scores [M] so far, owners [M] the request of each candidate.
+    Attributes:
+        sequences: The requests.
+        trie_nodes: [M, L] trie node of every prefix of every item.
+        scores: [M] log-probabilities so far.
+        owners: [M] request of each item.
+        draft: Prefixes to score next. None: no prefix is left.
     """
 
     sequences: tuple[Sequence, ...]
@@ -36,7 +45,7 @@ class Likelihoods:
 
 
 class LikelihoodStrategy(TreeStrategy):
-    """Log-probability of given items: one tree of their merged semantic ids, one round."""
+    """Log-probability of given items, from one tree of their merged prefixes in one round."""
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
@@ -44,12 +53,12 @@ class LikelihoodStrategy(TreeStrategy):
         self.skip_single = model.config.normalization == "children"
 
     def tree_capacity(self, request: LikelihoodQuery) -> int:
-        """A node for each prefix of each candidate, and no more than the trie has."""
+        """Returns one node per prefix of each item, and at most the nodes of the trie."""
         sizes = request.trie.level_sizes[1:-1]
         return sum(min(size, len(request.rows)) for size in sizes)
 
     def start(self, sequences: Seq[Sequence]) -> Likelihoods:
-        """The first code's log-probability comes with the root."""
+        """Scores the first code of each item from the root."""
         requests = [likelihood_request(s) for s in sequences]
         trie = requests[0].trie
         rows = np.concatenate([r.rows for r in requests])
@@ -64,11 +73,11 @@ class LikelihoodStrategy(TreeStrategy):
         return Likelihoods(tuple(sequences), nodes, scores, owners, draft)
 
     def finished(self, state: Likelihoods) -> bool:
-        """True when no prefix waits for its score."""
+        """Returns whether no prefix is left to score."""
         return state.draft is None
 
     def propose(self, state: Likelihoods) -> Draft:
-        """All prefixes at once."""
+        """Returns all prefixes at once."""
         assert state.draft is not None
         return state.draft
 
@@ -82,18 +91,18 @@ class LikelihoodStrategy(TreeStrategy):
         return replace(state, scores=state.scores + deeper, draft=None)
 
     def finish(self, state: Likelihoods) -> list[Result]:
-        """Scores with the one task `likelihood`."""
+        """Returns scores with the one task `likelihood`."""
         return likelihood_results(state.sequences, state.scores)
 
 
 def likelihood_request(sequence: Sequence) -> LikelihoodQuery:
-    """What the sequence asks."""
+    """Returns the query of a likelihood sequence."""
     assert isinstance(sequence.request, LikelihoodQuery)
     return sequence.request
 
 
 def likelihood_results(sequences: Seq[Sequence], scores: Tensor) -> list[Result]:
-    """scores [M], requests one after another."""
+    """Returns the result of each request from scores [M], ordered by request."""
     sizes = [len(likelihood_request(s).rows) for s in sequences]
     parts = torch.split(scores.float().cpu()[:, None], sizes)
     return [
@@ -110,12 +119,21 @@ def propose_paths(
     level_offsets: Tensor,
     skip: bool,
 ) -> PrefixDraft | None:
-    """Trees of the candidates' prefixes, shared ones merged; the last code of an item needs no
-    node.
+    """Returns trees of the items' prefixes, with shared prefixes merged.
 
-    trie_nodes [M, L]: trie node of every prefix of every candidate. owners [M]: its request.
-    level_offsets [L]: first token of each level. skip: leave out what lies below the last fork of a
-    path, which has log-probability 0. None when the root alone decides.
+    The last code of an item needs no node.
+
+    Args:
+        trie: Trie of the items.
+        trie_nodes: [M, L] trie node of every prefix of every item.
+        owners: [M] request of each item.
+        num_trees: B.
+        level_offsets: [L] first token of each level.
+        skip: Whether to leave out prefixes below the last fork of a path. They add log-probability
+            0.
+
+    Returns:
+        The draft. None if the root alone decides all scores.
     """
     keys = needed_prefixes(trie, trie_nodes, owners, skip)
     if not keys.shape[0]:
@@ -125,21 +143,26 @@ def propose_paths(
 
 @dataclass(frozen=True)
 class LevelLikelihoods:
-    """Requests whose candidates are scored. scores [M], requests one after another."""
+    """Requests whose items are scored.
+
+    Attributes:
+        sequences: The requests.
+        scores: [M] scores, ordered by request.
+    """
 
     sequences: tuple[Sequence, ...]
     scores: Tensor
 
 
 class LevelLikelihoodStrategy(Strategy):
-    """Log-probability of given items, the mean over their levels as in `rpg`; no tree."""
+    """Score of given items under level heads: the mean over levels, as in `rpg`, without a tree."""
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
         self.tables = model.level_tables()
 
     def start(self, sequences: Seq[Sequence]) -> LevelLikelihoods:
-        """The whole answer."""
+        """Scores all items from the roots' last states."""
         last_hidden = stacked_last_hidden(sequences)
         requests = [likelihood_request(s) for s in sequences]
         rows = np.concatenate([r.rows for r in requests])
@@ -154,12 +177,12 @@ class LevelLikelihoodStrategy(Strategy):
         return LevelLikelihoods(tuple(sequences), scores)
 
     def finish(self, state: LevelLikelihoods) -> list[Result]:
-        """Scores with the one task `likelihood`."""
+        """Returns scores with the one task `likelihood`."""
         return likelihood_results(state.sequences, state.scores)
 
 
 def likelihood_strategy(model: Recommender) -> Strategy:
-    """Returns how a recommender scores given items: code after code, or all levels at once."""
+    """Returns the strategy that scores given items: code after code, or all levels at once."""
     if model.config.autoregressive:
         return LikelihoodStrategy(model)
     return LevelLikelihoodStrategy(model)

@@ -1,4 +1,4 @@
-"""The self-draft head alone: one forward of the target, then a beam search in the head."""
+"""Strategy `nezha`: one forward of the target, then beam search in the self-draft head alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from recserve.search.recommend_strategy import Heads, RecommendStrategy
 
 
 class NezhaStrategy(RecommendStrategy):
-    """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
+    """NEZHA: placeholder tokens after the root, and beam search in the self-draft head.
 
-    Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
-    a dense head its weighted log-probability is added and its best items compete, as for `beam`.
+    The trie and the filters restrict every level. The head alone scores the items, so `exact` is
+    False. With a dense weight, the dense head's log-probability is added and its best items
+    compete, as in `beam`.
     """
 
     name = "nezha"
@@ -44,17 +45,19 @@ class NezhaStrategy(RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a self-draft head."""
+        """Returns the strategy for a recommender with a self-draft head."""
         if heads.nezha is None or not model.config.autoregressive:
             return None
         return cls(model, heads.nezha)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """The placeholders."""
+        """Returns the number of placeholders."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """The whole search: all that it reads of the target came with the root."""
+        """Runs the whole search. The root's forward already computed everything it reads of the
+        target.
+        """
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)
@@ -65,7 +68,7 @@ class NezhaStrategy(RecommendStrategy):
         return found
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Slates, scored by the head."""
+        """Returns the slates, scored by the head."""
         if state.dense_candidates is not None and state.dense_candidates.log_probs is None:
             state = rerank.with_log_probs(
                 state, self._dense_candidate_scores(state, state.dense_candidates)
@@ -73,7 +76,7 @@ class NezhaStrategy(RecommendStrategy):
         return rerank.slates(state, exact=self.exact)
 
     def _dense_candidate_scores(self, state: Beams, dense_candidates: DenseCandidates) -> Tensor:
-        """[n] of each valid dense candidate."""
+        """Returns [n] log-probabilities of the valid dense candidates."""
         contexts = self._contexts(state)
         if (native := native_search_of(state, self.head.search)) is not None:
             return rerank.searched_scores(state, native, contexts)
@@ -81,7 +84,7 @@ class NezhaStrategy(RecommendStrategy):
         return item_log_probs(self.head, state.trie, owners, rows, state.last_hidden, contexts)
 
     def _contexts(self, beams: Beams) -> Tensor:
-        """[B, L, E] what the head reads at each level beside its state."""
+        """Returns [B, L, E] what the head reads at each level in addition to its state."""
         if self.placeholders is None:
             return beams.last_hidden[:, None].expand(-1, beams.trie.num_levels, -1)
         return torch.stack(

@@ -1,4 +1,4 @@
-"""The ranker: candidates as branches under the user."""
+"""Ranking of candidates: one tree node per candidate after the user's history."""
 
 from __future__ import annotations
 
@@ -18,40 +18,45 @@ from recserve.models.ranker import Ranker
 
 @dataclass(frozen=True)
 class RankState:
-    """Requests whose candidates are being ranked; logits [M, tasks] once they are."""
+    """Requests whose candidates are being ranked.
+
+    Attributes:
+        sequences: The requests.
+        logits: [M, tasks] of all candidates. None before the forward.
+    """
 
     sequences: tuple[Sequence, ...]
     logits: Tensor | None = None
 
 
 class RankStrategy(TreeStrategy):
-    """The ranker: candidates as branches under the user, one round."""
+    """Scores all candidates with the ranker in one round."""
 
     def __init__(self, model: Ranker) -> None:
         self.model = model
 
     def tree_capacity(self, request: RankQuery) -> int:
-        """One node per candidate."""
+        """Returns one node per candidate."""
         return len(request.candidates)
 
     def start(self, sequences: Seq[Sequence]) -> RankState:
-        """Nothing is known before the forward."""
+        """Returns the state before the forward."""
         return RankState(tuple(sequences))
 
     def finished(self, state: RankState) -> bool:
-        """True after the one forward."""
+        """Returns whether the one forward is done."""
         return state.logits is not None
 
     def propose(self, state: RankState) -> Draft:
-        """One isolated node per candidate."""
+        """Returns one isolated node per candidate."""
         return propose_branches([_request(s) for s in state.sequences])
 
     def verify(self, state: RankState, draft: Draft, slots: Tensor, hidden: Tensor) -> RankState:
-        """Task heads on every candidate."""
+        """Applies the task heads to every candidate."""
         return replace(state, logits=self.model.heads(hidden).float())
 
     def finish(self, state: RankState) -> list[Result]:
-        """Logits per task."""
+        """Returns logits per task."""
         assert state.logits is not None
         parts = torch.split(
             state.logits.cpu(), [len(_request(s).candidates) for s in state.sequences]
@@ -69,8 +74,9 @@ def _request(sequence: Sequence) -> RankQuery:
 
 
 def propose_branches(requests: Seq[RankQuery]) -> Draft:
-    """One isolated node per candidate: a candidate sees the root, up to its own exposure, and
-    itself.
+    """Returns one isolated node per candidate.
+
+    A candidate attends to itself and to the root rows older than its own exposure.
     """
     counts = torch.tensor([0, *(len(r.candidates) for r in requests)])
     inputs = NodeInputs.cat([r.candidates for r in requests])

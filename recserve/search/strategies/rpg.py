@@ -1,8 +1,10 @@
-"""All levels at once: items scored by the level heads from the root's last hidden state.
+"""Strategy `rpg`: items scored by independent level heads from the root's last hidden state.
 
-No tree and no forward after the root. An item's score is the mean over levels of its codes'
-log-probabilities, which are independent of each other given the state (RPG, KDD 2025, section 3);
-it is no beam search, so an answer is never `exact`.
+It uses no tree and no forward after the root. Given the state, the codes of an item are independent
+of each other. An item's score is the mean over levels of their log-probabilities. The result
+differs from beam search, so it is never `exact`.
+
+Source: RPG, KDD 2025, section 3.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ from recserve.search.strategies.beam import request_of
 
 @dataclass(frozen=True)
 class RpgSearch:
-    """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
-    each request as many as `_wanted` says.
+    """Requests with the items found for them.
+
+    Attributes:
+        sequences: The requests.
+        best: [B, n] rank keys, best first, NOTHING for padding. Each request uses the first
+            `_wanted` ones.
     """
 
     sequences: tuple[Sequence, ...]
@@ -35,7 +41,7 @@ class RpgSearch:
 
 
 class RpgStrategy(RecommendStrategy):
-    """Level heads over the whole catalogue or along the item graph."""
+    """Scores by level heads, over the whole catalogue or along the item graph."""
 
     name = "rpg"
     aliases = ("parallel",)
@@ -50,11 +56,11 @@ class RpgStrategy(RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with level heads."""
+        """Returns the strategy for a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
     def start(self, sequences: Seq[Sequence]) -> RpgSearch:
-        """The whole answer."""
+        """Finds all items."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
         last_hidden = stacked_last_hidden(sequences)
@@ -67,7 +73,7 @@ class RpgStrategy(RecommendStrategy):
         return RpgSearch(tuple(sequences), best)
 
     def finish(self, state: RpgSearch) -> Seq[Result | Continuation]:
-        """Slates."""
+        """Returns the slates."""
         best = state.best.cpu()
         counts = (best != NOTHING).sum(1).tolist()
         rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
@@ -81,5 +87,5 @@ class RpgStrategy(RecommendStrategy):
 
 
 def _wanted(request: SlateQuery) -> int:
-    """Items to find: k, and where caps may leave some out as many as a beam search would keep."""
+    """Returns the number of items to find: k, or the beam width if caps may drop some."""
     return request.width if request.caps else request.k

@@ -1,4 +1,7 @@
-"""The retriever proposes items, the target accepts what it thinks likely; beam search fills up."""
+"""Strategy `specgr`: a retriever drafts items, the target accepts the likely ones.
+
+Beam search fills the remaining places.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,14 @@ from recserve.search.strategies.beam import level_offsets_of
 
 @dataclass(frozen=True)
 class SpecGRState:
-    """Requests whose proposed items are being verified.
+    """Requests whose drafted items are being verified.
 
-    pending: proposed and not yet verified; None: nothing is. guided: the beams' level at the newest
-    guided draft, 0: there was none. unfilled: numbers of the requests without k accepted items.
+    Attributes:
+        beams: Beam search so far.
+        pending: Drafted items that are not verified yet. None: there are none.
+        verified: Items verified so far.
+        guided: Level of the beams at the newest guided draft. 0: there was none.
+        unfilled: Numbers of the requests with fewer than k accepted items.
     """
 
     beams: Beams
@@ -40,18 +47,22 @@ class SpecGRState:
 
     @property
     def ended(self) -> bool:
-        """Whether beam search, and drafting with it, is over."""
+        """True when beam search, and drafting with it, is over."""
         return not self.unfilled or self.beams.finished
 
 
 class SpecGRStrategy(TreeStrategy, RecommendStrategy):
-    """SpecGR: items that training never saw have their place on the slate.
+    """SpecGR: lets items that training never saw enter the slate.
 
-    The retriever, which knows an item by its vector, proposes W items; one forward gives their
-    likelihoods. Where fewer than k are accepted beam search begins, and at each of its levels the
-    retriever proposes again, below the beams. It ends as soon as k are accepted; else the finished
-    beams fill the slate up. Scores are log-probabilities of semantic ids; the accepted items stand
-    in the order of the drafts: of the first by nearness, of later ones by score.
+    1. The retriever knows an item by its vector. It proposes W items, and one forward gives their
+       likelihoods.
+    2. If fewer than k are accepted, beam search begins. At each level, the retriever proposes items
+       below the beams.
+    3. The search ends as soon as k items are accepted. Otherwise the finished beams fill the slate.
+
+    Scores are log-probabilities of semantic ids. Accepted items are ordered by draft: the first
+    draft by nearness, later drafts by score.
+
     Source: Ding et al. 2024, arXiv 2410.02939.
     """
 
@@ -65,18 +76,20 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a retriever."""
+        """Returns the strategy for a recommender with a retriever."""
         if heads.retriever is None or not model.config.autoregressive:
             return None
         return cls(model, heads.retriever)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """The beams; W items drafted freely, and W below the beams of each level."""
+        """Returns the nodes of the beams, of the W freely drafted items, and of W items below each
+        level.
+        """
         levels = request.trie.num_levels - 1
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
     def start(self, sequences: Seq[Sequence]) -> SpecGRState:
-        """The first draft; its items' first codes come with the root's last hidden state."""
+        """Makes the first draft. The root's last hidden state scores its items' first codes."""
         began = time.perf_counter()
         level_0 = beam_verify.begin(tuple(sequences), by_children=False)
         beams = beam_verify.start(level_0, self.model)
@@ -88,11 +101,11 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         return state
 
     def finished(self, state: SpecGRState) -> bool:
-        """True when every request has k accepted items, or its beams are leaves."""
+        """Returns whether every request has k accepted items, or its beams are leaves."""
         return state.pending is None and state.ended
 
     def propose(self, state: SpecGRState) -> Draft:
-        """The drafted items' prefixes, and from the second round on those of the beams."""
+        """Returns the drafted items' prefixes, and from the second round on those of the beams."""
         beams, pending = state.beams, state.pending
         if pending is not None and not state.guided:
             return draft_of_keys(
@@ -104,19 +117,23 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
     def verify(
         self, state: SpecGRState, draft: PrefixDraft, slots: Tensor, hidden: Tensor
     ) -> SpecGRState:
-        """Items verified; where some are unfilled beams a level deeper, and a draft below them."""
+        """Verifies the drafted items.
+
+        Requests with too few accepted items advance their beams and draft again below them.
+        """
         beams = beam_verify.record(state.beams, draft, slots, hidden)
         return self._settled(replace(state, beams=beams))
 
     def finish(self, state: SpecGRState) -> Seq[Result | Continuation | NotFinite]:
-        """Slates."""
+        """Returns the slates."""
         return specgr.slates(state.beams, state.verified)
 
     def _settled(self, state: SpecGRState) -> SpecGRState:
-        """Judge, go a level deeper and draft below, until a forward is needed or nothing is left.
+        """Verifies items, advances the beams and drafts below them, until a forward is needed or
+        all is done.
 
-        One draft for each level, however much is scored already: else a slate would depend on the
-        requests that step beside it.
+        Each level has exactly one draft, even if more prefixes are already scored. Otherwise a
+        slate would depend on the other requests of the batch.
         """
         while True:
             if state.pending is not None:
@@ -134,7 +151,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
                 state = self._drafted_again(state)
 
     def _with_verified(self, state: SpecGRState, items: DraftedItems) -> SpecGRState:
-        """Beams end for the requests that have enough."""
+        """Verifies items, and ends the beams of requests with enough accepted items."""
         found = specgr.verify_items(state.beams, items.owners, items.rows, self.model)
         verified = state.verified.followed_by(found.likeliest_first() if state.guided else found)
         unfilled = specgr.unfilled(verified, state.beams)

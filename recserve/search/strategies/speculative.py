@@ -1,4 +1,4 @@
-"""Full beam search, its prefixes drafted ahead."""
+"""Strategy `speculative`: full beam search whose prefixes are drafted in advance."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
-# The plan of a head without a calibration: nothing is known of it, so it always drafts.
+# The plan of a head without a calibration: it always drafts.
 UNCALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
-ROUND_NODES = 20  # a round costs about as much as so many more nodes in one forward
-MAX_WORK_SHARE = 0.8  # largest share of beam search's work; the head's own search takes the rest
-MAX_REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
+ROUND_NODES = 20  # nodes of one forward that cost about as much as another round
+# Draft only below this share of beam search's work: the head's own search costs the rest.
+MAX_WORK_SHARE = 0.8
+MAX_REPAIRS = 3  # repair rounds before the search goes level by level
 
 
 class SpeculativeStrategy(BeamStrategy):
-    """Full beam search, its prefixes drafted ahead by a draft head.
+    """Full beam search with prefixes drafted by a draft head.
 
     One forward scores the drafted tree. The verifier is that of `beam`, so the slate is the same
-    and only the number of rounds differs. Further rounds score what the draft missed, as far as it
-    can still change the slate. The prefixes that proved a slate stay with the cached root. They are
-    the draft when the same request comes again, in any batch. For other requests a rule picks the
-    plan of the head's calibration (`draft_plan`). Where drafting does not pay, the strategy
-    is beam search.
+    and only the number of rounds differs. Further rounds score prefixes that the draft lacked, as
+    far as they can still change the slate.
+
+    The prefixes that proved a slate are stored with the cached root. They are the draft when the
+    same request comes again, in any batch. For other requests, `draft_plan` chooses how wide to
+    draft. Where drafting does not pay, the strategy is beam search.
     """
 
     name = "speculative"
@@ -65,8 +67,8 @@ class SpeculativeStrategy(BeamStrategy):
         Args:
             model: The target model.
             head: Proposes prefixes.
-            only: The plan of every request. None lets the rule choose.
-            caches: Whether drafts stay with cached roots.
+            only: The plan for every request. None lets `draft_plan` choose.
+            caches: Whether drafts are stored with cached roots.
         """
         super().__init__(model)
         self.head, self.only, self.caches = head, only, caches
@@ -83,7 +85,7 @@ class SpeculativeStrategy(BeamStrategy):
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """The plan's nodes at each level but the last, those of all repairs, and all of beam
+        """Returns the plan's nodes at each level except the last, those of all repairs, and beam
         search's own.
         """
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
@@ -92,13 +94,13 @@ class SpeculativeStrategy(BeamStrategy):
         return drafted + MAX_REPAIRS * repair + super().tree_capacity(request)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """As beam search; what is recorded searches only where nothing is drafted."""
+        """Starts like beam search. A captured search runs only where nothing is drafted."""
         if self.recorded is not None and self._drafts(sequences):
             return self.begin(sequences)
         return super().start(sequences)
 
     def propose(self, state: Beams) -> Draft:
-        """At first all that the head thinks likely; in a repair round what is missing."""
+        """Returns the draft in the first round, and the missing prefixes in a repair round."""
         dense_candidates = rerank.dense_candidate_keys(state)
         if state.missing is not None:
             keys = (
@@ -120,8 +122,9 @@ class SpeculativeStrategy(BeamStrategy):
         return replace(self._guess(state, keys), cached=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """At first, and after MAX_REPAIRS, whatever the scored prefixes prove together; after that
-        level by level, as beam search, which needs more where a request was proved already.
+        """Searches over all scored prefixes together; after MAX_REPAIRS repairs, level by level.
+
+        Beam search may need further prefixes for requests that were already proved.
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
@@ -149,7 +152,9 @@ class SpeculativeStrategy(BeamStrategy):
     def _drafted(
         self, state: Beams, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
-        """Keys (as in Scored) of cached drafts and, for other requests, of the head's draft."""
+        """Returns keys (as in `Scored`) of cached drafts and, for other requests, of the head's
+        draft.
+        """
         if not any(drafts):
             return self._likely(state, margins)
         if all(drafts):
@@ -169,25 +174,31 @@ class SpeculativeStrategy(BeamStrategy):
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Slates."""
+        """Caches the scored prefixes, and returns the slates."""
         if self.caches:
             cache_scored(state)
         return super().finish(state)
 
     def _drafts(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the first round of a group scores a draft: all have a cached one, or it pays."""
+        """Returns whether the first round of a batch scores a draft.
+
+        It does if all requests have a cached draft, or if a plan of one of them drafts.
+        """
         if all(self._cached(sequences)):
             return True
         return any(self.plan(request_of(sequence)).margin for sequence in sequences)
 
 
 def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan:
-    """Returns the plan with the least work, or NO_DRAFT where beam search is about as cheap.
+    """Returns the plan with the least work, or NO_DRAFT if beam search is about as cheap.
+
+    A verified draft gives the slate of beam search, so a plan affects speed only. The rule reads no
+    clock. It compares the work of a plan with that of beam search, as measured on validation users.
 
     Args:
-        calibration: Measured plans of the draft head, or None.
+        calibration: Measured plans of the draft head. None: the head was not calibrated.
         width: Beam width of the request.
-        k: Items that the request asks for.
+        k: Number of items of the request.
     """
     if calibration is None:
         return UNCALIBRATED
@@ -198,7 +209,7 @@ def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan
 
 
 def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
-    """Returns the plan that drafts with the least work, NO_DRAFT if none drafts."""
+    """Returns the plan that drafts with the least work, NO_DRAFT if no plan drafts."""
     return min((plan for plan in plans if plan.margin), key=work, default=NO_DRAFT)
 
 
