@@ -151,7 +151,7 @@ class AllowedItems:
     def _leaves_of(self, trie: TrieView) -> AllowedLeaves:
         if self.num_rows != trie.num_rows:
             raise ValueError(
-                f"allowed is of {self.num_rows} rows; the catalogue has {trie.num_rows} items"
+                f"allowed covers {self.num_rows} item rows; the catalogue has {trie.num_rows}"
             )
         base = self._base
         if base is None or base.trie() is not trie.base:

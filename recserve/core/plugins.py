@@ -40,7 +40,9 @@ def with_plugins(group: str, base: type[object], built_in: Sequence[type[T]]) ->
     classes = {cls.name: cls for cls in built_in}
     for entry in entry_points(group=group):
         if entry.name in classes:
-            raise PluginError(f"{_source(entry)}: there is a {entry.name!r} already; uninstall one")
+            raise PluginError(
+                f"{_source(entry)}: the name {entry.name!r} is already taken; uninstall one"
+            )
         classes[entry.name] = cast(type[T], _load(entry, base))
     return classes
 
@@ -53,7 +55,9 @@ def _load(entry: EntryPoint, base: type[object]) -> type[Pluggable]:
     if not (isinstance(found, type) and issubclass(found, base) and issubclass(found, Pluggable)):
         raise PluginError(f"{_source(entry)} is not a class derived from {base.__name__}")
     if found.name != entry.name:
-        raise PluginError(f"{_source(entry)} has the name {found.name!r}; use the same in both")
+        raise PluginError(
+            f"{_source(entry)}: the class has name = {found.name!r}; use the same in both"
+        )
     return found
 
 

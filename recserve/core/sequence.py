@@ -80,8 +80,8 @@ class Sequence:
         start = self.tree_used
         if start + count > self.tree_slots.shape[0]:
             raise RuntimeError(
-                f"a draft of {count} nodes after {start} exceeds the "
-                f"{self.tree_slots.shape[0]} reserved"
+                f"a draft of {count} nodes after {start} nodes exceeds the "
+                f"{self.tree_slots.shape[0]} reserved slots"
             )
         self.tree_used += count
         return self.tree_slots[start : start + count]

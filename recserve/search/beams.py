@@ -49,7 +49,7 @@ class DenseCandidates:
     @cached_property
     def scores(self) -> Tensor:
         """[B, R] final scores, -inf where not valid. Requires `log_probs`."""
-        assert self.log_probs is not None, "the dense_candidates are not scored"
+        assert self.log_probs is not None, "the dense candidates are not scored"
         weighed = self.weights * self.dense.gather(1, self.rows)
         return (self.log_probs + weighed).masked_fill(~self.valid, float("-inf"))
 

@@ -102,7 +102,9 @@ def _shares(request: SlateQuery, default: tuple[float, ...]) -> np.ndarray:
     """
     shares = np.array(default) if request.outcome is None else request.outcome
     if shares.shape != (len(default),):
-        raise ValueError(f"outcome is {shares.shape}; the retriever has {len(default)} outcomes")
+        raise ValueError(
+            f"shape of outcome is {shares.shape}; the retriever has {len(default)} outcomes"
+        )
     return np.asarray(shares / shares.sum())
 
 

@@ -96,7 +96,9 @@ def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
         return
     low, high = int(excluded.min()), int(excluded.max())
     if low < 0 or high >= trie.num_rows:
-        raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
+        raise ValueError(
+            f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows} rows"
+        )
 
 
 def _ranks(trie: TrieView, rows: np.ndarray) -> Tensor:

@@ -67,7 +67,7 @@ class RecommendStrategy(Strategy, Pluggable):
     invariant: ClassVar[bool] = False
     auto: ClassVar[AutoRole | None] = None
     replays: ClassVar[str | None] = None
-    missing: ClassVar[str] = "this bundle lacks what the strategy needs"
+    missing: ClassVar[str] = "this bundle lacks a model that the strategy needs"
     recorded: Searching | None = None
 
     @classmethod

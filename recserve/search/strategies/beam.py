@@ -29,7 +29,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
     invariant = True
     auto = "default"
     replays = "beam"
-    missing = "this recommender learned all levels at once; choose rpg"
+    missing = "this recommender predicts all levels at once; choose strategy rpg"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model

@@ -34,7 +34,7 @@ class NezhaStrategy(RecommendStrategy):
     dense_weight = "used"
     auto = "hurried"
     replays = "nezha"
-    missing = "no head was trained; run `recserve train drafter --name nezha`"
+    missing = "no self-draft head was trained; run `recserve train drafter --name nezha`"
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         self.model, self.head = model, head

@@ -46,7 +46,7 @@ class RpgStrategy(RecommendStrategy):
     name = "rpg"
     aliases = ("parallel",)
     auto = "fallback"
-    missing = "this recommender has no level heads; train it with a recipe that has"
+    missing = "this recommender has no level heads; train it with a recipe that has them"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
