@@ -152,8 +152,8 @@ class PrefixGroups:
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns one group per row."""
-        asked = on_device(rows, self.trie.device, torch.int64)
-        nodes = self.trie.nodes_of_items(asked)[:, self.level]
+        on_trie = on_device(rows, self.trie.device, torch.int64)
+        nodes = self.trie.nodes_of_items(on_trie)[:, self.level]
         return np.arange(rows.size), nodes.cpu().numpy().astype(np.int64)
 
     def items(self, groups: np.ndarray) -> np.ndarray:

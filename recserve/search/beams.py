@@ -115,22 +115,8 @@ class Beams:
         parents: Tensor | None = None,
     ) -> Beams:
         """Returns beams at another level, with everything else unchanged."""
-        return Beams(
-            self.sequences,
-            self.filters,
-            self.trie,
-            level,
-            nodes,
-            log_probs,
-            paths,
-            self.last_hidden,
-            self.scored,
-            parents,
-            self.dense_candidates,
-            self.places,
-            self.missing,
-            self.repairs,
-            self.flaws,
+        return replace(
+            self, level=level, nodes=nodes, log_probs=log_probs, paths=paths, parents=parents
         )
 
     def with_flaws(self, flaws: Tensor) -> Beams:

@@ -48,8 +48,8 @@ class Queries:
 
     def of(self, requests: np.ndarray) -> Queries:
         """Returns the queries of some requests. Request numbers do not change."""
-        kept = np.isin(self.owners, requests)
-        return Queries(self.vectors[kept], self.owners[kept], self.budgets[kept])
+        own = np.isin(self.owners, requests)
+        return Queries(self.vectors[own], self.owners[own], self.budgets[own])
 
 
 @dataclass(frozen=True)

@@ -117,30 +117,32 @@ def best_children(
         filters=beams.filters.left,
     )
     found = dispatch.best_children(trie, query)
-    return deeper(beams, found.nodes, still_of_use(beams, found, widths), found.parents)
+    return deeper(beams, found.nodes, pruned_log_probs(beams, found, widths), found.parents)
 
 
-def still_of_use(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
+def pruned_log_probs(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
     """Returns [B, n] log-probabilities of the best children, -inf past the width and below the
     bound.
     """
-    kept = best.log_probs
-    if min(widths) < kept.shape[1]:
-        rank = torch.arange(kept.shape[1], device=kept.device)
-        kept = kept.masked_fill(rank >= on_device(widths, kept.device)[:, None], DEAD)
-    return above_bound(beams, best.nodes, kept)
+    log_probs = best.log_probs
+    if min(widths) < log_probs.shape[1]:
+        rank = torch.arange(log_probs.shape[1], device=log_probs.device)
+        log_probs = log_probs.masked_fill(
+            rank >= on_device(widths, log_probs.device)[:, None], DEAD
+        )
+    return above_bound(beams, best.nodes, log_probs)
 
 
-def deeper(beams: Beams, nodes: Tensor, kept: Tensor, parents: Tensor) -> Beams:
+def deeper(beams: Beams, nodes: Tensor, log_probs: Tensor, parents: Tensor) -> Beams:
     """Returns the beams of the next level.
 
     Args:
         beams: The level above.
         nodes: [B, n] trie nodes.
-        kept: [B, n] log-probabilities, -inf where dead.
+        log_probs: [B, n] log-probabilities, -inf where dead.
         parents: [B, n] columns of the parents.
     """
-    chosen = torch.where(kept > DEAD, nodes, beams.trie.any_leaf)
+    chosen = torch.where(log_probs > DEAD, nodes, beams.trie.any_leaf)
     above = parents[..., None].expand(-1, -1, beams.level)
     paths = torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1)
-    return beams.at(beams.level + 1, chosen, kept, paths, parents)
+    return beams.at(beams.level + 1, chosen, log_probs, paths, parents)

@@ -45,10 +45,10 @@ def leaf_filter(
     lists = () if hidden is None or not hidden.shape[0] else (hidden,)
     if excluded is not None and excluded.size:
         rows = np.unique(excluded)
-        kept = ~is_gone(trie, rows)
+        present = ~is_gone(trie, rows)
         if allowed is not None:
-            kept &= allowed.at(rows)
-        lists = (*lists, _ranks(trie, rows[kept]))
+            present &= allowed.at(rows)
+        lists = (*lists, _ranks(trie, rows[present]))
     if leaves is not None:
         return LeafFilter(lists, leaves.base.bits, leaves.added)
     return LeafFilter(lists) if lists else None
@@ -81,9 +81,9 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
     for row, rows in zip(table, own, strict=True):
         _check(trie, rows)
         row[: rows.size] = rows
-    asked = on_device(table, trie.device)
-    ranks = trie.leaf_ranks(asked.clamp(min=0)).long()
-    ranks = torch.where((asked >= 0) & (ranks >= 0), ranks, past)
+    device_rows = on_device(table, trie.device)
+    ranks = trie.leaf_ranks(device_rows.clamp(min=0)).long()
+    ranks = torch.where((device_rows >= 0) & (ranks >= 0), ranks, past)
     if hidden is not None:
         ranks = torch.cat([ranks, hidden.expand(len(own), -1)], dim=1).sort(1).values
         # A leaf may be both hidden and excluded: blank the repeats.
@@ -155,8 +155,8 @@ class RequestFilters:
         self._flip(bits, excluded, -1)
         if not inserted.shape[0]:
             return Allowed(counted(bits))
-        kept = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
-        return Allowed(counted(bits), kept.sort().values[:, : inserted.shape[0]])
+        later = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
+        return Allowed(counted(bits), later.sort().values[:, : inserted.shape[0]])
 
     def _flip(self, words: Tensor, ranks: Tensor, sign: int) -> Tensor:
         """Adds (sign 1) or removes (sign -1) leaves in bitmaps, in place.

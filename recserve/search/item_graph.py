@@ -54,7 +54,7 @@ def best_items(
             item_tokens,
             seeds,
             None if usable is None else usable[own],
-            GraphWalk(k=most, width=_width(first), steps=WALK_STEPS),
+            GraphWalk(k=most, width=first.width, steps=WALK_STEPS),
         )
         best[own] = found.best
     counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
@@ -101,10 +101,5 @@ def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
         open_ = request.allowed is None or 2 * request.allowed.count >= items
         graph = request.graph
         if graph is not None and open_ and items - graph.num_items <= MAX_UNKNOWN_SHARE * items:
-            parts.setdefault((id(graph), _width(request)), []).append(b)
+            parts.setdefault((id(graph), request.width), []).append(b)
     return list(parts.values())
-
-
-def _width(request: SlateQuery) -> int:
-    """Returns the number of items followed in the last step: the width of a beam search."""
-    return max(request.beam_width, request.k)

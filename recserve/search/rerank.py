@@ -181,12 +181,12 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
     order = np.lexsort((rows_read, -scores_read))
     answers: list[Slate | Continuation | NotFinite] = []
     alive_read = scores_read > DEAD
-    kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
+    num_alive = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
     for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):
         if flawed[b]:
             answers.append(NotFinite())
             continue
         places = order[b, : np.count_nonzero(alive_read[b])]
         found = rows_read[b, places], scores_read[b, places]
-        answers.append(answer(sequence, *found, complete=bool(kept[b] < width), exact=exact))
+        answers.append(answer(sequence, *found, complete=bool(num_alive[b] < width), exact=exact))
     return answers

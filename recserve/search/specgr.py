@@ -80,15 +80,15 @@ def draft_under_beams(
         verified: Rows that were proposed before for each of the B requests. They are not repeated.
         skip_single: Whether prefixes with one child need no score.
     """
-    asked = beams.requests
+    every = beams.requests
     allowed = [_open_below(beams, b, verified[b]) for b in unfilled]
     found = [np.flatnonzero(bitmap) for bitmap in allowed]
-    large = [i for i, b in enumerate(unfilled) if found[i].size > asked[b].width]
+    large = [i for i, b in enumerate(unfilled) if found[i].size > every[b].width]
     if large:
         numbers = [unfilled[i] for i in large]
         bitmaps = [AllowedItems.of(allowed[i]) for i in large]
         requests = [
-            replace(asked[b], k=asked[b].width, caps=(), excluded=None, allowed=open_)
+            replace(every[b], k=every[b].width, caps=(), excluded=None, allowed=open_)
             for open_, b in zip(bitmaps, numbers, strict=True)
         ]
         for i, each in zip(
@@ -224,14 +224,14 @@ def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation |
     every = verified.at(verified.accepted).followed_by(found.likeliest_first())
     answers: list[Slate | Continuation | NotFinite] = []
     counts = alive.sum(1).float()
-    kept = (counts if beams.flaws is None else counts + beams.flaws).tolist()
+    num_alive = (counts if beams.flaws is None else counts + beams.flaws).tolist()
     for b, sequence in enumerate(beams.sequences):
-        if math.isnan(kept[b]):
+        if math.isnan(num_alive[b]):
             answers.append(NotFinite())
             continue
         mine = every.at(every.owners == b)
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
-        complete = kept[b] < _request(sequence).width
+        complete = num_alive[b] < _request(sequence).width
         answers.append(
             answer(sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False)
         )

@@ -57,15 +57,15 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     places = bound_places(requests, last_hidden.device) if by_children else None
     filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
     return Beams(
-        sequences,
-        RequestFilters(trie, tuple(filters)),
-        trie,
-        0,
-        top,
-        torch.zeros(top.shape, device=last_hidden.device),
-        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=last_hidden.device),
-        last_hidden,
-        nothing_scored(last_hidden),
+        sequences=sequences,
+        filters=RequestFilters(trie, tuple(filters)),
+        trie=trie,
+        level=0,
+        nodes=top,
+        log_probs=torch.zeros(top.shape, device=last_hidden.device),
+        paths=torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=last_hidden.device),
+        last_hidden=last_hidden,
+        scored=nothing_scored(last_hidden),
         places=places,
         flaws=flaws,
     )

@@ -66,8 +66,8 @@ class RpgStrategy(RecommendStrategy):
         last_hidden = stacked_last_hidden(sequences)
         log_probs = self.tables.log_probs(last_hidden)
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
-        asked = [replace(request, k=_wanted(request)) for request in requests]
-        best = best_items(asked, log_probs, item_tokens, self.first_item)
+        widened = [replace(request, k=_wanted(request)) for request in requests]
+        best = best_items(widened, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return RpgSearch(tuple(sequences), best)
