@@ -137,8 +137,7 @@ class AllowedItems:
         return held
 
     def leaves(self, trie: TrieView) -> AllowedLeaves:
-        """Returns the allowed leaves of the version's trie. The result for the newest trie is
-        stored.
+        """Returns the allowed leaves of the version's trie, computed once per trie.
 
         Raises:
             ValueError: If the trie has another number of rows.
@@ -179,8 +178,7 @@ class AllowedItems:
         return BaseLeaves(weakref.ref(base), dispatch.leaf_bits(bits, base.leaf_items), self._rows)
 
     def _changed_rows(self, trie: TrieView, base: BaseLeaves) -> np.ndarray:
-        """Returns [n] rows whose leaves may be allowed although the base bitmap says otherwise, or
-        the reverse.
+        """Returns [n] rows whose leaves may differ from the base bitmap.
 
         Rows may repeat. Rows that are gone are left out.
         """
@@ -194,9 +192,7 @@ class AllowedItems:
 
 
 def is_gone(trie: TrieView, rows: np.ndarray) -> np.ndarray:
-    """Returns [n] bool: rows that must not be returned, or whose semantic ids now belong to other
-    items.
-    """
+    """Returns [n] bool: rows not to be returned, or whose semantic ids belong to others now."""
     on_host = None if trie.overlay is None else trie.overlay.gone_on_host
     if on_host is None:
         return np.zeros(rows.shape, dtype=bool)

@@ -1,5 +1,4 @@
-"""Diversity caps: at most a given number of items of each group, chosen greedily from the best
-down.
+"""Diversity caps: a greedy choice of the best items, with a limit per group.
 
 A search may find fewer than k items that satisfy the caps. Items of a full group can never be
 chosen any more. The search is therefore repeated among the remaining items (`still_open`) until k
@@ -29,9 +28,7 @@ from recserve.kernels.trie.trie_view import TrieView
 
 
 class Groups(Protocol):
-    """Numbered groups of items. Implementations compute memberships only for the rows they are
-    given.
-    """
+    """Numbered groups of items, whose members are computed only on request."""
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns every (item, group) pair once, in any order.
@@ -84,6 +81,7 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
         # `taken` counts chosen better items of a group; `possible` adds the undecided ones.
         taken = _before(inside[places], starts, sizes)
         possible = _before((inside | undecided)[places], starts, sizes)
+        # full: no place is left. tight: undecided better items could still take the last place.
         full, tight = np.zeros((2, rows.size), dtype=bool)
         full[places[taken >= limits]] = True
         tight[places[possible >= limits]] = True
@@ -95,8 +93,7 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
 def still_open(
     rows: np.ndarray, caps: Seq[Cap], allowed: AllowedItems | None, num_rows: int
 ) -> np.ndarray:
-    """Returns [num_rows] bool: the allowed items that can be added to the chosen ones under the
-    caps.
+    """Returns [num_rows] bool: allowed items that the caps still admit after the chosen ones.
 
     Args:
         rows: [n] chosen item rows, which satisfy the caps.
@@ -113,8 +110,9 @@ def still_open(
 
 
 def _memberships(rows: np.ndarray, caps: Seq[Cap]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns item index, group and limit [m] of each (item, group) pair, sorted by group, then
-    index.
+    """Returns item index, group and limit [m] of each (item, group) pair.
+
+    Pairs are sorted by group, then by index.
 
     Groups of different caps get different numbers.
     """
@@ -139,8 +137,9 @@ def _before(marked: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class PrefixGroups:
-    """Groups of items whose semantic ids share the first codes: a trie node at one level is a
-    group.
+    """Groups of items whose semantic ids share their first codes.
+
+    A group's number is its trie node.
 
     Attributes:
         trie: Trie of the catalogue version.

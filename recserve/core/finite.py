@@ -1,6 +1,4 @@
-"""Detection of model outputs that are not finite, and isolation of the requests that they belong
-to.
-"""
+"""Detection of model outputs that are not finite, and isolation of their requests."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class PluginError(RuntimeError):
 
 
 def with_plugins(group: str, base: type[object], built_in: Sequence[type[T]]) -> dict[str, type[T]]:
-    """Returns the built-in classes and the classes of an entry-point group, by their attribute
-    `name`.
+    """Returns the built-in classes and those of an entry-point group, by attribute `name`.
 
     Args:
         group: Entry-point group. An entry's name must equal the name of its class.

@@ -48,9 +48,7 @@ class CachedDraft:
         )
 
     def fits(self, request: SlateQuery) -> bool:
-        """Returns whether a request on the same root equals the draft's request. Only plain
-        requests can.
-        """
+        """Returns whether a plain request on the same root equals the draft's request."""
         return (
             self.trie() is request.trie
             and (self.width, self.k) == (request.width, request.k)
@@ -72,15 +70,11 @@ class PrefixMetadata:
 
 
 def is_plain(request: SlateQuery) -> bool:
-    """Returns whether a request has neither filter nor caps. Drafts of other requests are not
-    cached.
-    """
+    """Returns whether a request has neither filter nor caps. Only its drafts are cached."""
     return request.allowed is None and not request.caps
 
 
 def _digest(excluded: np.ndarray | None) -> bytes:
-    """Returns a digest of excluded rows in their order. None and an empty array have the same
-    digest.
-    """
+    """Returns a digest of excluded rows in their order. None counts as an empty array."""
     rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
     return blake2b(rows.tobytes(), digest_size=16).digest()

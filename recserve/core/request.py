@@ -221,8 +221,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Slate:
-    """Result of a SlateQuery: at most k items, best first. It is shorter only if fewer valid items
-    exist.
+    """Result of a SlateQuery: at most k items, best first.
+
+    It is shorter only if fewer valid items exist.
 
     Attributes:
         rows: [k] int64 item rows.

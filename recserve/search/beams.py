@@ -154,7 +154,8 @@ class Beams:
 
     @property
     def finished(self) -> bool:
-        """True when the beams are leaves. Dead beams also advance, because checking for them costs
-        more.
+        """True when the beams are leaves.
+
+        Dead beams also advance, because checking for them costs more.
         """
         return self.level == self.trie.num_levels

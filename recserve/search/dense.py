@@ -1,5 +1,4 @@
-"""Nearest items of a request's query vectors, and the number of slate places that each vector
-fills.
+"""Nearest items of a request's query vectors, and the slate places of each vector.
 
 The k places of a slate are split over (outcome, time offset) pairs in proportion to their shares.
 Vectors of nearly the same direction are merged and their places added. An index finds the items
@@ -210,9 +209,7 @@ def first_depth(request: SlateQuery, num_items: int) -> int:
 
 
 def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
-    """Returns [n, F] bool: rows [n, F] of requests owners [n] that are not excluded, gone or
-    filtered.
-    """
+    """Returns [n, F] bool: whether the owner [n] of rows [n, F] may get them."""
     trie = requests[0].trie
     excluded = [
         b * trie.num_rows + r.excluded.astype(np.int64)

@@ -47,9 +47,7 @@ class NativeDescent:
         return self.above.at(level, nodes, log_probs, paths)
 
     def scores_at(self, places: Seq[int]) -> list[float]:
-        """Returns [B] the score at each request's rank (from 0, best first), -inf past the last
-        beam.
-        """
+        """Returns [B] the score at each request's rank, from 0, -inf past the last beam."""
         width = self.levels.used[self.level]
         last = self.levels.log_probs[self.level, :, :width].tolist()
         ranked = zip(last, places, strict=True)

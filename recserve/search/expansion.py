@@ -74,6 +74,7 @@ def above_bound(beams: Beams, nodes: Tensor, log_probs: Tensor) -> Tensor:
     if dense_candidates is None:
         known = torch.where(single, log_probs, DEAD)
         return log_probs.masked_fill(log_probs < value_at(known, places), DEAD)
+    # The first leaf below is the item of a single prefix; other entries are not used.
     rows = beams.trie.leaf_rows[below.first].long()
     scores = log_probs + dense_candidates.weights * dense_candidates.dense.gather(1, rows)
     known = torch.where(single & ~dense_candidates.among(rows), scores, DEAD)
@@ -121,8 +122,9 @@ def best_children(
 
 
 def pruned_log_probs(beams: Beams, best: BestChildren, widths: list[int]) -> Tensor:
-    """Returns [B, n] log-probabilities of the best children, -inf past the width and below the
-    bound.
+    """Returns [B, n] log-probabilities of the best children, -inf where they are dropped.
+
+    Children past the beam width, or below the bound, are dropped.
     """
     log_probs = best.log_probs
     if min(widths) < log_probs.shape[1]:
@@ -143,6 +145,7 @@ def deeper(beams: Beams, nodes: Tensor, log_probs: Tensor, parents: Tensor) -> B
         parents: [B, n] columns of the parents.
     """
     chosen = torch.where(log_probs > DEAD, nodes, beams.trie.any_leaf)
+    # A path is the parent's path and the chosen node.
     above = parents[..., None].expand(-1, -1, beams.level)
     paths = torch.cat([beams.paths.gather(1, above), chosen[..., None]], dim=-1)
     return beams.at(beams.level + 1, chosen, log_probs, paths, parents)

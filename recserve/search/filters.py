@@ -70,6 +70,7 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
     Raises:
         ValueError: As in `leaf_filter`.
     """
+    # -1 pads the table; `past` replaces it, so that padding sorts to the end.
     hidden, own = (
         hidden_leaves(trie),
         [NO_ROWS if rows is None else np.unique(rows) for rows in lists],
@@ -102,9 +103,7 @@ def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
 
 
 def _ranks(trie: TrieView, rows: np.ndarray) -> Tensor:
-    """Returns ascending leaf ranks of item rows; the number of items stands for a row without a
-    leaf.
-    """
+    """Returns ascending leaf ranks of item rows, `num_items` for a row without a leaf."""
     ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
     return torch.where(ranks >= 0, ranks, trie.num_items).sort().values
 
@@ -123,9 +122,7 @@ class RequestFilters:
 
     @cached_property
     def left(self) -> ChildFilter:
-        """The filters as lists of excluded leaves where possible, otherwise as bitmaps. Computed
-        once.
-        """
+        """The filters as lists of excluded leaves if possible, otherwise as bitmaps."""
         if all(f is None for f in self.each):
             return ChildFilter()
         if all(f is None or f.all for f in self.each):

@@ -23,8 +23,7 @@ from recserve.search.prefixes import needs_score
 
 
 def search(beams: Beams, head: SelfDraftHead, contexts: Tensor, widths: list[int]) -> Beams:
-    """Returns finished beams by the head's own log-probabilities, normalised over the valid
-    children.
+    """Returns finished beams by the head's own log-probabilities over the valid children.
 
     Args:
         beams: Beams at level 0, the empty prefix of each request.
@@ -127,6 +126,7 @@ def _step(before: Beams, beams: Beams, states: Tensor, head: PrefixHead) -> Tens
     assert beams.parents is not None
     above = before.nodes.shape[1]
     owners = torch.arange(beams.nodes.shape[0], device=beams.nodes.device)[:, None]
+    # `states` is packed [B * above, E], so parent columns become row numbers.
     parents = (owners * above + beams.parents).flatten()
     return head.step(before.level, states[parents], _codes(beams.trie, beams.nodes, before.level))
 

@@ -57,6 +57,7 @@ def best_items(
             GraphWalk(k=most, width=first.width, steps=WALK_STEPS),
         )
         best[own] = found.best
+    # Walks that found too few items fall back to scoring all of them.
     counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
     rest = [b for b, request in enumerate(requests) if counts[b] < min(request.k, items)]
     if rest:
@@ -84,9 +85,7 @@ def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) ->
 
 
 def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) -> Tensor:
-    """Returns [B, s] rows of the last items of each history, -1 where there are fewer or none are
-    known.
-    """
+    """Returns [B, s] rows of the last items of each history, -1 for unknown or missing ones."""
     if first_item is None:
         return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
     tokens = [request.root.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]

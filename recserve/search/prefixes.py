@@ -1,9 +1,17 @@
 """Prefixes of semantic ids as token trees: the drafts of beam search and of item drafters.
 
+Prefixes of one request share their beginnings. Three beams of level 2 make one tree of five nodes:
+
+    beams (3, 7), (3, 9), (5, 1)        3 -+- 7
+                                           '- 9
+                                        5 --- 1
+
 If a level is normalised over the valid children, a prefix with one child needs no score: the child
-has log-probability 0. Such a node is computed only when a prefix below it forks. Few prefixes fork
-below the trie's `closing_level`, and a round costs more than a few nodes. From that level on, all
-forks below the beams are scored together with the beams, so that few requests need another round.
+has log-probability 0. Such a node is computed only when a prefix below it forks.
+
+Few prefixes fork below the trie's `closing_level`, and a round costs more than a few nodes. From
+that level on, all forks below the beams are scored together with the beams, so that few requests
+need another round.
 """
 
 from __future__ import annotations
@@ -52,8 +60,7 @@ def draft_of_keys(
     level_offsets: Tensor,
     before: Scored | None = None,
 ) -> PrefixDraft:
-    """Returns the nodes of the keys as token trees. Nodes that were scored before are not computed
-    again.
+    """Returns the nodes of the keys as token trees. Scored nodes are not computed again.
 
     Args:
         trie: Trie of the catalogue version.
@@ -70,6 +77,7 @@ def draft_of_keys(
     node_keys[built.index] = built.keys
     if before is None or not before.keys.shape[0]:
         return PrefixDraft(tree, NodeInputs(tokens), query_keys=node_keys)
+    # Scored nodes stay in the tree, since descendants attend to their slots; others are queries.
     row = before.find(node_keys)
     scored = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
     queries = (scored < 0).nonzero().flatten()
@@ -117,9 +125,7 @@ def propose_beams(
 
 
 def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
-    """Returns keys of the prefixes that a round scores. closing: whether the round goes to the
-    leaves.
-    """
+    """Returns keys of the prefixes that a round scores, down to the leaves if `closing`."""
     needed = beams.open() if closing else needs_score(beams, skip_single)
     missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
     keys = beams.keys(beams.paths)[missing].flatten()
@@ -146,6 +152,7 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
     for _ in range(beams.level + 1, trie.num_levels):
         if not keys.shape[0]:
             break
+        # A key is request * size + node.
         children = trie.children(keys % size)
         below = trie.leaves(children.nodes)
         row, column = (children.valid & (below.last - below.first > 1)).nonzero(as_tuple=True)
@@ -161,8 +168,7 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
 
 
 def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
-    """Returns keys (as in `Scored`) of the prefixes that decide the log-probabilities of given
-    items.
+    """Returns keys (as in `Scored`) of the prefixes that decide the scores of given items.
 
     Args:
         trie: Trie of the items.
@@ -177,6 +183,7 @@ def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bo
     prefixes = trie_nodes[:, :-1]
     if skip:
         forks = trie.num_children(prefixes) > 1
+        # Reversed running sum: a prefix counts if it or a prefix below it on the path forks.
         needed = forks.int().flip(1).cumsum(1).flip(1) > 0
     else:
         needed = torch.ones_like(prefixes, dtype=torch.bool)

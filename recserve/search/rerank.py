@@ -50,6 +50,7 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
             open_scores[b].masked_fill_(~mask, DEAD)
         if not request.dense_weight:
             open_scores[b] = DEAD
+    # One topk for all requests; ranks past a request's own width are invalid.
     width = min(max(r.width for r in requests), dense.shape[1])
     best = open_scores.topk(width, dim=1)
     rank = torch.arange(width, device=dense.device)
@@ -62,9 +63,7 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
 
 
 def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
-    """Returns beams whose dense candidates hold the keys of the prefixes that the target must
-    score.
-    """
+    """Returns beams whose dense candidates hold the keys of their prefixes."""
     if beams.dense_candidates is None:
         return beams
     owners, rows = beams.dense_candidates.flat()
@@ -74,9 +73,7 @@ def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
 
 
 def dense_candidate_keys(beams: Beams) -> Tensor | None:
-    """Returns the keys of the candidates' prefixes, None without candidates or once they are
-    scored.
-    """
+    """Returns the keys of the candidates' unscored prefixes, None if there are none."""
     dense_candidates = beams.dense_candidates
     return (
         None
@@ -86,9 +83,7 @@ def dense_candidate_keys(beams: Beams) -> Tensor | None:
 
 
 def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
-    """Returns beams whose dense candidates have log-probabilities, if all their prefixes are
-    scored.
-    """
+    """Returns beams with scored dense candidates, once all their prefixes are scored."""
     keys = dense_candidate_keys(beams)
     if keys is None or bool((beams.scored.find(keys) < 0).any()):
         return beams
@@ -134,6 +129,7 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
     found = descend(alone, search, trie.num_levels, widths, contexts=contexts).at(trie.num_levels)
     items, scores = trie.items_of_leaves(found.nodes), []
     for rows, there, log_probs in zip(own, items, found.log_probs, strict=True):
+        # Beams come best first: sort them by item row to look the candidates up.
         order = there[: rows.shape[0]].long().argsort()
         scores.append(log_probs[order][torch.searchsorted(there[order].long(), rows)])
     return torch.cat(scores)
@@ -166,6 +162,7 @@ def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
     if (dense_candidates := beams.dense_candidates) is not None:
         rows, alive = rows.long(), beams.alive()
         scores = scores + dense_candidates.weights * dense_candidates.dense.gather(1, rows)
+        # Candidates that are beams already must not appear twice.
         again = ((dense_candidates.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(
             -1
         )

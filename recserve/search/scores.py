@@ -40,9 +40,7 @@ class Scored:
         return torch.where(self.keys[row] == keys, row, -1)
 
     def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> Scored:
-        """Returns the table with m more prefixes, in any order. None of them may be in the table
-        already.
-        """
+        """Returns the table with m more prefixes, which must not be in the table, in any order."""
         if dispatch.in_native(hidden):
             return _added(self, keys, slots, hidden.contiguous())
         keys, order = torch.sort(torch.cat([self.keys, keys]))
@@ -167,6 +165,7 @@ def path_scores(
             model, part.hidden, level, children.codes.long(), children.valid
         )
         parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
+        # Row of each candidate's parent among the scored prefixes of this level, -1: not scored.
         row = part.find(owners * size + parents)
         gain = log_probs[row.clamp(min=0), trie.places(nodes, parents)]
         out += torch.where(row >= 0, gain, 0.0)

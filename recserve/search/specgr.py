@@ -99,9 +99,7 @@ def draft_under_beams(
 
 
 def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
-    """Returns [rows] bool: items below the beams of request b that it allows and that are not
-    verified.
-    """
+    """Returns [rows] bool: allowed, unverified items below the beams of request b."""
     trie, request = beams.trie, beams.requests[b]
     leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
     edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
@@ -212,8 +210,7 @@ def end_filled(beams: Beams, numbers: Seq[int]) -> Beams:
 
 
 def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
-    """Returns the slate of each request: accepted items in their order, then the best finished
-    beams.
+    """Returns each request's slate: accepted items in order, then the best finished beams.
 
     Under caps, items of a repeated search follow in the same order.
     """
@@ -230,6 +227,7 @@ def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation |
             answers.append(NotFinite())
             continue
         mine = every.at(every.owners == b)
+        # Drop repeats: an accepted item may be a beam too, and its first place counts.
         mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
         complete = num_alive[b] < _request(sequence).width
         answers.append(

@@ -1,5 +1,6 @@
-"""Beam search as the verifier of drafts: the best W children of the scored prefixes, level by
-level.
+"""Beam search as the verifier of drafts: the best W children of scored prefixes.
+
+A round is `propose` (prefixes.py), one forward, `record`, then `advance`, level by level.
 
 Ties go to the lower trie node, which is the lexicographically smaller semantic id.
 """
@@ -27,8 +28,7 @@ from recserve.search.scores import level_scores, nothing_scored
 
 
 def start(beams: Beams, model: Recommender) -> Beams:
-    """Returns the beams of level 1 from beams of level 0, and further levels if their prefixes are
-    scored.
+    """Returns the beams of level 1, and of further levels if their prefixes are scored.
 
     The last hidden state of the root scores level 1.
     """
@@ -53,6 +53,7 @@ def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = T
     if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
         flaws = _root_flaws(sequences, last_hidden)
         last_hidden = without_flaws(last_hidden, flaws)
+    # The empty prefix is trie node 0.
     top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=last_hidden.device)
     places = bound_places(requests, last_hidden.device) if by_children else None
     filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
@@ -140,7 +141,7 @@ class ScoredSearch:
 
     Attributes:
         beams: The finished beams.
-        proven: Whether they equal the result of full beam search.
+        proven: Whether their slates equal those of full beam search.
         missing: [n] keys of the unscored prefixes that could still change the result, each with all
             prefixes above it.
         needed: [n] keys of the scored prefixes that the proof depends on. Empty if not requested.
@@ -163,6 +164,7 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
         model: The target.
         collect: Whether to collect the prefixes that the proof needs.
     """
+    # With caps or a dense head nothing is bounded: the slate is proven if no score is missing.
     wants = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
     if (search := native_search_of(beams, model.search)) is not None:
         return _search_natively(beams, search, wants, collect)
@@ -182,9 +184,11 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
             left_out.append((held, beams.keys(beams.paths)))
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
         if collect:
+            # Scored prefixes that were followed: the proof may depend on them.
             held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
             used.append((held, beams.keys(beams.paths)))
         beams = expand(beams, _states(beams, row), model)
+    # The slate stands if its k-th score beats every prefix that died for lack of a score.
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
     missing = _keys_reaching([] if proven else left_out, kth)
@@ -205,8 +209,9 @@ def _search_natively(
 
 
 def _keys_reaching(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
-    """Returns keys of the prefixes whose score reaches the k-th item's, each with all prefixes
-    above it.
+    """Returns keys of the prefixes that score at least as much as the k-th item.
+
+    With a prefix come all prefixes above it.
 
     Args:
         prefixes: For each level, log-probabilities [B, W], -inf where a prefix does not count, and

@@ -57,9 +57,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """Returns level 1, scored from the root's last hidden state, or all levels from a captured
-        search.
-        """
+        """Returns level 1 by the root's last hidden state, or a captured search's result."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         return self.begin(sequences)

@@ -55,9 +55,7 @@ class NezhaStrategy(RecommendStrategy):
         return 0 if self.placeholders is None else len(self.placeholders)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """Runs the whole search. The root's forward already computed everything it reads of the
-        target.
-        """
+        """Runs the whole search, which reads only the states of the root's forward."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)

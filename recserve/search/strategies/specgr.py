@@ -82,9 +82,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         return cls(model, heads.retriever)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """Returns the nodes of the beams, of the W freely drafted items, and of W items below each
-        level.
-        """
+        """Returns the nodes of the beams, the first draft and one draft per level, W items each."""
         levels = request.trie.num_levels - 1
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
@@ -129,8 +127,7 @@ class SpecGRStrategy(TreeStrategy, RecommendStrategy):
         return specgr.slates(state.beams, state.verified)
 
     def _settled(self, state: SpecGRState) -> SpecGRState:
-        """Verifies items, advances the beams and drafts below them, until a forward is needed or
-        all is done.
+        """Verifies, advances and drafts until a forward is needed or all is done.
 
         Each level has exactly one draft, even if more prefixes are already scored. Otherwise a
         slate would depend on the other requests of the batch.

@@ -85,9 +85,7 @@ class SpeculativeStrategy(BeamStrategy):
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """Returns the plan's nodes at each level except the last, those of all repairs, and beam
-        search's own.
-        """
+        """Returns the nodes of the plan, of all repairs, and of beam search itself."""
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
@@ -152,9 +150,7 @@ class SpeculativeStrategy(BeamStrategy):
     def _drafted(
         self, state: Beams, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
-        """Returns keys (as in `Scored`) of cached drafts and, for other requests, of the head's
-        draft.
-        """
+        """Returns keys (as in `Scored`) of cached drafts, and of head drafts for the rest."""
         if not any(drafts):
             return self._likely(state, margins)
         if all(drafts):
@@ -167,6 +163,7 @@ class SpeculativeStrategy(BeamStrategy):
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
+        # The floor: the score of the item at rank margin * k. Without a bound, nothing is cut off.
         places = [
             NO_BOUND if any_item else max(math.ceil(m * r.k) - 1, 0)
             for m, r, any_item in zip(margins, requests, free, strict=True)

@@ -64,6 +64,7 @@ class TextScoreStrategy(TreeStrategy):
         values = []
         start = 0
         for request in [_request(s) for s in state.sequences]:
+            # Packed index of the last token of each text.
             last = on_device(request.offsets[1:] - 1 + start, hidden.device)
             labels = on_device(request.labels, hidden.device)
             values.append(label_scores(self.model, hidden[last], labels))
