@@ -51,7 +51,7 @@ class NezhaStrategy(RecommendStrategy):
         return cls(model, heads.nezha)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """Returns the number of placeholders."""
+        """Returns the number of placeholders, which take tree slots."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:

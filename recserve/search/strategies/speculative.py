@@ -75,7 +75,7 @@ class SpeculativeStrategy(BeamStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a draft head."""
+        """Returns the strategy for a recommender with a draft head."""
         if heads.prefixes is None or not model.config.autoregressive:
             return None
         return cls(model, heads.prefixes)
@@ -160,6 +160,7 @@ class SpeculativeStrategy(BeamStrategy):
         return torch.cat([keys_of(drafts, state), self._likely(others, margins)])
 
     def _likely(self, state: Beams, margins: list[float]) -> Tensor:
+        """Returns keys of the prefixes that the head drafts, each request by its margin."""
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
