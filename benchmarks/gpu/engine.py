@@ -35,7 +35,7 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
 
 

@@ -35,7 +35,7 @@ from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.search.item_graph import LATEST, STEPS, latest_items
+from recserve.search.item_graph import NUM_RECENT_ITEMS, WALK_STEPS, latest_items
 from recserve.training.evaluation.cases import leave_one_out_cases
 
 TOP = 10
@@ -124,10 +124,10 @@ def walks(served: Served) -> Table:
                     if name == "entries and latest":
                         seeds = latest_items(part, items, first)
                     elif name == "random":
-                        drawn = (len(part), len(graph.entries) + LATEST)
+                        drawn = (len(part), len(graph.entries) + NUM_RECENT_ITEMS)
                         seeds = torch.randint(items, drawn, generator=generator)
                     found = search(
-                        used, log_probs, tokens, seeds, None, GraphWalk(TOP, width, STEPS)
+                        used, log_probs, tokens, seeds, None, GraphWalk(TOP, width, WALK_STEPS)
                     )
                     rows = rows_of(found.best)
                     hits += int((rows[:, :, None] == best[:, None]).sum())

@@ -38,8 +38,8 @@ from recserve.core.request import (
     SlateQuery,
 )
 from recserve.models.drafters.calibration import DraftPlan
-from recserve.search.draft_plan import cheapest_draft
 from recserve.search.strategies import SpeculativeStrategy
+from recserve.search.strategies.speculative import cheapest_draft
 from recserve.service.recommend.auto_strategy import AUTO, BEAM, SPECULATIVE
 
 DRAFTED = "drafted"

@@ -1,1 +1,1 @@
-"""What drafters, verifiers and the engine share."""
+"""Types that item requests and text requests share: queries, sequences, strategies and plug-ins."""

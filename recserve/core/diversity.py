@@ -1,12 +1,16 @@
-"""Diversity: at most so many items of each group, taken greedily from the best down.
+"""Diversity caps: a greedy choice of the best items, with a limit per group.
 
-What a search finds may hold too few items that keep to the caps. An item of a full group never gets
-a place any more, so the search goes on among the others (`still_open`), until k are chosen or there
-is none left.
+A search may find fewer than k items that satisfy the caps. Items of a full group can never be
+chosen any more. The search is therefore repeated among the remaining items (`still_open`) until k
+items are chosen or no item remains.
 
-Greedy in rounds instead of one item after the other: an item is in for certain where even all
-undecided items before it would leave it a place in each of its groups, and out for certain where
-the items that are in already fill one. The first undecided item is always one of the two.
+`first_k` decides many items per round instead of one item at a time:
+
+- An item is chosen if each of its groups has a place even when all undecided better items are
+  chosen.
+- An item is dropped if the chosen better items already fill one of its groups.
+
+The first undecided item always falls under one of the two rules, so every round makes progress.
 """
 
 from __future__ import annotations
@@ -16,37 +20,55 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from recserve.core.allowed import AllowedItems
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.trie_view import TrieView
 
 
 class Groups(Protocol):
-    """Groups of items, by number; nothing is worked out but for the items that are asked about."""
+    """Numbered groups of items, whose members are computed only on request."""
 
     def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Place in `rows` and group, [m] each, of every pair of item and group, once, in any order.
+        """Returns every (item, group) pair once, in any order.
 
-        rows: [n] item rows. An item of no group is not limited.
+        Args:
+            rows: [n] item rows. An item without a group is not limited.
+
+        Returns:
+            Index into `rows` [m] and group number [m] of each pair.
         """
         ...
 
     def items(self, groups: np.ndarray) -> np.ndarray:
-        """Rows of all items of any of the groups [g], in any order, repeats allowed."""
+        """Returns the rows of all items of the groups [g], in any order. Rows may repeat."""
         ...
 
 
 @dataclass(frozen=True)
 class Cap:
-    """At most `limit` items of each group."""
+    """A limit on the items of each group.
+
+    Attributes:
+        groups: The groups.
+        limit: Most items of one group.
+    """
 
     groups: Groups
     limit: int
 
 
 def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
-    """Places [<= k] in `rows`, ascending, of the items that a greedy choice under all caps takes.
+    """Chooses items greedily under all caps.
 
-    rows: [n] distinct item rows, best first.
+    Args:
+        rows: [n] distinct item rows, best first.
+        caps: The caps. None of them is relaxed.
+        k: Most items to choose.
+
+    Returns:
+        [<= k] ascending indices into `rows` of the chosen items.
     """
     if not caps:
         return np.arange(min(k, rows.size))
@@ -56,8 +78,10 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
     inside = np.zeros(rows.size, dtype=bool)
     undecided = np.ones(rows.size, dtype=bool)
     while undecided.any():
+        # `taken` counts chosen better items of a group; `possible` adds the undecided ones.
         taken = _before(inside[places], starts, sizes)
         possible = _before((inside | undecided)[places], starts, sizes)
+        # full: no place is left. tight: undecided better items could still take the last place.
         full, tight = np.zeros((2, rows.size), dtype=bool)
         full[places[taken >= limits]] = True
         tight[places[possible >= limits]] = True
@@ -69,10 +93,13 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
 def still_open(
     rows: np.ndarray, caps: Seq[Cap], allowed: AllowedItems | None, num_rows: int
 ) -> np.ndarray:
-    """[num_rows] bool: the allowed items that may stand beside the chosen ones, one of them at
-    least.
+    """Returns [num_rows] bool: allowed items that the caps still admit after the chosen ones.
 
-    rows: [n] item rows that keep to the caps. allowed: None: all.
+    Args:
+        rows: [n] chosen item rows, which satisfy the caps.
+        caps: The caps.
+        allowed: Items that the request allows. None allows all.
+        num_rows: Item rows of the catalogue version.
     """
     left = np.ones(num_rows, dtype=bool) if allowed is None else allowed.mask()
     left[rows] = False
@@ -83,7 +110,12 @@ def still_open(
 
 
 def _memberships(rows: np.ndarray, caps: Seq[Cap]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Place, group and limit of each pair of item and group, [m] each, by group, then place."""
+    """Returns item index, group and limit [m] of each (item, group) pair.
+
+    Pairs are sorted by group, then by index.
+
+    Groups of different caps get different numbers.
+    """
     places, groups, limits, first = [], [], [], 0
     for cap in caps:
         place, group = cap.groups.of(rows)
@@ -97,7 +129,37 @@ def _memberships(rows: np.ndarray, caps: Seq[Cap]) -> tuple[np.ndarray, np.ndarr
 
 
 def _before(marked: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[m] marked pairs before each one in its group."""
+    """Returns [m] the number of marked pairs before each pair within its group."""
     running = np.cumsum(marked) - marked
     counts: np.ndarray = running - np.repeat(running[starts], sizes)
     return counts
+
+
+@dataclass(frozen=True)
+class PrefixGroups:
+    """Groups of items whose semantic ids share their first codes.
+
+    A group's number is its trie node.
+
+    Attributes:
+        trie: Trie of the catalogue version.
+        level: Codes up to and including this level, from 0, must be equal.
+    """
+
+    trie: TrieView
+    level: int
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns one group per row."""
+        on_trie = on_device(rows, self.trie.device, torch.int64)
+        nodes = self.trie.nodes_of_items(on_trie)[:, self.level]
+        return np.arange(rows.size), nodes.cpu().numpy().astype(np.int64)
+
+    def items(self, groups: np.ndarray) -> np.ndarray:
+        """Returns the rows of the leaves below each node."""
+        below = self.trie.leaves(on_device(groups, self.trie.device, torch.int64))
+        # Leaves below a node are consecutive ranks first : last.
+        edges = zip(below.first.tolist(), below.last.tolist(), strict=True)
+        rows = self.trie.leaf_rows
+        found = [rows[first:last] for first, last in edges]
+        return torch.cat([rows[:0], *found]).cpu().numpy()

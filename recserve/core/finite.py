@@ -1,4 +1,4 @@
-"""Model outputs that are not finite: how they are found, and kept apart from other requests."""
+"""Detection of model outputs that are not finite, and isolation of their requests."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 
 class NotFinite(ArithmeticError):
-    """The model computed NaN or infinity for this request, so there is no answer to it."""
+    """The model computed NaN or infinity for this request, so the request has no result."""
 
     def __init__(self) -> None:
         super().__init__("the model's output for this request is not finite (NaN or infinity)")
 
 
 def all_finite(states: Tensor) -> bool:
-    """Returns whether no number is NaN or infinite, by one sum.
+    """Returns whether every number is finite.
 
-    The host reads the sum, so this is for states on a CPU; elsewhere `flaws_of` leaves the flag on
-    the device until results are read.
+    The check is one sum. The host reads the sum, so this function is for states on a CPU. On other
+    devices, `flaws_of` leaves the flag on the device until results are read.
     """
     return math.isfinite(states.sum(dtype=torch.float32).item())
 
 
 def flaws_of(states: Tensor) -> Tensor:
-    """Returns [n] float32: 0 for each of n states [n, ...] that is finite, NaN for the others.
+    """Returns [n] float32: 0 for each finite state of states [n, ...], NaN for each of the others.
 
-    Flaws of several states of a request are added: the sum is NaN if one of them is.
+    Flaws of several states of a request can be added: the sum is NaN if one of them is.
     """
     return states.flatten(1).sum(1, dtype=torch.float32) * 0.0
 
 
 def without_flaws(states: Tensor, flaws: Tensor) -> Tensor:
-    """Returns states [n, E] with zeros in place of the rows whose flaw [n] is NaN.
+    """Returns states [n, E] with zeros in the rows whose flaw [n] is NaN.
 
-    NaN compares as false with everything: a search would go on for all requests of a batch because
-    of one. A flawed request is searched with zeros, and its answer is replaced by an error.
+    Every comparison with NaN is false, so one such state would keep the search of a whole batch
+    from ending. A flawed request is searched with zeros, and an error replaces its result.
     """
     return torch.where((flaws == 0)[:, None], states, 0.0)

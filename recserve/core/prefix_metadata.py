@@ -1,4 +1,4 @@
-"""Drafts that a cached root holds. The prefix cache drops them with the root."""
+"""Drafts that are stored with a cached root. The prefix cache drops them together with the root."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from recserve.kernels.trie.trie_view import TrieView
 
 @dataclass(frozen=True)
 class CachedDraft:
-    """Prefixes that proved a slate. Scored in one forward, they prove it again.
+    """Prefixes that proved a slate. Scored in one forward, they prove the same slate again.
 
     Attributes:
-        trie: Catalogue version of the request. The draft does not keep it alive.
+        trie: Catalogue version of the request. The reference is weak.
         width: Beam width of the request.
-        k: Items of the slate.
+        k: Number of items of the slate.
         dense_weight: Weight of the dense head.
-        excluded: Digest of the excluded rows, of which a request may name thousands.
-        nodes: [n] int64 trie nodes in ascending order, in memory of their own.
+        excluded: Digest of the excluded rows. A request may name thousands of rows.
+        nodes: [n] int64 ascending trie nodes. The tensor owns its memory.
         trimmed: True once unneeded nodes have been removed.
     """
 
@@ -37,7 +37,7 @@ class CachedDraft:
 
     @staticmethod
     def of(request: SlateQuery, nodes: Tensor) -> CachedDraft:
-        """Returns the draft of a request whose slate these nodes proved."""
+        """Returns the draft for a request whose slate these nodes proved."""
         return CachedDraft(
             weakref.ref(request.trie),
             request.width,
@@ -48,7 +48,7 @@ class CachedDraft:
         )
 
     def fits(self, request: SlateQuery) -> bool:
-        """Returns whether a request on the same root is the same; only a plain one can be."""
+        """Returns whether a plain request on the same root equals the draft's request."""
         return (
             self.trie() is request.trie
             and (self.width, self.k) == (request.width, request.k)
@@ -60,17 +60,21 @@ class CachedDraft:
 
 @dataclass
 class PrefixMetadata:
-    """Notes of one cached root. draft: that of its newest slate, None: there is none."""
+    """Data that belongs to one cached root.
+
+    Attributes:
+        draft: Cached draft of the newest slate. None: no draft is cached.
+    """
 
     draft: CachedDraft | None = None
 
 
 def is_plain(request: SlateQuery) -> bool:
-    """Returns whether a request has neither filter nor caps, whose drafts are not cached."""
+    """Returns whether a request has neither filter nor caps. Only its drafts are cached."""
     return request.allowed is None and not request.caps
 
 
 def _digest(excluded: np.ndarray | None) -> bytes:
-    """Digest of excluded rows in their order, the same for None and for no rows."""
+    """Returns a digest of excluded rows in their order. None counts as an empty array."""
     rows = np.empty(0, np.int64) if excluded is None else excluded.astype(np.int64)
     return blake2b(rows.tobytes(), digest_size=16).digest()

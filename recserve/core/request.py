@@ -1,27 +1,57 @@
-"""What a caller asks of the engine, in rows and tensors, and what it gets back."""
+"""Queries to the engine and their results, in item rows and tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import Cap
-from recserve.core.retrieval import VectorIndex
 from recserve.kernels.trie.item_graph import ItemGraph
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 
 
+class VectorIndex(Protocol):
+    """An index of the unit vectors of I items of one catalogue version.
+
+    It holds at least every item that a request may return. Strategies search it; features/vectors
+    implements it.
+
+    Implementations: features/vectors/vector_index.py, features/vectors/grown_index.py.
+    """
+
+    @property
+    def num_items(self) -> int:
+        """The number of indexed items, I."""
+        ...
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the nearest items of each query, best first.
+
+        Args:
+            queries: [n, E] float32 unit vectors.
+            k: Items per query, 1..I. With k = I, every item is returned.
+
+        Returns:
+            Item rows [n, k] int64 and inner products [n, k] float32. An approximate index may find
+            fewer items; the remaining rows are -1.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Root:
-    """The cached part of a request: a user's history as the model reads it.
+    """The cacheable prefix of a request: a user's history as the model reads it.
 
-    inputs: n rows, oldest first. keys [n] int64: identity of each row; equal keys mean equal rows,
-    and the prefix cache compares nothing else. shared: the first rows that all rows see (MTGR's
-    profile and long history); they are cached as one piece.
+    Attributes:
+        inputs: n input rows, oldest first.
+        keys: [n] int64 identity of each row. Equal keys must mean equal rows, because the prefix
+            cache compares keys only.
+        shared: Number of first rows that all rows attend to (MTGR's profile and long history). They
+            are cached as one piece.
     """
 
     inputs: NodeInputs
@@ -31,17 +61,25 @@ class Root:
 
 @dataclass(frozen=True)
 class SlateQuery:
-    """Generate the k best items.
+    """A request for the k best items.
 
-    trie: the catalogue version to answer from. excluded: int item rows that must not be returned.
-    allowed: of that version, None: all. dense_weight: weight of the dense head's
-    log-probability beside that of the semantic id, 0: not used; with it the head's own best
-    beam_width items compete with the finished beams. deadline_s: time.monotonic() value after which
-    the answer is useless. graph: of similar items, for `rpg`; None: it scores all items.
-    index, outcome: for `dense` and `specgr`: the vectors of the trie's items, and the share [O] of
-    each outcome of its retriever in the draft (None: the retriever's own mix). caps: most items of
-    each group in the slate, taken greedily from the best down; where a search finds too few that
-    keep to them, it is made again without the items of full groups.
+    Attributes:
+        root: The user's history.
+        trie: Catalogue version to answer from.
+        k: Number of items.
+        beam_width: Requested beam width. See `width`.
+        strategy: Name of the strategy.
+        excluded: Item rows that must not be returned. None: none.
+        allowed: Items of this version that may be returned. None allows all.
+        dense_weight: Weight of the dense head's log-probability relative to the semantic id's. With
+            a weight above 0, the head's own best `width` items compete with the finished beams.
+        deadline_s: `time.monotonic()` value after which the result is useless. None: no deadline.
+        graph: Graph of similar items for `rpg`. None: `rpg` scores all items.
+        index: Vectors of the trie's items, for `dense` and `specgr`.
+        outcome: [O] share of each outcome of the retriever in the draft. None: the retriever's own
+            mix.
+        caps: Limits on the items of each group, applied greedily from the best down. If a search
+            finds too few items under the caps, it is repeated without the items of full groups.
     """
 
     root: Root
@@ -60,15 +98,18 @@ class SlateQuery:
 
     @property
     def width(self) -> int:
-        """Beams kept: as asked, and never fewer than the items wanted."""
+        """Beam width of the search: `beam_width`, and at least k."""
         return max(self.beam_width, self.k)
 
 
 @dataclass(frozen=True)
 class RootKeys:
-    """A root that is to be forgotten, and its beginnings with it.
+    """The keys of a root that the engine should forget, together with its prefixes.
 
-    keys [n] int64, shared: as in Root. kept: its first rows, whose pages and roots stay.
+    Attributes:
+        keys: [n] int64, as in `Root`.
+        shared: As in `Root`.
+        kept: Number of first rows whose pages and cached roots stay.
     """
 
     keys: np.ndarray
@@ -78,7 +119,14 @@ class RootKeys:
 
 @dataclass(frozen=True)
 class LikelihoodQuery:
-    """Score given items by the log-probability of their semantic ids. rows: [M] item rows."""
+    """A request to score given items by the log-probability of their semantic ids.
+
+    Attributes:
+        root: The user's history.
+        trie: Catalogue version of the items.
+        rows: [M] item rows.
+        deadline_s: As in `SlateQuery`.
+    """
 
     root: Root
     trie: TrieView
@@ -88,10 +136,14 @@ class LikelihoodQuery:
 
 @dataclass(frozen=True)
 class RankQuery:
-    """Score candidates with the ranker.
+    """A request to score candidates with the ranker.
 
-    candidates: M rows, one token each. root_limits: [M] how many root rows each candidate may see
-    (those earlier than its own exposure), None: all of them.
+    Attributes:
+        root: The user's history.
+        candidates: M input rows, one token each.
+        root_limits: [M] number of root rows that each candidate attends to: those older than its
+            exposure. None: all rows.
+        deadline_s: As in `SlateQuery`.
     """
 
     root: Root
@@ -102,7 +154,13 @@ class RankQuery:
 
 @dataclass(frozen=True)
 class PrewarmQuery:
-    """Compute a root, so that the next request on it pays for its tree alone."""
+    """A request to compute a root, so that the next request on it computes only its tree.
+
+    Attributes:
+        root: The user's history.
+        model: The model that reads it.
+        deadline_s: As in `SlateQuery`.
+    """
 
     root: Root
     model: Literal["recommender", "ranker"]
@@ -111,10 +169,14 @@ class PrewarmQuery:
 
 @dataclass(frozen=True)
 class TextScoreQuery:
-    """Score label tokens after each of M given texts that share a beginning, the root.
+    """A request to score label tokens after each of M texts that share a prefix, the root.
 
-    tokens [n] int64: the texts, packed. offsets [M + 1]: their starts; none is empty. labels [K]:
-    token numbers.
+    Attributes:
+        root: The shared prefix.
+        tokens: [n] int64 tokens of the texts, packed.
+        offsets: [M + 1] start of each text. No text is empty.
+        labels: K token ids.
+        deadline_s: As in `SlateQuery`.
     """
 
     root: Root
@@ -129,11 +191,20 @@ Request = SlateQuery | LikelihoodQuery | RankQuery | PrewarmQuery | TextScoreQue
 
 @dataclass
 class Timing:
-    """Milliseconds a request spent in each stage of the engine; `forwards` and `nodes` count target
-    work.
+    """Milliseconds that a request spent in each stage of the engine, and counts of its target work.
 
-    root_cached and root_computed: root tokens found in the prefix cache and computed. drafted:
-    whether a head proposed what was scored; `speculative` without it is beam search.
+    Attributes:
+        queue_ms: Time in the queue.
+        prefill_ms: Time of forwards that compute the root.
+        draft_ms: Time of drafting and retrieval.
+        verify_ms: Time of forwards and search over the trees.
+        total_ms: Time from submission to result.
+        forwards: Target forwards.
+        nodes: Tree nodes that the target computed.
+        root_cached: Root tokens found in the prefix cache.
+        root_computed: Root tokens that were computed.
+        drafted: Whether a head or a cached draft proposed the scored nodes. `speculative` without a
+            draft is beam search.
     """
 
     queue_ms: float = 0.0
@@ -150,11 +221,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Slate:
-    """Answer to a SlateQuery: at most k rows, best first; fewer where fewer valid items
-    exist.
+    """Result of a SlateQuery: at most k items, best first.
 
-    rows [k] int64, scores [k] float32. exact: equal to full beam search of the asked width, with
-    caps to as many of them as were needed (search/capped.py). rounds: tree forwards of all of them.
+    It is shorter only if fewer valid items exist.
+
+    Attributes:
+        rows: [k] int64 item rows.
+        scores: [k] float32.
+        exact: Whether the slate equals full beam search of the requested width. With caps, it
+            equals all the beam searches that were needed (search/capped.py).
+        rounds: Tree forwards of all searches.
+        timing: Time and work of the request.
     """
 
     rows: np.ndarray
@@ -166,10 +243,12 @@ class Slate:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Another search on the same root, because caps left the slate too short.
+    """Another search on the same root, because the caps left the slate too short.
 
-    request: the same, but open only to items that may stand beside the chosen ones. rows [n] int64,
-    scores [n] float32: what this search and those before it chose.
+    Attributes:
+        request: The same request, open only to items that can be added to the chosen ones.
+        rows: [n] int64 items chosen by this search and those before it.
+        scores: [n] float32 scores of `rows`.
     """
 
     request: SlateQuery
@@ -179,11 +258,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Scores:
-    """Answer to a LikelihoodQuery, RankQuery or TextScoreQuery, in the order of its
-    candidates.
+    """Result of a LikelihoodQuery, RankQuery or TextScoreQuery, in the order of its candidates.
 
-    values: [M, tasks] float32; task names are the model's (`likelihood` has one), or the label
-    tokens, whose values are log-probabilities over the whole vocabulary.
+    Attributes:
+        values: [M, tasks] float32. For labels, these are log-probabilities over the whole
+            vocabulary.
+        tasks: Task names of the model (`likelihood` has one), or the label tokens.
+        timing: Time and work of the request.
     """
 
     values: np.ndarray
@@ -193,7 +274,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Prewarmed:
-    """Answer to a PrewarmQuery."""
+    """Result of a PrewarmQuery.
+
+    Attributes:
+        timing: Time and work of the request.
+    """
 
     timing: Timing = field(default_factory=Timing)
 
@@ -202,11 +287,15 @@ Result = Slate | Scores | Prewarmed
 
 
 class DeadlineExceeded(TimeoutError):
-    """The request's deadline passed before its answer was ready."""
+    """The request's deadline passed before its result was ready."""
 
 
 class QueueFull(RuntimeError):
-    """The engine's queue is full. retry_after_s: when a place is likely to be free."""
+    """The engine's queue is full.
+
+    Attributes:
+        retry_after_s: Seconds until a place is likely to be free.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

@@ -1,10 +1,12 @@
-"""The engine's unit of work: one request, its root in the cache, its room for tree nodes."""
+"""Sequence: the engine's unit of work, with its cached root and its slots for tree nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from recserve.core.prefix_metadata import PrefixMetadata
@@ -14,16 +16,25 @@ from recserve.models.inputs import NodeInputs
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one request between admission and answer.
+    """State of one request between admission and result.
 
-    pages: page numbers it holds a reference to, root pages first. root_slots [R]: pool slots of its
-    root. num_computed: root tokens already in the cache. last_hidden [E]: state of the last root
-    token, None until it is computed. placeholders: what its strategy reads behind the root, None:
-    nothing; placeholder_states [P, E]: their hidden states, None until they are computed. metadata:
-    shared by all sequences on this root. tree_slots: reserved for tree nodes, of which tree_used
-    are taken. rounds: forwards that scored a node of its trees. flawed: a state of its trees was
-    not finite, so there will be no answer. chosen: by earlier searches for it, None: this is the
-    first.
+    Attributes:
+        request: The query.
+        future: Receives the result.
+        submitted_s: `time.monotonic()` at submission.
+        pages: Page numbers that the sequence holds a reference to, root pages first.
+        root_slots: [R] pool slots of the root.
+        num_computed: Root tokens that are already in the cache.
+        last_hidden: [E] state of the last root token. None until it is computed.
+        tree_slots: Pool slots reserved for tree nodes.
+        tree_used: Number of `tree_slots` in use.
+        rounds: Forwards that scored a node of the request's trees.
+        placeholders: Inputs that the strategy reads after the root. None: it reads none.
+        placeholder_states: [P, E] states of the placeholders. None until they are computed.
+        metadata: Data of the cached root, shared by all sequences on it.
+        timing: Time and work so far.
+        flawed: True if a state of the trees was not finite. The request then fails.
+        chosen: Items that earlier searches chose for the request. None in the first search.
     """
 
     request: Request
@@ -45,7 +56,7 @@ class Sequence:
 
     @property
     def computed(self) -> bool:
-        """True when the root, and what stands behind it, need no forward any more."""
+        """True when the root and its placeholders need no further forward."""
         root = self.num_computed == self.root_length and (
             self.last_hidden is not None or not self.root_length
         )
@@ -53,22 +64,31 @@ class Sequence:
 
     @property
     def root_length(self) -> int:
-        """R, all root tokens, computed or not."""
+        """Number of root tokens R, computed or not."""
         return self.root_slots.shape[0]
 
     def search_again(self, again: Continuation) -> None:
-        """Go on with another request on the same root; the slots of its tree are free again."""
+        """Continues with another request on the same root; frees the slots of the old tree."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 
     def take_tree_slots(self, count: int) -> Tensor:
-        """[count] slots for nodes about to be computed. Raises RuntimeError past the
-        reservation.
+        """Returns [count] pool slots for nodes that the next forward computes.
+
+        Raises:
+            RuntimeError: If the count exceeds the reservation.
         """
         start = self.tree_used
         if start + count > self.tree_slots.shape[0]:
             raise RuntimeError(
-                f"a draft of {count} nodes after {start} exceeds the "
-                f"{self.tree_slots.shape[0]} reserved"
+                f"a draft of {count} nodes after {start} nodes exceeds the "
+                f"{self.tree_slots.shape[0]} reserved slots"
             )
         self.tree_used += count
         return self.tree_slots[start : start + count]
+
+
+def stacked_last_hidden(sequences: Seq[Sequence]) -> Tensor:
+    """Returns the [B, E] states of the last root tokens of B sequences with computed roots."""
+    states = [s.last_hidden for s in sequences if s.last_hidden is not None]
+    assert len(states) == len(sequences), "a root is not computed"
+    return torch.stack(states)

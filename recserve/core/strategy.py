@@ -1,4 +1,4 @@
-"""The two kinds of strategies, and the draft that one of them proposes."""
+"""The two kinds of strategies, and the draft that a tree strategy proposes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from recserve.models.inputs import NodeInputs
 
 @dataclass(frozen=True)
 class Draft:
-    """Trees to score in one forward, one per sequence, in the order of the sequences.
+    """Token trees to score in one forward, one tree per sequence, in the order of the sequences.
 
-    inputs: what the model reads at the computed nodes, Tq rows.
-    queries [Tq]: the nodes to compute, ascending; None: all nodes of the trees.
-    scored [T]: pool slot of the nodes computed in an earlier round, -1 at the others; None: none
-    were.
+    Attributes:
+        tree: The packed trees with T nodes.
+        inputs: Model inputs of the Tq computed nodes.
+        queries: [Tq] ascending indices of the nodes to compute. None: all nodes.
+        scored: [T] pool slot of each node that an earlier round computed, -1 for the others. None:
+            no node was computed before.
     """
 
     tree: TokenTree
@@ -33,12 +35,12 @@ class Draft:
 
 
 class Strategy(ABC):
-    """How a kind of request becomes an answer from the hidden states of its root alone.
+    """Turns the computed roots of requests into their results, without trees.
 
-    A state covers several requests that step together. Implementations: search/strategies/.
+    One state covers several requests that step together. Implementations: search/strategies/.
 
     Attributes:
-        placeholders: Auxiliary nodes behind the root, computed in the root's own forward. Their
+        placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
             states stay with the cached root. None: there are none.
     """
 
@@ -54,11 +56,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish(self, state: Any) -> Seq[Result | Continuation | NotFinite]:
-        """Returns a result per sequence, in their order: an answer, a continuation, or an error."""
+        """Returns one result per sequence, in their order: a result, a continuation or an error."""
 
 
 class TreeStrategy(Strategy):
-    """A strategy that scores token trees in rounds: propose, forward, verify."""
+    """A strategy that scores token trees in rounds of propose, forward and verify."""
 
     @abstractmethod
     def tree_capacity(self, request: Any) -> int:
@@ -66,19 +68,19 @@ class TreeStrategy(Strategy):
 
     @abstractmethod
     def finished(self, state: Any) -> bool:
-        """Returns whether nothing is left to score."""
+        """Returns whether no node is left to score."""
 
     @abstractmethod
     def propose(self, state: Any) -> Draft:
-        """Returns the trees to score next, at least one node in all."""
+        """Returns the trees to score next, with at least one node in total."""
 
     @abstractmethod
     def verify(self, state: Any, draft: Any, slots: Tensor, hidden: Tensor) -> Any:
-        """Returns the next state.
+        """Returns the next state, after one forward.
 
         Args:
             state: State of the requests.
-            draft: What `propose` returned for it.
+            draft: The draft that `propose` returned for this state.
             slots: [T] pool slot of every node.
             hidden: [Tq, E] states of the computed nodes.
         """

@@ -20,8 +20,8 @@ from recserve.kernels.paged_kv import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
-from recserve.search.strategies.level_likelihood import likelihood_strategy
+from recserve.search.recommend_strategy import Heads
+from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
 from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.registry import recommend_strategies

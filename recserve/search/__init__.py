@@ -1,1 +1,1 @@
-"""How items are found: beam search down the trie, drafts of it, filters and bounds."""
+"""Item search: beam search down the trie, drafts for it, filters and bounds."""

@@ -1,9 +1,9 @@
-"""The answer to a request with caps: a slate, or the same search once more among fewer items.
+"""Slates under diversity caps.
 
-Caps are applied to what a search of the asked width found. Where they leave fewer than k and the
-search was not exhaustive, the items of all full groups are closed, like a filter, and the same
-search is made again; what is chosen stays chosen. Each search adds an item at least, so there are
-k at most, and in the end k are chosen or no item is left that could stand beside the others.
+Caps apply to the items that a search of the requested width found. If they leave fewer than k
+items, and the search did not see all items, the same search is repeated with the items of all full
+groups filtered out. Chosen items stay chosen. Each search adds at least one item, so there are at
+most k searches. They end when k items are chosen or no remaining item satisfies the caps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,19 @@ def answer(
     exact: bool,
     ranked: bool = True,
 ) -> Slate | Continuation:
-    """The k best under the caps, what earlier searches chose among them.
+    """Returns the k best items under the caps, including those that earlier searches chose.
 
-    rows, scores [n]: what the search found, best first. complete: it left out no item that it was
-    allowed to find. ranked: by score, then by item row; else in the order in which they came.
+    Args:
+        sequence: The request.
+        rows: [n] item rows that the search found, best first.
+        scores: [n] their scores.
+        complete: Whether the search returned every item that it was allowed to find.
+        exact: Whether the search equals full beam search.
+        ranked: Whether the slate is sorted by score, then by item row. Otherwise items stay in the
+            order in which they were chosen.
+
+    Returns:
+        The slate, or the next search if the caps left too few items.
     """
     request, before = sequence.request, sequence.chosen
     assert isinstance(request, SlateQuery)
@@ -52,5 +61,5 @@ def answer(
 
 
 def with_chosen(sequence: Sequence, rows: np.ndarray) -> np.ndarray:
-    """Item rows behind those that earlier searches chose."""
+    """Returns the item rows that earlier searches chose, followed by `rows`."""
     return rows if sequence.chosen is None else np.concatenate([sequence.chosen.rows, rows])

@@ -1,9 +1,11 @@
-"""Nearest items of a request's vectors: how many places each vector gets, and who takes them.
+"""Nearest items of a request's query vectors, and the slate places of each vector.
 
-The k places of a slate are split over (outcome, time offset) by their shares; vectors that nearly
-coincide become one, their places added; an index finds the items near each. An item belongs to the
-vector that it is nearest to; a vector's places go to its nearest items, places that stay free to
-the nearest of the rest. Everything depends on the request alone, never on its company.
+The k places of a slate are split over (outcome, time offset) pairs in proportion to their shares.
+Vectors of nearly the same direction are merged and their places added. An index finds the items
+near each vector. Every item belongs to its nearest vector. The places of a vector go to its nearest
+items; places that remain free go to the nearest of all other items. A result does not depend on the
+other requests of a batch.
+
 Source: PinRec, arXiv 2504.10507, budgets per outcome and embedding compression.
 """
 
@@ -19,44 +21,61 @@ from torch import Tensor
 from recserve.core.allowed import is_gone
 from recserve.core.diversity import first_k
 from recserve.core.finite import NotFinite
-from recserve.core.request import SlateQuery
-from recserve.core.retrieval import VectorIndex
+from recserve.core.request import SlateQuery, VectorIndex
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_view import gone_rows
 from recserve.models.dense_retriever import DenseRetriever
 
-ALIKE = 0.98  # cosine from which two vectors are one
-OVERFETCH = 3  # items found per place, excluded ones not counted
-DEEPER = 8  # how much deeper a search goes where too few of the found were allowed
+MERGE_COSINE = 0.98  # smallest cosine at which two vectors are merged
+OVERFETCH = 3  # items to find per place, in addition to the excluded ones
+DEPTH_FACTOR = 8  # factor by which a repeated search finds more items
 
 
 @dataclass(frozen=True)
 class Queries:
-    """What to search with. vectors [n, E], owners [n] request numbers, ascending, budgets [n]."""
+    """Query vectors of several requests.
+
+    Attributes:
+        vectors: [n, E] float32 unit vectors.
+        owners: [n] ascending request numbers.
+        budgets: [n] slate places of each vector.
+    """
 
     vectors: np.ndarray
     owners: np.ndarray
     budgets: np.ndarray
 
     def of(self, requests: np.ndarray) -> Queries:
-        """Those of some requests, whose numbers stay."""
-        kept = np.isin(self.owners, requests)
-        return Queries(self.vectors[kept], self.owners[kept], self.budgets[kept])
+        """Returns the queries of some requests. Request numbers do not change."""
+        own = np.isin(self.owners, requests)
+        return Queries(self.vectors[own], self.owners[own], self.budgets[own])
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Items of one request, nearest first, ties by row. rows [n] int64, cosines [n] float32."""
+    """Items of one request, nearest first, ties in the order of item rows.
+
+    Attributes:
+        rows: [n] int64 item rows.
+        cosines: [n] float32.
+    """
 
     rows: np.ndarray
     cosines: np.ndarray
 
 
-def nearest(retriever: DenseRetriever, tails: Tensor, requests: Seq[SlateQuery]) -> list[Retrieved]:
-    """What the retriever finds for requests of one catalogue version: k items each, as `retrieve`.
+def nearest(
+    retriever: DenseRetriever, last_hidden: Tensor, requests: Seq[SlateQuery]
+) -> list[Retrieved]:
+    """Returns k nearest items for each request. All requests use one catalogue version.
 
-    tails [B, E]: hidden state of the last root token of each. Raises ValueError for a request
-    without an index, or a mix of outcomes of another length.
+    Args:
+        retriever: Makes query vectors from states.
+        last_hidden: [B, E] state of the last root token of each request.
+        requests: B requests, each with an index of item vectors.
+
+    Raises:
+        ValueError: If a request has no index, or an outcome mix of the wrong length.
     """
     index, strategy = requests[0].index, requests[0].strategy
     if index is None or any(request.index is None for request in requests):
@@ -68,26 +87,38 @@ def nearest(retriever: DenseRetriever, tails: Tensor, requests: Seq[SlateQuery])
     budgets = split_budgets(pairs.reshape(len(requests), -1), places)
     used = np.flatnonzero(budgets.any(0))
     outcomes, offsets = (
-        on_device(part, tails.device) for part in np.divmod(used, len(config.offset_bounds))
+        on_device(part, last_hidden.device) for part in np.divmod(used, len(config.offset_bounds))
     )
-    vectors = retriever.queries(tails[:, None], outcomes, offsets)
+    vectors = retriever.queries(last_hidden[:, None], outcomes, offsets)
     return retrieve(queries_of(vectors, budgets[:, used]), index, requests)
 
 
 def _shares(request: SlateQuery, default: tuple[float, ...]) -> np.ndarray:
-    """[O] share of each outcome. Raises ValueError for a mix of another length."""
+    """Returns [O] the share of each outcome, with sum 1.
+
+    Raises:
+        ValueError: If the request's mix has another length.
+    """
     shares = np.array(default) if request.outcome is None else request.outcome
     if shares.shape != (len(default),):
-        raise ValueError(f"outcome is {shares.shape}; the retriever has {len(default)} outcomes")
+        raise ValueError(
+            f"shape of outcome is {shares.shape}; the retriever has {len(default)} outcomes"
+        )
     return np.asarray(shares / shares.sum())
 
 
 def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """[B, V] int64: places [B] in proportion to shares [B, V], by largest remainder.
+    """Splits places [B] in proportion to shares [B, V], by the largest remainder.
 
-    Rows of shares have sum 1. Ties go to the earlier vector.
+    Args:
+        shares: [B, V] with rows of sum 1.
+        places: [B] int64.
+
+    Returns:
+        [B, V] int64 with row sums `places`. Ties go to the earlier vector.
     """
     exact = shares * places[:, None]
+    # The small constant keeps 2.9999999 from becoming 2.
     whole = np.floor(exact + 1e-9).astype(np.int64)
     left = places - whole.sum(1)
     order = np.argsort(whole - exact, axis=1, kind="stable")
@@ -96,16 +127,23 @@ def split_budgets(shares: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    """[B, V] budgets after vectors of nearly one direction became one; 0 where merged away.
+    """Merges the budgets of vectors of nearly the same direction.
 
-    vectors [B, V, E] of length 1. A vector joins the first one, by falling budget, that it is
-    alike to, and goes with it where that one joins another.
+    A vector joins the first vector, in the order of falling budgets, with a cosine of at least
+    MERGE_COSINE. If that vector joins another one, both join it.
+
+    Args:
+        vectors: [B, V, E] unit vectors.
+        budgets: [B, V].
+
+    Returns:
+        [B, V] budgets, 0 for vectors that were merged into another.
     """
     order = np.argsort(-budgets, axis=1, kind="stable")
     sorted_vectors = np.take_along_axis(vectors, order[..., None], axis=1)
-    alike = np.tril(sorted_vectors @ sorted_vectors.swapaxes(1, 2) >= ALIKE, -1)
+    alike = np.tril(sorted_vectors @ sorted_vectors.swapaxes(1, 2) >= MERGE_COSINE, -1)
     leaders = np.where(alike.any(2), alike.argmax(2), np.arange(budgets.shape[1]))
-    for _ in range(budgets.shape[1].bit_length()):
+    for _ in range(budgets.shape[1].bit_length()):  # pointer jumping to the final leader
         leaders = np.take_along_axis(leaders, leaders, axis=1)
     leaders = np.take_along_axis(order, leaders, axis=1)
     merged = np.zeros_like(budgets)
@@ -115,11 +153,17 @@ def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
 
 
 def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
-    """Vectors with a place to fill, alike ones merged. vectors [B, V, E], budgets [B, V].
+    """Returns the vectors that have a place to fill, after merging.
 
-    Raises NotFinite if a vector is not finite; requests that start together then start alone.
+    Args:
+        vectors: [B, V, E].
+        budgets: [B, V].
+
+    Raises:
+        NotFinite: If a vector is not finite. The engine then starts the requests of the batch one
+            by one.
     """
-    host = vectors.float().cpu().numpy()  # the one wait for the device: faiss reads host memory
+    host = vectors.float().cpu().numpy()  # the only host sync: faiss reads host memory
     if not np.isfinite(host).all():
         raise NotFinite
     budgets = merge_alike(host, budgets)
@@ -128,10 +172,10 @@ def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
 
 
 def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) -> list[Retrieved]:
-    """The items of each request: k of them wherever k are allowed (and its caps leave k).
+    """Returns the items of each request: k items wherever the filter and the caps leave k.
 
-    One search for all requests; where too few of the found items were allowed, a deeper one for
-    those that lack some, at last through the whole catalogue.
+    One search covers all requests. Requests with too few allowed items are searched again,
+    DEPTH_FACTOR times deeper, and finally through the whole index.
     """
     found: dict[int, Retrieved] = {}
     depths = np.array([first_depth(request, index.num_items) for request in requests])
@@ -145,14 +189,14 @@ def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) ->
         found |= slates
         enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
         waiting = waiting[~np.array(enough) & (depths[waiting] < index.num_items)]
-        depths = np.minimum(depths * DEEPER, index.num_items)
+        depths = np.minimum(depths * DEPTH_FACTOR, index.num_items)
     return [found[b] for b in range(len(requests))]
 
 
 def first_depth(request: SlateQuery, num_items: int) -> int:
-    """Items to find per vector in an index of so many, so that likely enough of them are allowed.
+    """Returns the items to find per vector so that enough of them are probably allowed.
 
-    As large a share is taken to be gone or filtered away near a vector as in the whole index.
+    The estimate assumes that items near a vector are filtered as often as items of the whole index.
     """
     trie = request.trie
     gone = gone_rows(trie)
@@ -165,7 +209,7 @@ def first_depth(request: SlateQuery, num_items: int) -> int:
 
 
 def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
-    """[n, F] bool: not excluded, gone or filtered away. rows [n, F], owners [n]."""
+    """Returns [n, F] bool: whether the owner [n] of rows [n, F] may get them."""
     trie = requests[0].trie
     excluded = [
         b * trie.num_rows + r.excluded.astype(np.int64)
@@ -192,15 +236,27 @@ def _slates(
     usable: np.ndarray,
     requests: Seq[SlateQuery],
 ) -> dict[int, Retrieved]:
-    """The slate of each request that owns a query. rows, cosines, usable [n, F]."""
+    """Returns the slate of each request that owns a query, by request number.
+
+    Args:
+        queries: n queries.
+        rows: [n, F] item rows found.
+        cosines: [n, F] their cosines.
+        usable: [n, F] bool, whether a row may be returned.
+        requests: All requests.
+    """
+    # One entry per usable (query, item) pair. `order` is sorted and filtered step by step.
     query, column = usable.nonzero()
     row, cosine = rows[query, column], cosines[query, column]
     owner = queries.owners[query]
+    # 1. Each item goes to the query of its request that it is nearest to.
     order = np.lexsort((query, -cosine, row, owner))
     order = order[_ranks(owner[order], row[order]) == 0]
+    # 2. Items beyond the budget of their query are late: they fill places that remain free.
     order = order[np.lexsort((row[order], -cosine[order], query[order]))]
     late = _ranks(query[order]) >= queries.budgets[query[order]]
     order = order[np.lexsort((row[order], -cosine[order], late, owner[order]))]
+    # 3. Choose k items per request under its caps, then sort by nearness.
     order = order[_chosen(owner[order], row[order], requests)]
     order = order[np.lexsort((row[order], -cosine[order], owner[order]))]
     first, last = (
@@ -213,7 +269,7 @@ def _slates(
 
 
 def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
-    """[n] bool: the first k items of each owner, those that its caps leave out not counted."""
+    """Returns [n] bool: the first k items of each owner, or the items that its caps choose."""
     wanted = np.array([request.k for request in requests])
     chosen: np.ndarray = _ranks(owner) < wanted[owner]
     for b in np.unique(owner).tolist():
@@ -225,7 +281,7 @@ def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np
 
 
 def _ranks(*keys: np.ndarray) -> np.ndarray:
-    """[n] place of each entry among those before it with the same keys, which lie together."""
+    """Returns [n] each entry's index among the entries with equal keys, which are consecutive."""
     places = np.arange(keys[0].size)
     same = np.logical_and.reduce([key[1:] == key[:-1] for key in keys])
     first = np.concatenate([[True], ~same])[: places.size]

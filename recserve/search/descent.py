@@ -1,4 +1,4 @@
-"""Beams that go down the trie several levels at a time, in C on a CPU."""
+"""Beam search in C on a CPU, several levels per call."""
 
 from __future__ import annotations
 
@@ -19,46 +19,57 @@ from recserve.kernels.trie.native_search import (
 from recserve.kernels.trie.native_trie import Prefixes
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER
+from recserve.search.expansion import NO_BOUND
 
 
 @dataclass(frozen=True)
 class NativeDescent:
-    """A search that is over. above: the beams it began with."""
+    """A finished search in C.
+
+    Attributes:
+        above: The beams that the search started from.
+        levels: Beams of every level that the search reached.
+    """
 
     above: Beams
     levels: Levels
 
     @property
     def level(self) -> int:
-        """The level it reached."""
+        """The deepest level that the search reached."""
         return self.levels.reached
 
     def at(self, level: int) -> Beams:
-        """The beams of a level that it reached."""
+        """Returns the beams of a level that the search reached."""
         found, width = self.levels, self.levels.used[level]
         paths = found.paths[level, :, :width, :level]
         nodes, log_probs = paths[..., level - 1], found.log_probs[level, :, :width]
         return self.above.at(level, nodes, log_probs, paths)
 
     def scores_at(self, places: Seq[int]) -> list[float]:
-        """[B] the score at each request's place from the best down, -inf past the last."""
+        """Returns [B] the score at each request's rank, from 0, -inf past the last beam."""
         width = self.levels.used[self.level]
         last = self.levels.log_probs[self.level, :, :width].tolist()
         ranked = zip(last, places, strict=True)
         return [scores[place] if place < width else DEAD for scores, place in ranked]
 
     def passed(self, which: int, floors: Seq[float]) -> Tensor:
-        """Keys (as in Scored) of the beams above the last level that reach their request's floor,
-        each with all above it. which: KNOWN, MISSING or ANY, what is said of their states.
+        """Returns keys of beams above the last level whose score reaches their request's floor.
+
+        Args:
+            which: KNOWN, MISSING or ANY: whether the beams' states were scored.
+            floors: [B] smallest log-probability of each request.
+
+        Returns:
+            [n] keys (as in `Scored`). With a beam come all prefixes above it.
         """
         trie = self.above.trie
         return passed_prefixes(self.levels, self.above.level, trie.num_nodes, which, floors)
 
 
-def searches(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
-    """What `descend` goes down by, None where these beams are not in its reach."""
-    return search if dispatch.in_native(beams.tails) else None
+def native_search_of(beams: Beams, search: NativeSearch | None) -> NativeSearch | None:
+    """Returns the search that `descend` can run on these beams, None if they are not on a CPU."""
+    return search if dispatch.in_native(beams.last_hidden) else None
 
 
 def descend(
@@ -69,14 +80,23 @@ def descend(
     stops: bool = False,
     contexts: Tensor | None = None,
 ) -> NativeDescent:
-    """From the beams to level `until`, each request keeping so many; by what was scored for them,
-    or by a recurrent head that reads `contexts` [B, L, E]. stops: at the first level of which a
-    state is missing.
+    """Searches from the beams down to a level, in C.
+
+    Logits come from the target's states in `beams.scored`, or from a recurrent head that reads
+    `contexts`.
+
+    Args:
+        beams: The beams to start from.
+        search: Search of the model or head.
+        until: Level to reach.
+        widths: Beam width of each request.
+        stops: Whether to stop at the first level that lacks a state.
+        contexts: [B, L, E] inputs of a recurrent head. None: use the target's states.
     """
     if contexts is None:
-        states = States(beams.tails, beams.scored.keys, beams.scored.hidden)
+        states = States(beams.last_hidden, beams.scored.keys, beams.scored.hidden)
     else:
-        states = States(beams.tails, contexts=contexts)
+        states = States(beams.last_hidden, contexts=contexts)
     found = search(
         beams.trie.native,
         Prefixes(beams.log_probs, beams.paths),
@@ -93,7 +113,7 @@ def _places(beams: Beams) -> list[int]:
     unscored = beams.dense_candidates is not None and beams.dense_candidates.log_probs is None
     if beams.places is None or unscored:
         return [-1] * beams.nodes.shape[0]
-    return [-1 if place >= NEVER else place for place in beams.places.flatten().tolist()]
+    return [-1 if place >= NO_BOUND else place for place in beams.places.flatten().tolist()]
 
 
 def _dense_candidates(beams: Beams) -> DenseCandidateScores | None:

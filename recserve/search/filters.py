@@ -1,7 +1,7 @@
-"""Which items requests allow, as leaves of the trie.
+"""Filters of requests, as leaves of the trie.
 
-No beam goes to a subtree that the filters empty. Items that the catalogue version hides are left
-out in the same way.
+Beam search never enters a subtree without allowed leaves. Items that the catalogue version hides
+are filtered in the same way.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from recserve.kernels.trie.leaf_filter import LeafFilter
 from recserve.kernels.trie.trie_children import Allowed, ChildFilter, counted
 from recserve.kernels.trie.trie_view import TrieView, hidden_leaves
 
-NOTHING = np.empty(0, np.int64)
+NO_ROWS = np.empty(0, np.int64)
 
 
 def leaf_filter(
     trie: TrieView, excluded: np.ndarray | None, allowed: AllowedItems | None
 ) -> LeafFilter | None:
-    """Filter of one request; None where it allows everything.
+    """Returns the filter of one request, None if it allows everything.
 
-    excluded: [X] item rows, duplicates allowed. Costs what is excluded, if the allowed leaves were
-    asked for before. Raises ValueError for a row outside the catalogue or items of another version.
+    The cost grows with the excluded rows only, if the leaves of `allowed` were computed before.
+
+    Args:
+        trie: Trie of the catalogue version.
+        excluded: [X] item rows, repeats allowed. None: none.
+        allowed: Items of the same version. None allows all.
+
+    Raises:
+        ValueError: If a row is outside the catalogue, or `allowed` belongs to another version.
     """
     _check(trie, excluded)
     leaves = None if allowed is None else allowed.leaves(trie)
@@ -38,24 +45,35 @@ def leaf_filter(
     lists = () if hidden is None or not hidden.shape[0] else (hidden,)
     if excluded is not None and excluded.size:
         rows = np.unique(excluded)
-        kept = ~is_gone(trie, rows)
+        present = ~is_gone(trie, rows)
         if allowed is not None:
-            kept &= allowed.at(rows)
-        lists = (*lists, _ranks(trie, rows[kept]))
+            present &= allowed.at(rows)
+        lists = (*lists, _ranks(trie, rows[present]))
     if leaves is not None:
         return LeafFilter(lists, leaves.base.bits, leaves.added)
     return LeafFilter(lists) if lists else None
 
 
 def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> Tensor | None:
-    """[B, X] int64 leaf ranks that requests without a bitmap leave out, ascending and each once,
-    filled up with `past`; in a few operators, however many requests. None: nobody leaves one out.
+    """Returns the leaves that requests without a bitmap exclude, as one table.
 
-    lists: excluded item rows of each request, as for `leaf_filter`, and the same errors.
+    The number of operators does not depend on the number of requests.
+
+    Args:
+        trie: Trie of the catalogue version.
+        lists: Excluded item rows of each request, as in `leaf_filter`.
+        past: Padding value, larger than any leaf rank.
+
+    Returns:
+        [B, X] int64 ascending leaf ranks without repeats, padded. None if no leaf is excluded.
+
+    Raises:
+        ValueError: As in `leaf_filter`.
     """
+    # -1 pads the table; `past` replaces it, so that padding sorts to the end.
     hidden, own = (
         hidden_leaves(trie),
-        [NOTHING if rows is None else np.unique(rows) for rows in lists],
+        [NO_ROWS if rows is None else np.unique(rows) for rows in lists],
     )
     width = max(rows.size for rows in own)
     if not width and hidden is None:
@@ -64,11 +82,12 @@ def excluded_ranks(trie: TrieView, lists: Seq[np.ndarray | None], past: int) -> 
     for row, rows in zip(table, own, strict=True):
         _check(trie, rows)
         row[: rows.size] = rows
-    asked = on_device(table, trie.device)
-    ranks = trie.leaf_ranks(asked.clamp(min=0)).long()
-    ranks = torch.where((asked >= 0) & (ranks >= 0), ranks, past)
+    device_rows = on_device(table, trie.device)
+    ranks = trie.leaf_ranks(device_rows.clamp(min=0)).long()
+    ranks = torch.where((device_rows >= 0) & (ranks >= 0), ranks, past)
     if hidden is not None:
         ranks = torch.cat([ranks, hidden.expand(len(own), -1)], dim=1).sort(1).values
+        # A leaf may be both hidden and excluded: blank the repeats.
         ranks[:, 1:] = torch.where(ranks[:, 1:] == ranks[:, :-1], past, ranks[:, 1:])
     return ranks.sort(1).values
 
@@ -78,25 +97,32 @@ def _check(trie: TrieView, excluded: np.ndarray | None) -> None:
         return
     low, high = int(excluded.min()), int(excluded.max())
     if low < 0 or high >= trie.num_rows:
-        raise ValueError(f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows}")
+        raise ValueError(
+            f"excluded rows span {low}..{high}; the catalogue has {trie.num_rows} rows"
+        )
 
 
 def _ranks(trie: TrieView, rows: np.ndarray) -> Tensor:
-    """Ascending leaf ranks of item rows, the number of items for one without a leaf."""
+    """Returns ascending leaf ranks of item rows, `num_items` for a row without a leaf."""
     ranks = trie.leaf_ranks(on_device(rows, trie.device, torch.int64)).long()
     return torch.where(ranks >= 0, ranks, trie.num_items).sort().values
 
 
 @dataclass(frozen=True)
 class RequestFilters:
-    """Filters of B requests over one trie. each: None: the request allows everything."""
+    """Filters of B requests over one trie.
+
+    Attributes:
+        trie: Trie of the catalogue version.
+        each: Filter of each request. None: the request allows everything.
+    """
 
     trie: TrieView
     each: tuple[LeafFilter | None, ...]
 
     @cached_property
     def left(self) -> ChildFilter:
-        """As lists where they say it, else as bits; made once per search."""
+        """The filters as lists of excluded leaves if possible, otherwise as bitmaps."""
         if all(f is None for f in self.each):
             return ChildFilter()
         if all(f is None or f.all for f in self.each):
@@ -104,8 +130,10 @@ class RequestFilters:
         return ChildFilter(allowed=self.in_bits())
 
     def in_bits(self) -> Allowed:
-        """As bits of the base's leaves, what is excluded and added already in them, and a list of
-        the later leaves; in a few operators, however many requests.
+        """Returns the filters as bitmaps over the leaves of the base, and a list of later leaves.
+
+        Excluded and added leaves are already applied to the bitmaps. Few operators are needed,
+        whatever the number of requests.
         """
         trie, inserted = self.trie, self._inserted
         place = (trie.base.num_items // 32 + 1,)
@@ -124,23 +152,32 @@ class RequestFilters:
         self._flip(bits, excluded, -1)
         if not inserted.shape[0]:
             return Allowed(counted(bits))
-        kept = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
-        return Allowed(counted(bits), kept.sort().values[:, : inserted.shape[0]])
+        later = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
+        return Allowed(counted(bits), later.sort().values[:, : inserted.shape[0]])
 
     def _flip(self, words: Tensor, ranks: Tensor, sign: int) -> Tensor:
-        """Add or take the bits of leaves, in place, as far as the base has them; [B, n] bool: of
-        which it has none. words [B, m], ranks [B, n], each once.
+        """Adds (sign 1) or removes (sign -1) leaves in bitmaps, in place.
+
+        Args:
+            words: [B, m] int32 bitmaps.
+            ranks: [B, n] leaf ranks, without repeats.
+            sign: 1 or -1.
+
+        Returns:
+            [B, n] bool: leaves that the base lacks. Their bits do not change.
         """
+        # Inserted leaves before a rank shift it: subtract them to get the rank in the base.
         below = torch.searchsorted(self._inserted, ranks)
         is_later = torch.searchsorted(self._inserted, ranks, right=True) > below
         at = ranks - below
+        # Leaf r of the base is bit r & 31 of word r >> 5. Adding sets a bit that is clear.
         bits = (1 << (at & 31).int()).masked_fill(is_later | (ranks >= self.trie.num_items), 0)
         words.scatter_add_(1, (at >> 5).clamp(max=words.shape[1] - 1), sign * bits)
         return is_later
 
     @cached_property
     def _inserted(self) -> Tensor:
-        """Ascending leaf ranks that the base does not have."""
+        """Ascending leaf ranks that the base lacks."""
         overlay, device = self.trie.overlay, self.trie.device
         if overlay is None:
             return torch.empty(0, dtype=torch.int64, device=device)
@@ -157,6 +194,6 @@ class RequestFilters:
 
 
 def _among(ranks: Tensor, ascending: Tensor) -> Tensor:
-    """[B, n] bool: which of the ranks [B, n] are in the lists [B, m]."""
+    """Returns [B, n] bool: which of the ranks [B, n] are in the ascending lists [B, m]."""
     first = torch.searchsorted(ascending, ranks)
     return torch.searchsorted(ascending, ranks, right=True) > first

@@ -1,9 +1,9 @@
-"""Items whose levels fit a user's state best: all of them scored, or those on the way through the
-graph of similar items.
+"""Best items under independent level heads, by scoring all items or by walking the item graph.
 
-The graph is walked from entries spread over the catalogue and from the user's latest items, where
-the request allows most of the catalogue and the graph knows nearly all of it: a walk scores what is
-newer. Otherwise all items are scored, and so they are where the walk found fewer than k.
+A walk starts from entries spread over the catalogue and from the user's latest items. It is used if
+the request allows at least half of the items and the graph covers nearly all of them. A walk also
+scores every item that is newer than the graph. All items are scored for other requests, and for
+walks that find fewer than k items.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from recserve.kernels.trie.item_graph import GraphWalk, search
 from recserve.kernels.trie.item_scores import NOTHING, best_of_all
 from recserve.kernels.trie.trie_view import gone_rows
 
-STEPS = 3
-LATEST = 8
-MOST_UNKNOWN = 1 / 16  # of the rows, newer than the graph, of which each walk scores every one
+WALK_STEPS = 3
+NUM_RECENT_ITEMS = 8
+# Largest share of items newer than the graph. A walk scores every one of them.
+MAX_UNKNOWN_SHARE = 1 / 16
 
 
 def best_items(
     requests: Seq[SlateQuery], log_probs: Tensor, item_tokens: Tensor, first_item: int | None
 ) -> Tensor:
-    """Rank keys of the best usable items of requests over one trie.
+    """Returns rank keys of the best usable items of requests over one trie.
 
-    log_probs: [B, V] of each token at its own level. item_tokens: [I, L] of the trie's items.
-    first_item: token of item row 0 where roots hold items, None where they hold codes.
-    Returns [B, the largest k], NOTHING where a request has no more usable items.
+    Args:
+        requests: B requests.
+        log_probs: [B, V] log-probability of each token at its own level.
+        item_tokens: [I, L] tokens of the trie's items.
+        first_item: Token of item row 0 if histories hold items. None if they hold codes.
+
+    Returns:
+        [B, largest k] rank keys, NOTHING where a request has no more usable items.
     """
     items, most = item_tokens.shape[0], max(request.k for request in requests)
     usable = usable_items(requests, items, item_tokens.device)
@@ -48,9 +54,10 @@ def best_items(
             item_tokens,
             seeds,
             None if usable is None else usable[own],
-            GraphWalk(k=most, width=_width(first), steps=STEPS),
+            GraphWalk(k=most, width=first.width, steps=WALK_STEPS),
         )
         best[own] = found.best
+    # Walks that found too few items fall back to scoring all of them.
     counts = (best != NOTHING).sum(1).tolist() if walking else [0] * len(requests)
     rest = [b for b, request in enumerate(requests) if counts[b] < min(request.k, items)]
     if rest:
@@ -61,7 +68,7 @@ def best_items(
 
 
 def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) -> Tensor | None:
-    """[B, I] bool: what each request and the catalogue allow; None: everything."""
+    """Returns [B, I] bool: the items that each request and the catalogue allow. None: all items."""
     gone = gone_rows(requests[0].trie)
     open_ = all(r.allowed is None and (r.excluded is None or not r.excluded.size) for r in requests)
     if open_ and gone is None:
@@ -78,25 +85,20 @@ def usable_items(requests: Seq[SlateQuery], items: int, device: torch.device) ->
 
 
 def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) -> Tensor:
-    """[B, s] rows of the last items of each history, -1 where there are fewer or none are known."""
+    """Returns [B, s] rows of the last items of each history, -1 for unknown or missing ones."""
     if first_item is None:
         return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
-    tokens = [request.root.inputs.tokens[-LATEST:] - first_item for request in requests]
+    tokens = [request.root.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]
     rows = pad_sequence(tokens, batch_first=True, padding_value=-1)
     return torch.where((rows >= 0) & (rows < items), rows, -1)
 
 
 def _walking_together(requests: Seq[SlateQuery], items: int) -> list[list[int]]:
-    """Numbers of the requests that walk the same graph with the same width."""
+    """Returns groups of request numbers that walk the same graph with the same width."""
     parts: dict[tuple[int, int], list[int]] = {}
     for b, request in enumerate(requests):
         open_ = request.allowed is None or 2 * request.allowed.count >= items
         graph = request.graph
-        if graph is not None and open_ and items - graph.num_items <= MOST_UNKNOWN * items:
-            parts.setdefault((id(graph), _width(request)), []).append(b)
+        if graph is not None and open_ and items - graph.num_items <= MAX_UNKNOWN_SHARE * items:
+            parts.setdefault((id(graph), request.width), []).append(b)
     return list(parts.values())
-
-
-def _width(request: SlateQuery) -> int:
-    """Items followed in the last step: as many as a beam search would keep."""
-    return max(request.beam_width, request.k)

@@ -1,9 +1,17 @@
-"""Prefixes of semantic ids as token trees: what drafters of items and beam search propose.
+"""Prefixes of semantic ids as token trees: the drafts of beam search and of item drafters.
 
-A prefix with one child needs no score where a level is normalised over valid children (its child
-has log-probability 0); such a node is computed later, and only if something below it forks. Below
-the level from which the trie closes (`closing_level`) little forks, and a round costs more than a
-few nodes: what forks below the beams there is scored with them, and few answers need another round.
+Prefixes of one request share their beginnings. Three beams of level 2 make one tree of five nodes:
+
+    beams (3, 7), (3, 9), (5, 1)        3 -+- 7
+                                           '- 9
+                                        5 --- 1
+
+If a level is normalised over the valid children, a prefix with one child needs no score: the child
+has log-probability 0. Such a node is computed only when a prefix below it forks.
+
+Few prefixes fork below the trie's `closing_level`, and a round costs more than a few nodes. From
+that level on, all forks below the beams are scored together with the beams, so that few requests
+need another round.
 """
 
 from __future__ import annotations
@@ -22,14 +30,17 @@ from recserve.kernels.trie.trie_tree import tree_of_nodes
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.inputs import NodeInputs
 from recserve.search.beams import Beams
-from recserve.search.scored import Scored
+from recserve.search.scores import Scored
 
 
 @dataclass(frozen=True)
 class PrefixDraft(Draft):
-    """A draft of prefixes. query_keys [Tq]: key (as in Scored) of each computed node. guessed: it
-    may lack what beam search needs, and hold what it does not. cached: some of it proved
-    the same slates before.
+    """A draft of prefixes.
+
+    Attributes:
+        query_keys: [Tq] key (as in `Scored`) of each computed node.
+        guessed: Whether the draft may lack nodes that beam search needs, or hold others.
+        cached: Whether some of the nodes are a cached draft.
     """
 
     query_keys: Tensor | None = None
@@ -37,7 +48,7 @@ class PrefixDraft(Draft):
     cached: bool = False
 
     def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Key [Tq] and slot [Tq] of each computed node. slots [T]: of all nodes."""
+        """Returns key [Tq] and pool slot [Tq] of each computed node. slots: [T], of all nodes."""
         assert self.query_keys is not None
         return self.query_keys, slots if self.queries is None else slots[self.queries]
 
@@ -49,10 +60,14 @@ def draft_of_keys(
     level_offsets: Tensor,
     before: Scored | None = None,
 ) -> PrefixDraft:
-    """The nodes of these keys as token trees; those scored before are only read.
+    """Returns the nodes of the keys as token trees. Scored nodes are not computed again.
 
-    keys [n], duplicates allowed; with a node all nodes above it. level_offsets [L]: first token of
-    each level.
+    Args:
+        trie: Trie of the catalogue version.
+        keys: [n] keys (as in `Scored`), repeats allowed. With a node come all nodes above it.
+        num_trees: B.
+        level_offsets: [L] first token of each level.
+        before: Nodes that were scored before. None: no node was.
     """
     if dispatch.lays_out(keys):
         return _laid_out(trie, keys, num_trees, level_offsets, before)
@@ -62,6 +77,7 @@ def draft_of_keys(
     node_keys[built.index] = built.keys
     if before is None or not before.keys.shape[0]:
         return PrefixDraft(tree, NodeInputs(tokens), query_keys=node_keys)
+    # Scored nodes stay in the tree, since descendants attend to their slots; others are queries.
     row = before.find(node_keys)
     scored = torch.where(row >= 0, before.slots[row.clamp(min=0)], -1)
     queries = (scored < 0).nonzero().flatten()
@@ -71,25 +87,33 @@ def draft_of_keys(
 def _laid_out(
     trie: TrieView, keys: Tensor, num_trees: int, level_offsets: Tensor, before: Scored | None
 ) -> PrefixDraft:
-    """The same in C."""
+    """Computes `draft_of_keys` in C."""
     known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)
     laid = lay_out(trie.native, keys, num_trees, level_offsets, known, slots)
     inputs = NodeInputs(laid.query_tokens)
     return PrefixDraft(laid.tree, inputs, laid.queries, laid.slots, laid.query_keys)
 
 
-def wanted(beams: Beams, skip_single: bool) -> Tensor:
-    """[B, W] bool: beams whose children the target must score. skip_single: those that fork."""
+def needs_score(beams: Beams, skip_single: bool) -> Tensor:
+    """Returns [B, W] bool: beams whose children the target must score.
+
+    Args:
+        beams: The beams.
+        skip_single: Whether only beams that fork need a score.
+    """
     return beams.forked() if skip_single else beams.alive()
 
 
 def propose_beams(
     beams: Beams, level_offsets: Tensor, skip_single: bool, extra: Tensor | None = None
 ) -> PrefixDraft:
-    """Trees of all unscored nodes on the way to a beam that must be scored.
+    """Returns trees of all unscored nodes on the way to the beams that must be scored.
 
-    level_offsets [L]: first token of each level. extra [n]: keys of further nodes to score, each
-    with all nodes above it.
+    Args:
+        beams: The beams.
+        level_offsets: [L] first token of each level.
+        skip_single: Whether prefixes with one child are skipped.
+        extra: [n] keys of further nodes to score, each with all nodes above it.
     """
     closing = skip_single and beams.level >= beams.trie.closing_level
     natively = dispatch.lays_out(beams.nodes)
@@ -101,15 +125,15 @@ def propose_beams(
 
 
 def _unscored(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
-    """Keys of what a round scores. closing: whether it goes to the leaves."""
-    needed = beams.open() if closing else wanted(beams, skip_single)
+    """Returns keys of the prefixes that a round scores, down to the leaves if `closing`."""
+    needed = beams.open() if closing else needs_score(beams, skip_single)
     missing = needed & (beams.scored.find(beams.keys(beams.nodes)) < 0)
     keys = beams.keys(beams.paths)[missing].flatten()
     return torch.cat([keys, _below(beams, missing)]) if closing else keys
 
 
 def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor:
-    """The same in C."""
+    """Computes `_unscored` in C."""
     which = OPEN if closing else FORKED if skip_single else ALIVE
     below = beams.widths if closing else [0] * len(beams.sequences)
     prefixes = Prefixes(beams.log_probs, beams.paths)
@@ -117,8 +141,9 @@ def _unscored_natively(beams: Beams, skip_single: bool, closing: bool) -> Tensor
 
 
 def _below(beams: Beams, chosen: Tensor) -> Tensor:
-    """Keys of the prefixes with several items below the chosen beams [B, W], those of the better
-    beams first; of each request no more than it keeps beams.
+    """Returns keys of the prefixes with several items below the chosen beams [B, W].
+
+    Prefixes below better beams come first. Each request gets at most as many as its beam width.
     """
     trie, size = beams.trie, beams.trie.num_nodes
     above = chosen.flatten().nonzero().flatten()
@@ -127,6 +152,7 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
     for _ in range(beams.level + 1, trie.num_levels):
         if not keys.shape[0]:
             break
+        # A key is request * size + node.
         children = trie.children(keys % size)
         below = trie.leaves(children.nodes)
         row, column = (children.valid & (below.last - below.first > 1)).nonzero(as_tuple=True)
@@ -134,7 +160,32 @@ def _below(beams: Beams, chosen: Tensor) -> Tensor:
         above = above[row]
         found.append(keys)
         beam.append(above)
+    # Sort by beam (best first), then keep the first `width` prefixes of each request.
     order = torch.sort(torch.cat(beam), stable=True)
     keys, owners = torch.cat(found)[order.indices], order.values // beams.nodes.shape[1]
     place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
     return keys[place < on_device(beams.widths, keys.device)[owners]]
+
+
+def needed_prefixes(trie: TrieView, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+    """Returns keys (as in `Scored`) of the prefixes that decide the scores of given items.
+
+    Args:
+        trie: Trie of the items.
+        trie_nodes: [M, L] trie node of every prefix of every item.
+        owners: [M] request of each item.
+        skip: Whether to leave out prefixes below the last fork of a path. They add log-probability
+            0.
+
+    Returns:
+        [n] keys. The empty prefix is not among them.
+    """
+    prefixes = trie_nodes[:, :-1]
+    if skip:
+        forks = trie.num_children(prefixes) > 1
+        # Reversed running sum: a prefix counts if it or a prefix below it on the path forks.
+        needed = forks.int().flip(1).cumsum(1).flip(1) > 0
+    else:
+        needed = torch.ones_like(prefixes, dtype=torch.bool)
+    keys: Tensor = (owners[:, None] * trie.num_nodes + prefixes)[needed]
+    return keys

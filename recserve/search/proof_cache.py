@@ -1,7 +1,7 @@
-"""Proof cache: the prefixes that proved a slate stay with the cached root of the user.
+"""Proof cache: prefixes that proved a slate are stored with the user's cached root.
 
-The same request scores them in one forward and proves its slate anew, without the draft head and
-without a further round.
+When the same request comes again, one forward scores the cached prefixes and proves the slate. It
+needs neither the draft head nor another round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recserve.search.beams import Beams
 
 
 def cached_drafts(sequences: Seq[Sequence]) -> list[CachedDraft | None]:
-    """Returns the cached draft of each recommend request, None where there is none."""
+    """Returns the cached draft of each recommend request. None where there is none."""
     drafts = [(sequence.metadata.draft, sequence.request) for sequence in sequences]
     return [
         draft if draft and isinstance(request, SlateQuery) and draft.fits(request) else None
@@ -56,7 +56,7 @@ def cache_proof(beams: Beams, needed: Tensor) -> None:
 
     Args:
         beams: The requests.
-        needed: [n] keys, as in Scored, each with all above it.
+        needed: [n] keys (as in `Scored`), each with all prefixes above it.
     """
     needed = torch.unique(needed)
     size, count = beams.trie.num_nodes, len(beams.sequences)

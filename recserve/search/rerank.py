@@ -1,8 +1,9 @@
-"""Final order with a dense head: finished beams and the head's own best items, scored alike.
+"""Final ranking: finished beams, and the dense head's own best items, under one score.
 
-score = log-probability of the semantic id + dense_weight * log-probability under the dense head.
-The beams alone would cap what reranking can do at what the beams hold; the head's best W items, its
-dense_candidates, have their semantic ids scored in the same trees and compete with them.
+score = log-probability of the semantic id + dense_weight * log-probability under the dense head
+
+Reranking the beams alone could return only items of the beams. The dense candidates are the head's
+best W items. Their semantic ids are scored in the same trees, and they compete with the beams.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from recserve.kernels.trie.trie_children import DEAD
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams, DenseCandidates
-from recserve.search.candidates import needed_prefixes
 from recserve.search.capped import answer
-from recserve.search.descent import descend, searches
+from recserve.search.descent import descend, native_search_of
 from recserve.search.filters import RequestFilters
+from recserve.search.prefixes import needed_prefixes
 from recserve.search.scores import path_scores, root_scores
 
 
 def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
-    """Beams that carry the dense head's best allowed items, where a request weighs the head."""
+    """Returns beams with the dense head's best allowed items, if a request has a dense weight."""
     requests = beams.requests
     if not any(r.dense_weight for r in requests):
         return beams
     overlay = beams.trie.overlay
     replaced = None if overlay is None else overlay.replaced
-    dense = model.dense_scores(beams.tails, beams.trie.num_rows, replaced)
+    dense = model.dense_scores(beams.last_hidden, beams.trie.num_rows, replaced)
     open_scores = dense.clone()
     if overlay is not None and overlay.gone is not None:
         open_scores[:, overlay.gone] = DEAD
@@ -49,6 +50,7 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
             open_scores[b].masked_fill_(~mask, DEAD)
         if not request.dense_weight:
             open_scores[b] = DEAD
+    # One topk for all requests; ranks past a request's own width are invalid.
     width = min(max(r.width for r in requests), dense.shape[1])
     best = open_scores.topk(width, dim=1)
     rank = torch.arange(width, device=dense.device)
@@ -61,7 +63,7 @@ def with_dense_candidates(beams: Beams, model: Recommender) -> Beams:
 
 
 def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
-    """Beams whose dense_candidates know which prefixes the target must score for them."""
+    """Returns beams whose dense candidates hold the keys of their prefixes."""
     if beams.dense_candidates is None:
         return beams
     owners, rows = beams.dense_candidates.flat()
@@ -71,7 +73,7 @@ def with_dense_candidate_keys(beams: Beams, skip_single: bool) -> Beams:
 
 
 def dense_candidate_keys(beams: Beams) -> Tensor | None:
-    """Keys of the dense_candidates' prefixes; None where there are none, or all are scored."""
+    """Returns the keys of the candidates' unscored prefixes, None if there are none."""
     dense_candidates = beams.dense_candidates
     return (
         None
@@ -81,26 +83,29 @@ def dense_candidate_keys(beams: Beams) -> Tensor | None:
 
 
 def with_dense_candidate_scores(beams: Beams, model: Recommender) -> Beams:
-    """Beams whose dense_candidates know their log-probabilities, as soon as their prefixes are
-    scored.
-    """
+    """Returns beams with scored dense candidates, once all their prefixes are scored."""
     keys = dense_candidate_keys(beams)
     if keys is None or bool((beams.scored.find(keys) < 0).any()):
         return beams
     assert beams.dense_candidates is not None
-    if (search := searches(beams, model.search)) is not None:
+    if (search := native_search_of(beams, model.search)) is not None:
         return with_log_probs(beams, searched_scores(beams, search))
     owners, rows = beams.dense_candidates.flat()
     nodes = beams.trie.nodes_of_items(rows)
-    scores = root_scores(beams.trie, nodes, owners, beams.tails, model)
+    scores = root_scores(beams.trie, nodes, owners, beams.last_hidden, model)
     scores = scores + path_scores(beams.trie, nodes, owners, beams.scored, model)
     return with_log_probs(beams, scores)
 
 
 def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None = None) -> Tensor:
-    """Returns the [n] log-probabilities of valid candidates, ordered as `DenseCandidates.flat`.
+    """Returns [n] log-probabilities of the valid candidates, ordered as in `DenseCandidates.flat`.
 
-    A search in C that only the candidates may pass finds all of them. contexts: as for `descend`.
+    A search in C, filtered to the candidates alone, finds all of them.
+
+    Args:
+        beams: The requests.
+        search: Search of the model or head.
+        contexts: As in `descend`.
     """
     dense_candidates, trie = beams.dense_candidates, beams.trie
     assert dense_candidates is not None
@@ -124,18 +129,19 @@ def searched_scores(beams: Beams, search: NativeSearch, contexts: Tensor | None 
     found = descend(alone, search, trie.num_levels, widths, contexts=contexts).at(trie.num_levels)
     items, scores = trie.items_of_leaves(found.nodes), []
     for rows, there, log_probs in zip(own, items, found.log_probs, strict=True):
+        # Beams come best first: sort them by item row to look the candidates up.
         order = there[: rows.shape[0]].long().argsort()
         scores.append(log_probs[order][torch.searchsorted(there[order].long(), rows)])
     return torch.cat(scores)
 
 
 def _only(trie: TrieView, rows: Tensor) -> LeafFilter:
-    """Only these items."""
+    """Returns a filter that allows only these items."""
     return LeafFilter(added=trie.leaf_ranks(rows).long().sort().values)
 
 
 def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
-    """Beams whose dense_candidates have log-probabilities. scores [n]: of each valid one."""
+    """Returns beams whose valid dense candidates have the log-probabilities `scores` [n]."""
     assert beams.dense_candidates is not None
     log_probs = torch.full(beams.dense_candidates.rows.shape, DEAD, device=scores.device)
     log_probs[beams.dense_candidates.valid] = scores.float()
@@ -143,37 +149,41 @@ def with_log_probs(beams: Beams, scores: Tensor) -> Beams:
 
 
 def slates(beams: Beams, exact: bool) -> list[Slate | Continuation | NotFinite]:
-    """The k best items of each request under its caps, best first; equal scores in the order of
-    item rows. Fewer beams than a request keeps are all items that it may have.
+    """Returns the k best items of each request under its caps, best first, ties in item-row order.
 
-    Dense candidates, where there are any, have log-probabilities. exact: whether all scores are
-    the target's own. A request whose states or scores are not finite has NotFinite instead.
+    A request with fewer live beams than its width has found all items that it allows. A request
+    whose states or scores are not finite gets NotFinite.
+
+    Args:
+        beams: Finished beams. Their dense candidates have log-probabilities.
+        exact: Whether all scores are the target's own.
     """
     rows, scores = beams.trie.items_of_leaves(beams.nodes), beams.log_probs
     if (dense_candidates := beams.dense_candidates) is not None:
         rows, alive = rows.long(), beams.alive()
         scores = scores + dense_candidates.weights * dense_candidates.dense.gather(1, rows)
+        # Candidates that are beams already must not appear twice.
         again = ((dense_candidates.rows[:, :, None] == rows[:, None, :]) & alive[:, None, :]).any(
             -1
         )
         alive = torch.cat([alive, dense_candidates.valid & ~again], dim=1)
         rows = torch.cat([rows, dense_candidates.rows], dim=1)
         scores = torch.cat([scores, dense_candidates.scores], dim=1).masked_fill(~alive, DEAD)
-    if beams.flaws is not None:  # as one more beam, dead or NaN, so that nothing else is read
+    if beams.flaws is not None:  # one more column, -inf or NaN, so that the host reads one tensor
         scores = torch.cat([scores, (beams.flaws + DEAD)[:, None]], dim=1)
         rows = F.pad(rows, (0, 1))
     rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
     flawed = np.isnan(scores_read).any(axis=1)
-    # Few numbers: the host has sorted them before a device would begin.
+    # The host sorts so few numbers faster than a device could start.
     order = np.lexsort((rows_read, -scores_read))
     answers: list[Slate | Continuation | NotFinite] = []
     alive_read = scores_read > DEAD
-    kept = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
+    num_alive = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
     for b, (sequence, width) in enumerate(zip(beams.sequences, beams.widths, strict=True)):
         if flawed[b]:
             answers.append(NotFinite())
             continue
         places = order[b, : np.count_nonzero(alive_read[b])]
         found = rows_read[b, places], scores_read[b, places]
-        answers.append(answer(sequence, *found, complete=bool(kept[b] < width), exact=exact))
+        answers.append(answer(sequence, *found, complete=bool(num_alive[b] < width), exact=exact))
     return answers

@@ -1,4 +1,6 @@
-"""Full beam search as a verifier: children of the scored prefixes, the best W of them kept.
+"""Beam search as the verifier of drafts: the best W children of scored prefixes.
+
+A round is `propose` (prefixes.py), one forward, `record`, then `advance`, level by level.
 
 Ties go to the lower trie node, which is the lexicographically smaller semantic id.
 """
@@ -8,84 +10,90 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.finite import flaws_of, without_flaws
 from recserve.core.request import SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.native_search import KNOWN, MISSING, NativeSearch
 from recserve.kernels.trie.trie_children import DEAD
 from recserve.models.recommender import Recommender
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER, bound_places, value_at
-from recserve.search.descent import descend, searches
-from recserve.search.expansion import best_children
+from recserve.search.descent import descend, native_search_of
+from recserve.search.expansion import NO_BOUND, best_children, bound_places, value_at
 from recserve.search.filters import RequestFilters, leaf_filter
-from recserve.search.prefixes import PrefixDraft, wanted
-from recserve.search.scored import nothing_scored
-
-LANES = 16  # a sum over whole vectors does not depend on how many empty columns follow
+from recserve.search.prefixes import PrefixDraft, needs_score
+from recserve.search.scores import level_scores, nothing_scored
 
 
 def start(beams: Beams, model: Recommender) -> Beams:
-    """Level 1 of beams at level 0, from the hidden states of the last root tokens."""
-    if searches(beams, model.search) is not None:
+    """Returns the beams of level 1, and of further levels if their prefixes are scored.
+
+    The last hidden state of the root scores level 1.
+    """
+    if native_search_of(beams, model.search) is not None:
         return advance(beams, model)
-    return advance(expand(beams, beams.tails, model), model)
+    return advance(expand(beams, beams.last_hidden, model), model)
 
 
 def begin(sequences: tuple[Sequence, ...], by_children: bool, filtered: bool = True) -> Beams:
-    """Level 0: the empty prefix of each request. All over one trie.
+    """Returns level 0: the empty prefix of each request.
 
-    by_children: levels will be normalised over the valid children, so that prefixes can be left out
-    that cannot enter an answer. filtered: with the requests' filters.
+    Args:
+        sequences: The requests, all over one trie.
+        by_children: Whether levels are normalised over the valid children. Prefixes that cannot
+            enter the result may then be dropped.
+        filtered: Whether the requests' filters apply.
     """
     requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
     trie = requests[0].trie
-    tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-    assert tails.shape[0] == len(sequences), "a root is not computed"
+    last_hidden = stacked_last_hidden(sequences)
     flaws = None
-    if tails.is_cuda:  # on a CPU the lane has looked already
-        flaws = _root_flaws(sequences, tails)
-        tails = without_flaws(tails, flaws)
-    top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=tails.device)
-    places = bound_places(requests, tails.device) if by_children else None
+    if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
+        flaws = _root_flaws(sequences, last_hidden)
+        last_hidden = without_flaws(last_hidden, flaws)
+    # The empty prefix is trie node 0.
+    top = torch.zeros(len(sequences), 1, dtype=torch.int64, device=last_hidden.device)
+    places = bound_places(requests, last_hidden.device) if by_children else None
     filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
     return Beams(
-        sequences,
-        RequestFilters(trie, tuple(filters)),
-        trie,
-        0,
-        top,
-        torch.zeros(top.shape, device=tails.device),
-        torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=tails.device),
-        tails,
-        nothing_scored(tails),
+        sequences=sequences,
+        filters=RequestFilters(trie, tuple(filters)),
+        trie=trie,
+        level=0,
+        nodes=top,
+        log_probs=torch.zeros(top.shape, device=last_hidden.device),
+        paths=torch.empty(len(sequences), 1, 0, dtype=torch.int64, device=last_hidden.device),
+        last_hidden=last_hidden,
+        scored=nothing_scored(last_hidden),
         places=places,
         flaws=flaws,
     )
 
 
-def _root_flaws(sequences: tuple[Sequence, ...], tails: Tensor) -> Tensor:
-    """[B] of the last states [B, E] of the roots, and of the placeholders' behind them."""
+def _root_flaws(sequences: tuple[Sequence, ...], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
         if s.placeholders is not None and s.placeholder_states is not None
     ]
-    flaws = flaws_of(tails)
+    flaws = flaws_of(last_hidden)
     return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
 
 
 def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-    """Beams that know the scored prefixes of a draft.
+    """Returns beams that hold the scored prefixes of a draft.
 
-    slots [T]: pool slot of every node of the draft; hidden [Tq, E] of its computed nodes.
+    Args:
+        beams: The requests.
+        draft: The draft that the forward computed.
+        slots: [T] pool slot of every node.
+        hidden: [Tq, E] states of the computed nodes.
     """
     keys, slots = draft.computed(slots)
-    if hidden.is_cuda:  # on a CPU the lane has looked already
+    if hidden.is_cuda:  # on a CPU the scheduler has checked already
         flaws = flaws_of(hidden)
         hidden, owners = without_flaws(hidden, flaws), keys // beams.trie.num_nodes
         beams = beams.with_flaws(flaws.new_zeros(len(beams.sequences)).index_add(0, owners, flaws))
@@ -93,10 +101,12 @@ def record(beams: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> B
 
 
 def advance(beams: Beams, model: Recommender) -> Beams:
-    """Level by level while every beam that must be scored is scored: then the best W children are
-    those of full beam search, whoever drafted them.
+    """Returns the beams of the deepest level that the scored prefixes prove.
+
+    A level advances once every beam that needs a score has one. Its best W children are then those
+    of full beam search, whichever drafter proposed them.
     """
-    if (search := searches(beams, model.search)) is not None:
+    if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.trie.num_levels, beams.widths, stops=True)
         return found.at(found.level) if found.level > beams.level else beams
     while not beams.finished and (deeper := one_level_deeper(beams, model)) is not None:
@@ -105,11 +115,14 @@ def advance(beams: Beams, model: Recommender) -> Beams:
 
 
 def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
-    """None where a beam that must be scored is not. One look at the device."""
-    if (search := searches(beams, model.search)) is not None:
+    """Returns the beams of the next level, None if a beam that needs a score has none.
+
+    The host waits once for the device.
+    """
+    if (search := native_search_of(beams, model.search)) is not None:
         found = descend(beams, search, beams.level + 1, beams.widths, stops=True)
         return found.at(found.level) if found.level > beams.level else None
-    needed = wanted(beams, model.config.normalization == "children")
+    needed = needs_score(beams, model.config.normalization == "children")
     row = beams.scored.find(beams.keys(beams.nodes))
     if bool((needed & (row < 0)).any()):
         return None
@@ -117,16 +130,21 @@ def one_level_deeper(beams: Beams, model: Recommender) -> Beams | None:
 
 
 def _states(beams: Beams, row: Tensor) -> Tensor:
-    """[B * W, E] of the given rows [B, W] of `scored`, some state where a row is -1."""
-    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.tails
+    """Returns [B * W, E] states of the rows [B, W] of `scored`, any state where the row is -1."""
+    table = beams.scored.hidden if beams.scored.keys.shape[0] else beams.last_hidden
     return table[row.flatten().clamp(min=0)]
 
 
 @dataclass(frozen=True)
 class ScoredSearch:
-    """What scored prefixes lead to. proven: whether it is the answer of full beam search. missing
-    [n]: keys of the prefixes that could still change it, each with all above it. needed [n]: keys
-    of the scored ones without which this would not be known; none where nobody asked.
+    """Result of a beam search over the scored prefixes.
+
+    Attributes:
+        beams: The finished beams.
+        proven: Whether their slates equal those of full beam search.
+        missing: [n] keys of the unscored prefixes that could still change the result, each with all
+            prefixes above it.
+        needed: [n] keys of the scored prefixes that the proof depends on. Empty if not requested.
     """
 
     beams: Beams
@@ -136,13 +154,19 @@ class ScoredSearch:
 
 
 def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> ScoredSearch:
-    """Beam search in which what is not scored leads nowhere.
+    """Searches over the scored prefixes only: an unscored prefix has no children.
 
-    What it finds above the best prefix that it had to leave out is what full beam search has there
-    (search/bounds.py), so k items above it are the answer. collect: what was needed.
+    Above the best prefix that the search dropped, it finds what full beam search finds
+    (search/expansion.py). The slate is proven if k items are above that prefix.
+
+    Args:
+        beams: The beams to start from.
+        model: The target.
+        collect: Whether to collect the prefixes that the proof needs.
     """
-    wants = [NEVER if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
-    if (search := searches(beams, model.search)) is not None:
+    # With caps or a dense head nothing is bounded: the slate is proven if no score is missing.
+    wants = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in beams.requests]
+    if (search := native_search_of(beams, model.search)) is not None:
         return _search_natively(beams, search, wants, collect)
     places = on_device(wants, beams.nodes.device)[:, None]
     lost = torch.full(places.shape, DEAD, device=beams.nodes.device)
@@ -150,28 +174,31 @@ def search_scored(beams: Beams, model: Recommender, collect: bool = False) -> Sc
     used: list[tuple[Tensor, Tensor]] = []
     skip_single = model.config.normalization == "children"
     while not beams.finished:
-        needed = wanted(beams, skip_single)
+        needed = needs_score(beams, skip_single)
         row = beams.scored.find(beams.keys(beams.nodes))
         gone = needed & (row < 0)
         if bool(gone.any()):
+            # Unscored prefixes die here; `lost` is the best score among them.
             held = beams.log_probs.masked_fill(~gone, DEAD)
             lost = torch.maximum(lost, held.amax(1, keepdim=True))
             left_out.append((held, beams.keys(beams.paths)))
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(gone, DEAD))
         if collect:
+            # Scored prefixes that were followed: the proof may depend on them.
             held = beams.log_probs.masked_fill(~(needed & ~gone), DEAD)
             used.append((held, beams.keys(beams.paths)))
         beams = expand(beams, _states(beams, row), model)
+    # The slate stands if its k-th score beats every prefix that died for lack of a score.
     kth = value_at(beams.log_probs, places)
     proven = bool(((kth > lost) | (lost == DEAD)).all())
-    missing = _that_matter([] if proven else left_out, kth)
-    return ScoredSearch(beams, proven, missing, _that_matter(used, kth))
+    missing = _keys_reaching([] if proven else left_out, kth)
+    return ScoredSearch(beams, proven, missing, _keys_reaching(used, kth))
 
 
 def _search_natively(
     beams: Beams, search: NativeSearch, wants: list[int], collect: bool
 ) -> ScoredSearch:
-    """The same in C. wants [B]: places as in search/bounds.py."""
+    """Computes `search_scored` in C. wants: [B] ranks as in search/expansion.py."""
     found = descend(beams, search, beams.trie.num_levels, beams.widths)
     kth, lost = found.scores_at(wants), found.levels.lost
     proven = all(least > gone or gone == DEAD for least, gone in zip(kth, lost, strict=True))
@@ -181,11 +208,15 @@ def _search_natively(
     return ScoredSearch(found.at(found.level), proven, missing, needed)
 
 
-def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
-    """Keys of those that reach the score of the k-th item, each with all above it.
+def _keys_reaching(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
+    """Returns keys of the prefixes that score at least as much as the k-th item.
 
-    prefixes: of each level, log-probabilities [B, W], -inf where they do not count, and keys of
-    their paths [B, W, level]. kth [B, 1].
+    With a prefix come all prefixes above it.
+
+    Args:
+        prefixes: For each level, log-probabilities [B, W], -inf where a prefix does not count, and
+            keys [B, W, level] of the paths.
+        kth: [B, 1] score of the k-th item.
     """
     if not prefixes:
         return kth[:0, 0].long()
@@ -197,37 +228,13 @@ def _that_matter(prefixes: list[tuple[Tensor, Tensor]], kth: Tensor) -> Tensor:
 
 
 def expand(beams: Beams, hidden: Tensor, model: Recommender) -> Beams:
-    """All allowed children of all beams, the best W of each request, without a host sync.
+    """Returns the best W allowed children of each request, without a host sync.
 
-    hidden [B * W, E] at the last node of each beam, anything finite at those that need none.
+    Args:
+        beams: The beams.
+        hidden: [B * W, E] state at the last node of each beam. Any finite state where none is
+            needed.
+        model: The target.
     """
     logits, normalizers = level_scores(model, hidden, beams.level)
     return best_children(beams, logits, beams.widths, normalizers)
-
-
-def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, C] of a level's codes at states [n, E], and what is subtracted from each row to
-    make them log-probabilities, None: what normalises them over the valid children.
-    """
-    if model.config.normalization == "children":
-        return model.level_logits(hidden, level), None
-    logits = model.full_logits(hidden).float()
-    start = model.config.level_offsets[level]
-    own = logits[:, start : start + model.config.codebook_sizes[level]]
-    return own, logits.logsumexp(-1)
-
-
-def level_log_probs(
-    model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
-) -> Tensor:
-    """Log-probabilities of the given codes at one level.
-
-    hidden [n, E], codes and valid [n, M] -> [n, M] float32, meaningless where not valid. Normalised
-    over the valid codes of the row, or over the whole vocabulary, as the model was trained.
-    """
-    if model.config.normalization == "children":
-        logits = model.level_logits(hidden, level).float().gather(1, codes)
-        logits = F.pad(logits.masked_fill(~valid, DEAD), (0, -codes.shape[1] % LANES), value=DEAD)
-        return logits.log_softmax(-1)[:, : codes.shape[1]]
-    logits = model.full_logits(hidden).float()
-    return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])

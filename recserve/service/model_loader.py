@@ -22,7 +22,7 @@ from recserve.models.loading import DTYPES
 from recserve.models.packing import fastest_dtype
 from recserve.models.ranker import Ranker, load_ranker
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.service.catalog.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

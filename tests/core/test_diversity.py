@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.diversity import Cap, first_k, still_open
-from recserve.core.prefix_groups import PrefixGroups
+from recserve.core.diversity import Cap, PrefixGroups, first_k, still_open
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.listed_groups import ListedGroups

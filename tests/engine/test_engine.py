@@ -27,7 +27,7 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 

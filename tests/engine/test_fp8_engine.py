@@ -19,7 +19,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.packing import packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.server.app import load
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation

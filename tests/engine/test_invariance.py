@@ -18,7 +18,7 @@ from recserve.kernels.cpu.exact_attention import ExactTreeAttention
 from recserve.models.packing import PackedLinear, packable
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import Candidate, RankRequest, RecommendRequest, UserRef
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering

@@ -19,7 +19,7 @@ from recserve.models.dense_retriever import (
 )
 from recserve.search import dense
 from recserve.search.dense import merge_alike, split_budgets
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from tests.support.dense_worlds import ORDINARY, SMALL, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root
@@ -44,7 +44,7 @@ def plain_merge(vectors, budgets):
     merged = [0] * len(budgets)
     order = sorted(range(len(budgets)), key=lambda v: -budgets[v])
     for place, v in enumerate(order):
-        alike = [u for u in order[:place] if float(vectors[u] @ vectors[v]) >= dense.ALIKE]
+        alike = [u for u in order[:place] if float(vectors[u] @ vectors[v]) >= dense.MERGE_COSINE]
         leaders[v] = leaders[alike[0]] if alike else v
         merged[leaders[v]] += budgets[v]
     return merged

@@ -21,7 +21,7 @@ from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.prefix_head import load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender, load_recommender, save_recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies import SpeculativeStrategy
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.tiny_bundle import shared_bundle

@@ -190,7 +190,7 @@ def test_a_model_of_level_heads_alone_offers_what_it_learned():
     engine = build_engine(EngineModels(model), SMALL)
     assert engine.strategies == ("rpg",)
     root = root_of(model, [4, 9])
-    with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('parallel',\)"):
+    with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('rpg',\)"):
         engine.run(SlateQuery(root, trie, 5, 5))
     rows = np.array([7, 0, 7, 79])
     requests = [LikelihoodQuery(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
@@ -271,7 +271,7 @@ def test_the_service_answers_from_it(product, tmp_path):
         body = RankRequest(user=user, candidates=candidates, scorer="likelihood")
         ranked = service.rank(body)
         assert [item.item_id for item in ranked.items] == [item.item_id for item in answer.items]
-        with pytest.raises(InvalidRequest, match="expected one of auto, parallel, got 'beam'"):
+        with pytest.raises(InvalidRequest, match="expected one of auto, rpg, got 'beam'"):
             service.recommend(RecommendRequest(user=user, strategy="beam"))
         with pytest.raises(InvalidRequest, match="does not use it"):
             service.recommend(RecommendRequest(user=user, dense_weight=1.0))

@@ -11,8 +11,8 @@ from recserve.core.diversity import Cap
 from recserve.core.request import LikelihoodQuery, RootKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search import guided, threshold
-from recserve.search.heads import Heads
+from recserve.search import specgr
+from recserve.search.recommend_strategy import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import draw_root
@@ -60,7 +60,7 @@ def open_rows(request):
 def drafts(monkeypatch):
     """What was proposed: (request number or None, beam nodes, rows), in order."""
     seen = []
-    freely, below = guided.draft_freely, guided.draft_under_beams
+    freely, below = specgr.draft_freely, specgr.draft_under_beams
 
     def free(beams, *rest):
         items = freely(beams, *rest)
@@ -78,14 +78,14 @@ def drafts(monkeypatch):
         )
         return items
 
-    monkeypatch.setattr(guided, "draft_freely", free)
-    monkeypatch.setattr(guided, "draft_under_beams", under)
+    monkeypatch.setattr(specgr, "draft_freely", free)
+    monkeypatch.setattr(specgr, "draft_under_beams", under)
     return seen
 
 
 @pytest.mark.parametrize("lift", [1e-9, 1.0, 3.0, 8.0, 1e9], ids="lift{:g}".format)
 def test_slates_equal_a_plain_loop_over_what_was_proposed(world, lift, drafts, monkeypatch):
-    monkeypatch.setattr(threshold, "LIFT", lift)
+    monkeypatch.setattr(specgr, "MIN_LIFT", lift)
     guided_drafts = 0
     for seed in range(12):
         request = ask(world, seed, 3 + seed % 9, 12, **drawn_fields(seed))
@@ -120,13 +120,13 @@ def test_slates_equal_a_plain_loop_over_what_was_proposed(world, lift, drafts, m
 
 def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
     """What a guided draft leaves out is farther from the user's vectors than what it holds."""
-    monkeypatch.setattr(threshold, "LIFT", 1e9)
-    below, compared = guided.draft_under_beams, 0
+    monkeypatch.setattr(specgr, "MIN_LIFT", 1e9)
+    below, compared = specgr.draft_under_beams, 0
 
     def under(beams, retriever, lacking, judged, skip):
         nonlocal compared
         items = below(beams, retriever, lacking, judged, skip)
-        open_ = guided._open_below(beams, 0, judged[0])
+        open_ = specgr._open_below(beams, 0, judged[0])
         if open_.sum() > (size := beams.widths[0]):
             request = ask(world, 5, size, size, "dense", allowed=AllowedItems.of(open_))
             found = build_engine(EngineModels(world.model, heads=world.engine_heads), SMALL).run(
@@ -137,13 +137,13 @@ def test_below_the_beams_are_the_nearest_items(world, monkeypatch):
         return items
 
     world.engine_heads = Heads(retriever=world.retriever)
-    monkeypatch.setattr(guided, "draft_under_beams", under)
+    monkeypatch.setattr(specgr, "draft_under_beams", under)
     world.engine.run(ask(world, 5, 4, 4))
     assert compared
 
 
 def test_company_does_not_change_a_slate(world, monkeypatch):
-    monkeypatch.setattr(threshold, "LIFT", 4.0)
+    monkeypatch.setattr(specgr, "MIN_LIFT", 4.0)
     requests = [ask(world, seed, 2 + seed, 12, **drawn_fields(seed)) for seed in range(10)]
     others = [ask(world, 90, 5, 8, "beam"), ask(world, 91, 5, 8, "dense")]
     together = world.engine.run_many([*requests, *others])
@@ -158,7 +158,7 @@ def test_company_does_not_change_a_slate(world, monkeypatch):
 
 
 def test_one_forward_is_enough_where_k_are_accepted(world, monkeypatch):
-    monkeypatch.setattr(threshold, "LIFT", 1e-9)
+    monkeypatch.setattr(specgr, "MIN_LIFT", 1e-9)
     slate = world.engine.run(ask(world, 3, 5))
     assert slate.rounds == slate.timing.forwards == 1 and len(slate.rows) == 5
 

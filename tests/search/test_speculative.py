@@ -13,9 +13,9 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.nezha import load_self_draft, save_self_draft
-from recserve.search.draft_plan import NO_DRAFT, draft_plan, work
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies import SpeculativeStrategy, speculative
+from recserve.search.strategies.speculative import NO_DRAFT, draft_plan, work
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_drafters.calibration import calibrate

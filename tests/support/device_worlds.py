@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.diversity import Cap
-from recserve.core.prefix_groups import PrefixGroups
+from recserve.core.diversity import Cap, PrefixGroups
 from recserve.core.request import (
     LikelihoodQuery,
     PrewarmQuery,
@@ -35,7 +34,7 @@ from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender, RecommenderConfig
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.lookahead import LookaheadDrafter

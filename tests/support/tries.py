@@ -10,7 +10,7 @@ from recserve.kernels.trie.trie_insertion import overlay_trie
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.recommender import Recommender, RecommenderConfig
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 
 
 def draw_codes(items: int, sizes: tuple[int, ...], seed: int = 0) -> torch.Tensor:

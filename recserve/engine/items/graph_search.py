@@ -186,7 +186,7 @@ class GraphSearch:
     def load(self, beams: Beams) -> None:
         """Put requests that fit where the search reads them. beams: at level 0."""
         self._put(beams.sequences)
-        self.scorer.load(beams.sequences, beams.tails)
+        self.scorer.load(beams.sequences, beams.last_hidden)
         self.trie.load(beams.trie)
         self._filter.load(beams.trie, beams.requests)
         if beams.dense_candidates is not None:

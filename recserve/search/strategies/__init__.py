@@ -1,4 +1,4 @@
-"""The strategies: how each kind of item request becomes an answer, one file each."""
+"""Strategies: one file for each way to answer an item request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full beam search: the tree grows by one level a round."""
+"""Strategy `beam`: full beam search, in which the tree grows by one level per round."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
-from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, propose_beams
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 
 
 class BeamStrategy(TreeStrategy, RecommendStrategy):
-    """Full beam search, one level a round."""
+    """Full beam search, one level per round."""
 
     name = "beam"
     exact = True
@@ -30,7 +29,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
     invariant = True
     auto = "default"
     replays = "beam"
-    missing = "this recommender learned all levels at once; choose rpg"
+    missing = "this recommender predicts all levels at once; choose strategy rpg"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
@@ -39,12 +38,17 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For every recommender that learned its codes one after another."""
+        """Returns the strategy for every recommender that predicts codes one after another."""
         return cls(model) if model.config.autoregressive else None
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """W nodes at each level but the last; as many below them in the rounds that go deeper at
-        once; and once more as many as levels where the dense head has its say.
+        """Returns the most nodes that a request can have computed: the sum of three parts.
+
+        - Beam search computes up to W nodes at each level except the last.
+        - Rounds that score all forks at once compute up to W nodes at each level below the closing
+          level.
+        - Dense candidates add up to W nodes at each level except the last, if the request has a
+          dense weight.
         """
         width, trie = request.width, request.trie
         nodes = sum(min(width, size) for size in trie.level_sizes[1 : trie.num_levels])
@@ -53,7 +57,7 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         return nodes + width * (trie.num_levels - 1) * bool(request.dense_weight)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """Level 1 comes with the root's last hidden state; all levels where that is recorded."""
+        """Returns level 1 by the root's last hidden state, or a captured search's result."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         return self.begin(sequences)
@@ -63,9 +67,9 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
         1. Level 0 of each request, with its filters.
         2. The dense head's best items, which compete with the finished beams.
-        3. Level 1, scored from the last hidden state of the root; bounds use the scores of 2 only
-           once all of them are known.
-        4. The prefixes that the target must score for the items of 2.
+        3. Level 1, scored from the last hidden state of the root. Bounds use the scores of step 2
+           only once all of them are known.
+        4. The prefixes that the target must score for the items of step 2.
         5. Their scores, if the root alone gives them.
         """
         beams = beam_verify.begin(tuple(sequences), self.skip_single)
@@ -74,22 +78,22 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
         return rerank.with_dense_candidate_scores(beams, self.model)
 
     def finished(self, state: Beams) -> bool:
-        """True when the beams are leaves and every item that competes is scored."""
+        """Returns whether the beams are leaves and every competing item is scored."""
         return state.finished and rerank.dense_candidate_keys(state) is None
 
     def propose(self, state: Beams) -> Draft:
-        """The prefixes that fork, and in the first round those of the dense head's best items."""
+        """Returns the prefixes that fork, and in the first round those of the dense candidates."""
         return self._draft(state, rerank.dense_candidate_keys(state))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """As many levels deeper as the scored prefixes prove."""
+        """Returns beams as many levels deeper as the scored prefixes prove."""
         scored = beam_verify.record(state, draft, slots, hidden)
         return beam_verify.advance(
             rerank.with_dense_candidate_scores(scored, self.model), self.model
         )
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Slates."""
+        """Returns the slates."""
         return rerank.slates(state, exact=self.exact)
 
     def _draft(self, state: Beams, extra: Tensor | None) -> Draft:
@@ -97,11 +101,11 @@ class BeamStrategy(TreeStrategy, RecommendStrategy):
 
 
 def level_offsets_of(model: Recommender) -> Tensor:
-    """[L] first token of each level, on the model's device."""
+    """Returns [L] the first token of each level, on the model's device."""
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)
 
 
 def request_of(sequence: Sequence) -> SlateQuery:
-    """What a sequence of a recommend strategy was asked."""
+    """Returns the query of a recommend sequence."""
     assert isinstance(sequence.request, SlateQuery)
     return sequence.request

@@ -1,4 +1,7 @@
-"""Nearest neighbours of vectors made from the root's last state; nothing is scored in a tree."""
+"""Strategy `dense`: nearest neighbours of query vectors made from the root's last state.
+
+No tree is scored.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,31 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 
 from recserve.core.request import Result, Slate
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search.dense import Retrieved, nearest
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
 @dataclass(frozen=True)
 class Retrievals:
-    """Requests and the items that were found for them."""
+    """Requests and the items retrieved for them.
+
+    Attributes:
+        sequences: The requests.
+        found: The items of each request.
+    """
 
     sequences: tuple[Sequence, ...]
     found: list[Retrieved]
 
 
 class DenseStrategy(RecommendStrategy):
-    """One vector per outcome and time offset, the nearest items of all of them; no round at all.
+    """Retrieval with one vector per outcome and time offset, without any tree round.
 
     Scores are cosines times the retriever's scale: the logits of its training softmax.
     """
@@ -46,22 +52,22 @@ class DenseStrategy(RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a retriever."""
+        """Returns the strategy for a recommender with a retriever."""
         if heads.retriever is None or not model.config.autoregressive:
             return None
         return cls(heads.retriever)
 
     def start(self, sequences: Seq[Sequence]) -> Retrievals:
-        """All of the work: one pass through the head, one search for all requests."""
+        """Runs the head once and one index search for all requests."""
         began = time.perf_counter()
-        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-        found = nearest(self.retriever, tails, [request_of(s) for s in sequences])
+        last_hidden = stacked_last_hidden(sequences)
+        found = nearest(self.retriever, last_hidden, [request_of(s) for s in sequences])
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return Retrievals(tuple(sequences), found)
 
     def finish(self, state: Retrievals) -> list[Result]:
-        """Slates, not those of beam search."""
+        """Returns the slates. They are not those of beam search."""
         return [
             Slate(found.rows, found.cosines * self.scale, self.exact, 0, sequence.timing)
             for found, sequence in zip(state.found, state.sequences, strict=True)

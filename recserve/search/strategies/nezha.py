@@ -1,4 +1,4 @@
-"""The self-draft head alone: one forward of the target, then a beam search in the head."""
+"""Strategy `nezha`: one forward of the target, then beam search in the self-draft head alone."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams, DenseCandidates
-from recserve.search.descent import searches
+from recserve.search.descent import native_search_of
 from recserve.search.head_search import item_log_probs, search
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 
 
 class NezhaStrategy(RecommendStrategy):
-    """NEZHA: placeholders behind the root, and every level drawn by the self-draft head.
+    """NEZHA: placeholder tokens after the root, and beam search in the self-draft head.
 
-    Valid by the trie and the filters at every level, but scored by the head: `exact` is false. With
-    a dense head its weighted log-probability is added and its best items compete, as for `beam`.
+    The trie and the filters restrict every level. The head alone scores the items, so `exact` is
+    False. With a dense weight, the dense head's log-probability is added and its best items
+    compete, as in `beam`.
     """
 
     name = "nezha"
     dense_weight = "used"
     auto = "hurried"
     replays = "nezha"
-    missing = "no head was trained; run `recserve train drafter --name nezha`"
+    missing = "no self-draft head was trained; run `recserve train drafter --name nezha`"
 
     def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
         self.model, self.head = model, head
@@ -45,17 +45,17 @@ class NezhaStrategy(RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a self-draft head."""
+        """Returns the strategy for a recommender with a self-draft head."""
         if heads.nezha is None or not model.config.autoregressive:
             return None
         return cls(model, heads.nezha)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """The placeholders."""
+        """Returns the number of placeholders, which take tree slots."""
         return 0 if self.placeholders is None else len(self.placeholders)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """The whole search: all that it reads of the target came with the root."""
+        """Runs the whole search, which reads only the states of the root's forward."""
         if self.recorded is not None and (found := self.recorded(sequences)) is not None:
             return found
         beams = beam_verify.begin(tuple(sequences), by_children=True)
@@ -66,7 +66,7 @@ class NezhaStrategy(RecommendStrategy):
         return found
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Slates, scored by the head."""
+        """Returns the slates, scored by the head."""
         if state.dense_candidates is not None and state.dense_candidates.log_probs is None:
             state = rerank.with_log_probs(
                 state, self._dense_candidate_scores(state, state.dense_candidates)
@@ -74,17 +74,17 @@ class NezhaStrategy(RecommendStrategy):
         return rerank.slates(state, exact=self.exact)
 
     def _dense_candidate_scores(self, state: Beams, dense_candidates: DenseCandidates) -> Tensor:
-        """[n] of each valid dense candidate."""
+        """Returns [n] log-probabilities of the valid dense candidates."""
         contexts = self._contexts(state)
-        if (native := searches(state, self.head.search)) is not None:
+        if (native := native_search_of(state, self.head.search)) is not None:
             return rerank.searched_scores(state, native, contexts)
         owners, rows = dense_candidates.flat()
-        return item_log_probs(self.head, state.trie, owners, rows, state.tails, contexts)
+        return item_log_probs(self.head, state.trie, owners, rows, state.last_hidden, contexts)
 
     def _contexts(self, beams: Beams) -> Tensor:
-        """[B, L, E] what the head reads at each level beside its state."""
+        """Returns [B, L, E] what the head reads at each level in addition to its state."""
         if self.placeholders is None:
-            return beams.tails[:, None].expand(-1, beams.trie.num_levels, -1)
+            return beams.last_hidden[:, None].expand(-1, beams.trie.num_levels, -1)
         return torch.stack(
             [s.placeholder_states for s in beams.sequences if s.placeholder_states is not None]
         )

@@ -1,4 +1,4 @@
-"""Roots computed before anybody asks: the next request finds them in the prefix cache."""
+"""Computes roots in advance, so that the next request finds them in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from recserve.core.strategy import Strategy
 
 
 class PrewarmStrategy(Strategy):
-    """Nothing hangs under the root: no tree, no round."""
+    """Computes the root and nothing else."""
 
     def start(self, sequences: Seq[Sequence]) -> tuple[Sequence, ...]:
-        """The roots are computed, which is all."""
+        """Returns the requests. Their roots are already computed."""
         return tuple(sequences)
 
     def finish(self, state: tuple[Sequence, ...]) -> list[Result]:
-        """What it took."""
+        """Returns the time and work of each request."""
         return [Prewarmed(sequence.timing) for sequence in state]

@@ -1,4 +1,4 @@
-"""The ranker: candidates as branches under the user."""
+"""Ranking of candidates: one tree node per candidate after the user's history."""
 
 from __future__ import annotations
 
@@ -11,46 +11,52 @@ from torch import Tensor
 from recserve.core.request import RankQuery, Result, Scores
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
+from recserve.kernels.tree import TokenTree
+from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import Ranker
-from recserve.search.candidates import propose_branches
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Requests whose candidates are being ranked; logits [M, tasks] once they are."""
+    """Requests whose candidates are being ranked.
+
+    Attributes:
+        sequences: The requests.
+        logits: [M, tasks] of all candidates. None before the forward.
+    """
 
     sequences: tuple[Sequence, ...]
     logits: Tensor | None = None
 
 
 class RankStrategy(TreeStrategy):
-    """The ranker: candidates as branches under the user, one round."""
+    """Scores all candidates with the ranker in one round."""
 
     def __init__(self, model: Ranker) -> None:
         self.model = model
 
     def tree_capacity(self, request: RankQuery) -> int:
-        """One node per candidate."""
+        """Returns one node per candidate."""
         return len(request.candidates)
 
     def start(self, sequences: Seq[Sequence]) -> RankState:
-        """Nothing is known before the forward."""
+        """Returns the state before the forward."""
         return RankState(tuple(sequences))
 
     def finished(self, state: RankState) -> bool:
-        """True after the one forward."""
+        """Returns whether the one forward is done."""
         return state.logits is not None
 
     def propose(self, state: RankState) -> Draft:
-        """One isolated node per candidate."""
+        """Returns one isolated node per candidate."""
         return propose_branches([_request(s) for s in state.sequences])
 
     def verify(self, state: RankState, draft: Draft, slots: Tensor, hidden: Tensor) -> RankState:
-        """Task heads on every candidate."""
+        """Applies the task heads to every candidate."""
         return replace(state, logits=self.model.heads(hidden).float())
 
     def finish(self, state: RankState) -> list[Result]:
-        """Logits per task."""
+        """Returns logits per task."""
         assert state.logits is not None
         parts = torch.split(
             state.logits.cpu(), [len(_request(s).candidates) for s in state.sequences]
@@ -65,3 +71,31 @@ class RankStrategy(TreeStrategy):
 def _request(sequence: Sequence) -> RankQuery:
     assert isinstance(sequence.request, RankQuery)
     return sequence.request
+
+
+def propose_branches(requests: Seq[RankQuery]) -> Draft:
+    """Returns one isolated node per candidate.
+
+    A candidate attends to itself and to the root rows older than its own exposure.
+    """
+    counts = torch.tensor([0, *(len(r.candidates) for r in requests)])
+    inputs = NodeInputs.cat([r.candidates for r in requests])
+    index = torch.arange(len(inputs))
+    limits = None
+    if any(r.root_limits is not None for r in requests):
+        limits = torch.cat([_root_limits(r) for r in requests])
+    tree = TokenTree(
+        inputs.tokens,
+        torch.full_like(index, -1),
+        torch.zeros_like(index),
+        index + 1,
+        counts.cumsum(0),
+        root_limits=limits,
+    ).to(inputs.tokens.device)
+    return Draft(tree, inputs)
+
+
+def _root_limits(request: RankQuery) -> Tensor:
+    if request.root_limits is None:
+        return torch.full((len(request.candidates),), len(request.root.inputs))
+    return torch.from_numpy(request.root_limits).to(torch.int64)

@@ -1,4 +1,7 @@
-"""Recommend strategies by name. A new strategy is one file, and one line in BUILT_IN."""
+"""Registry of recommend strategies by name.
+
+A new strategy is one file and one line in `BUILT_IN`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from functools import cache
 
 from recserve.core.plugins import with_plugins
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies import BUILT_IN
 
 ENTRY_POINTS = "recserve.strategies"
@@ -16,7 +18,7 @@ ENTRY_POINTS = "recserve.strategies"
 
 @cache
 def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
-    """Returns all strategy classes by name, those of installed plugins last.
+    """Returns all strategy classes by name, those of installed plug-ins last.
 
     Raises:
         PluginError: If an installed distribution registers a strategy that cannot be used.
@@ -25,11 +27,11 @@ def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
 
 
 def canonical_name(name: str) -> str:
-    """Returns the name of the strategy that has this name or alias, or the name unchanged."""
+    """Returns the name of the strategy with this name or alias, or the argument if none has it."""
     return next((n for n, each in strategy_classes().items() if name in each.aliases), name)
 
 
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, RecommendStrategy]:
-    """Returns the strategies by name that a recommender and its trained heads allow."""
+    """Returns the strategies by name that a recommender and its trained heads support."""
     built = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}
     return {name: strategy for name, strategy in built.items() if strategy is not None}

@@ -1,8 +1,10 @@
-"""All levels at once: items scored by the level heads from the root's last hidden state.
+"""Strategy `rpg`: items scored by independent level heads from the root's last hidden state.
 
-No tree and no forward after the root. An item's score is the mean over levels of its codes'
-log-probabilities, which are independent of each other given the state (RPG, KDD 2025, section 3);
-it is no beam search, so an answer is never `exact`.
+It uses no tree and no forward after the root. Given the state, the codes of an item are independent
+of each other. An item's score is the mean over levels of their log-probabilities. The result
+differs from beam search, so it is never `exact`.
+
+Source: RPG, KDD 2025, section 3.
 """
 
 from __future__ import annotations
@@ -12,24 +14,26 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from recserve.core.request import Continuation, Result, SlateQuery
-from recserve.core.sequence import Sequence
+from recserve.core.sequence import Sequence, stacked_last_hidden
 from recserve.kernels.trie.item_scores import NOTHING, rows_of, scores_of
 from recserve.models.recommender import Recommender
 from recserve.search.capped import answer
-from recserve.search.heads import Heads
 from recserve.search.item_graph import best_items
-from recserve.search.recommend_strategy import RecommendStrategy
+from recserve.search.recommend_strategy import Heads, RecommendStrategy
 from recserve.search.strategies.beam import request_of
 
 
 @dataclass(frozen=True)
 class RpgSearch:
-    """Requests with their answers. best [B, n]: rank keys, best first, NOTHING where none is; of
-    each request as many as `_wanted` says.
+    """Requests with the items found for them.
+
+    Attributes:
+        sequences: The requests.
+        best: [B, n] rank keys, best first, NOTHING for padding. Each request uses the first
+            `_wanted` ones.
     """
 
     sequences: tuple[Sequence, ...]
@@ -37,12 +41,12 @@ class RpgSearch:
 
 
 class RpgStrategy(RecommendStrategy):
-    """Level heads over the whole catalogue or along the item graph."""
+    """Scores by level heads, over the whole catalogue or along the item graph."""
 
     name = "rpg"
     aliases = ("parallel",)
     auto = "fallback"
-    missing = "this recommender has no level heads; train it with a recipe that has"
+    missing = "this recommender has no level heads; train it with a recipe that has them"
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
@@ -52,24 +56,24 @@ class RpgStrategy(RecommendStrategy):
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with level heads."""
+        """Returns the strategy for a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
     def start(self, sequences: Seq[Sequence]) -> RpgSearch:
-        """The whole answer."""
+        """Finds all items."""
         began = time.perf_counter()
         requests = [request_of(s) for s in sequences]
-        tails = torch.stack([s.last_hidden for s in sequences if s.last_hidden is not None])
-        log_probs = self.tables.log_probs(tails)
+        last_hidden = stacked_last_hidden(sequences)
+        log_probs = self.tables.log_probs(last_hidden)
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
-        asked = [replace(request, k=_wanted(request)) for request in requests]
-        best = best_items(asked, log_probs, item_tokens, self.first_item)
+        widened = [replace(request, k=_wanted(request)) for request in requests]
+        best = best_items(widened, log_probs, item_tokens, self.first_item)
         for sequence in sequences:
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return RpgSearch(tuple(sequences), best)
 
     def finish(self, state: RpgSearch) -> Seq[Result | Continuation]:
-        """Slates."""
+        """Returns the slates."""
         best = state.best.cpu()
         counts = (best != NOTHING).sum(1).tolist()
         rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
@@ -83,5 +87,5 @@ class RpgStrategy(RecommendStrategy):
 
 
 def _wanted(request: SlateQuery) -> int:
-    """Items to find: k, and where caps may leave some out as many as a beam search would keep."""
+    """Returns the number of items to find: k, or the beam width if caps may drop some."""
     return request.width if request.caps else request.k

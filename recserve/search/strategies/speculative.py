@@ -1,4 +1,4 @@
-"""Full beam search, its prefixes drafted ahead."""
+"""Strategy `speculative`: full beam search whose prefixes are drafted in advance."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.trie_children import DEAD
-from recserve.models.drafters.calibration import DraftPlan
+from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead
 from recserve.models.recommender import Recommender
 from recserve.search import rerank
 from recserve.search import verify as beam_verify
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER
-from recserve.search.draft_plan import draft_plan
+from recserve.search.expansion import NO_BOUND
 from recserve.search.head_search import likely_prefixes
-from recserve.search.heads import Heads
 from recserve.search.prefixes import PrefixDraft, draft_of_keys
 from recserve.search.proof_cache import cache_proof, cache_scored, cached_drafts, keys_of
+from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.beam import BeamStrategy, request_of
 
-REPAIRS = 3  # rounds of what was missing, before a level is taken at a time
+NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
+# The plan of a head without a calibration: it always drafts.
+UNCALIBRATED = DraftPlan(2.0, 0.0, 0.0, 1.0)
+ROUND_NODES = 20  # nodes of one forward that cost about as much as another round
+# Draft only below this share of beam search's work: the head's own search costs the rest.
+MAX_WORK_SHARE = 0.8
+MAX_REPAIRS = 3  # repair rounds before the search goes level by level
 
 
 class SpeculativeStrategy(BeamStrategy):
-    """Full beam search, its prefixes drafted ahead by a draft head.
+    """Full beam search with prefixes drafted by a draft head.
 
     One forward scores the drafted tree. The verifier is that of `beam`, so the slate is the same
-    and only the number of rounds differs. Further rounds score what the draft missed, as far as it
-    can still change the slate. The prefixes that proved a slate stay with the cached root. They are
-    the draft when the same request comes again, in any batch. For other requests a rule picks the
-    plan of the head's calibration (search/draft_plan.py). Where drafting does not pay, the strategy
-    is beam search.
+    and only the number of rounds differs. Further rounds score prefixes that the draft lacked, as
+    far as they can still change the slate.
+
+    The prefixes that proved a slate are stored with the cached root. They are the draft when the
+    same request comes again, in any batch. For other requests, `draft_plan` chooses how wide to
+    draft. Where drafting does not pay, the strategy is beam search.
     """
 
     name = "speculative"
@@ -61,15 +67,15 @@ class SpeculativeStrategy(BeamStrategy):
         Args:
             model: The target model.
             head: Proposes prefixes.
-            only: The plan of every request. None lets the rule choose.
-            caches: Whether drafts stay with cached roots.
+            only: The plan for every request. None lets `draft_plan` choose.
+            caches: Whether drafts are stored with cached roots.
         """
         super().__init__(model)
         self.head, self.only, self.caches = head, only, caches
 
     @classmethod
     def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
-        """For a recommender with a draft head."""
+        """Returns the strategy for a recommender with a draft head."""
         if heads.prefixes is None or not model.config.autoregressive:
             return None
         return cls(model, heads.prefixes)
@@ -79,22 +85,20 @@ class SpeculativeStrategy(BeamStrategy):
         return self.only or draft_plan(self.head.calibration, request.width, request.k)
 
     def tree_capacity(self, request: SlateQuery) -> int:
-        """The plan's nodes at each level but the last, those of all repairs, and all of beam
-        search's own.
-        """
+        """Returns the nodes of the plan, of all repairs, and of beam search itself."""
         sizes = request.trie.level_sizes[1 : request.trie.num_levels]
         drafted = sum(min(math.ceil(self.plan(request).margin * request.width), s) for s in sizes)
         repair = sum(min(request.width, size) for size in sizes)
-        return drafted + REPAIRS * repair + super().tree_capacity(request)
+        return drafted + MAX_REPAIRS * repair + super().tree_capacity(request)
 
     def start(self, sequences: Seq[Sequence]) -> Beams:
-        """As beam search; what is recorded searches only where nothing is drafted."""
+        """Starts like beam search. A captured search runs only where nothing is drafted."""
         if self.recorded is not None and self._drafts(sequences):
             return self.begin(sequences)
         return super().start(sequences)
 
     def propose(self, state: Beams) -> Draft:
-        """At first all that the head thinks likely; in a repair round what is missing."""
+        """Returns the draft in the first round, and the missing prefixes in a repair round."""
         dense_candidates = rerank.dense_candidate_keys(state)
         if state.missing is not None:
             keys = (
@@ -116,8 +120,9 @@ class SpeculativeStrategy(BeamStrategy):
         return replace(self._guess(state, keys), cached=any(drafts))
 
     def verify(self, state: Beams, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> Beams:
-        """At first, and after REPAIRS, whatever the scored prefixes prove together; after that
-        level by level, as beam search, which needs more where a request was proved already.
+        """Searches over all scored prefixes together; after MAX_REPAIRS repairs, level by level.
+
+        Beam search may need further prefixes for requests that were already proved.
         """
         if not draft.guessed:
             return super().verify(state, draft, slots, hidden)
@@ -130,7 +135,7 @@ class SpeculativeStrategy(BeamStrategy):
             if trims:
                 cache_proof(scored, found.needed)
             return found.beams
-        if scored.repairs < REPAIRS:
+        if scored.repairs < MAX_REPAIRS:
             return replace(scored, missing=found.missing, repairs=scored.repairs + 1)
         return beam_verify.advance(scored, self.model)
 
@@ -145,7 +150,7 @@ class SpeculativeStrategy(BeamStrategy):
     def _drafted(
         self, state: Beams, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
-        """Keys (as in Scored) of cached drafts and, for other requests, of the head's draft."""
+        """Returns keys (as in `Scored`) of cached drafts, and of head drafts for the rest."""
         if not any(drafts):
             return self._likely(state, margins)
         if all(drafts):
@@ -155,23 +160,57 @@ class SpeculativeStrategy(BeamStrategy):
         return torch.cat([keys_of(drafts, state), self._likely(others, margins)])
 
     def _likely(self, state: Beams, margins: list[float]) -> Tensor:
+        """Returns keys of the prefixes that the head drafts, each request by its margin."""
         requests = state.requests
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
+        # The floor: the score of the item at rank margin * k. Without a bound, nothing is cut off.
         places = [
-            NEVER if any_item else max(math.ceil(m * r.k) - 1, 0)
+            NO_BOUND if any_item else max(math.ceil(m * r.k) - 1, 0)
             for m, r, any_item in zip(margins, requests, free, strict=True)
         ]
         return likely_prefixes(state, self.head, widths, places, self.skip_single)
 
     def finish(self, state: Beams) -> Seq[Result | Continuation | NotFinite]:
-        """Slates."""
+        """Caches the scored prefixes, and returns the slates."""
         if self.caches:
             cache_scored(state)
         return super().finish(state)
 
     def _drafts(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the first round of a group scores a draft: all have a cached one, or it pays."""
+        """Returns whether the first round of a batch scores a draft.
+
+        It does if all requests have a cached draft, or if a plan of one of them drafts.
+        """
         if all(self._cached(sequences)):
             return True
         return any(self.plan(request_of(sequence)).margin for sequence in sequences)
+
+
+def draft_plan(calibration: Calibration | None, width: int, k: int) -> DraftPlan:
+    """Returns the plan with the least work, or NO_DRAFT if beam search is about as cheap.
+
+    A verified draft gives the slate of beam search, so a plan affects speed only. The rule reads no
+    clock. It compares the work of a plan with that of beam search, as measured on validation users.
+
+    Args:
+        calibration: Measured plans of the draft head. None: the head was not calibrated.
+        width: Beam width of the request.
+        k: Number of items of the request.
+    """
+    if calibration is None:
+        return UNCALIBRATED
+    plans = calibration.scaled(width, k)
+    best = cheapest_draft(plans)
+    beam = min((work(plan) for plan in plans if not plan.margin), default=float("inf"))
+    return best if work(best) < MAX_WORK_SHARE * beam else NO_DRAFT
+
+
+def cheapest_draft(plans: list[DraftPlan]) -> DraftPlan:
+    """Returns the plan that drafts with the least work, NO_DRAFT if no plan drafts."""
+    return min((plan for plan in plans if plan.margin), key=work, default=NO_DRAFT)
+
+
+def work(plan: DraftPlan) -> float:
+    """Returns the expected work of a plan, in nodes."""
+    return plan.nodes + ROUND_NODES * (1 + plan.repairs)

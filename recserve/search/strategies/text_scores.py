@@ -1,49 +1,58 @@
-"""Label tokens after given texts: each text a branch under what they share."""
+"""Scores of label tokens after given texts: each text is a branch below the shared prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from recserve.core.request import Result, Scores, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Draft, TreeStrategy
 from recserve.kernels.host import on_device
+from recserve.kernels.tree import merge, root_branch
+from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
-from recserve.search.candidates import propose_texts
-from recserve.search.scores import label_scores
+
+# Rows per block of full-vocabulary logits; bounds memory.
+LABEL_ROWS = 128
 
 
 @dataclass(frozen=True)
 class TextScoreState:
-    """values: one [M, K] per request, None until they are scored."""
+    """Requests whose texts are being scored.
+
+    Attributes:
+        sequences: The requests.
+        values: [M, K] of each request. None before the forward.
+    """
 
     sequences: tuple[Sequence, ...]
     values: tuple[Tensor, ...] | None = None
 
 
 class TextScoreStrategy(TreeStrategy):
-    """One tree of isolated branches, one round."""
+    """Scores labels after all texts with one tree of isolated branches, in one round."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
     def tree_capacity(self, request: TextScoreQuery) -> int:
-        """A node per token."""
+        """Returns one node per token."""
         return len(request.tokens)
 
     def start(self, sequences: Seq[Sequence]) -> TextScoreState:
-        """Nothing is known from the root alone."""
+        """Returns the state before the forward."""
         return TextScoreState(tuple(sequences))
 
     def finished(self, state: TextScoreState) -> bool:
-        """True after the one round."""
+        """Returns whether the one round is done."""
         return state.values is not None
 
     def propose(self, state: TextScoreState) -> Draft:
-        """All texts at once."""
+        """Returns all texts at once."""
         return propose_texts(
             [_request(s) for s in state.sequences], self.model.tokens.weight.device
         )
@@ -51,10 +60,11 @@ class TextScoreStrategy(TreeStrategy):
     def verify(
         self, state: TextScoreState, draft: Draft, slots: Tensor, hidden: Tensor
     ) -> TextScoreState:
-        """The last token of each text predicts the label."""
+        """Scores the labels at the last token of each text."""
         values = []
         start = 0
         for request in [_request(s) for s in state.sequences]:
+            # Packed index of the last token of each text.
             last = on_device(request.offsets[1:] - 1 + start, hidden.device)
             labels = on_device(request.labels, hidden.device)
             values.append(label_scores(self.model, hidden[last], labels))
@@ -62,7 +72,7 @@ class TextScoreStrategy(TreeStrategy):
         return replace(state, values=tuple(values))
 
     def finish(self, state: TextScoreState) -> list[Result]:
-        """Log-probabilities, one column per label."""
+        """Returns log-probabilities, one column per label."""
         assert state.values is not None
         return [
             Scores(values.cpu().numpy(), tuple(map(str, _request(s).labels)), s.timing)
@@ -73,3 +83,28 @@ class TextScoreStrategy(TreeStrategy):
 def _request(sequence: Sequence) -> TextScoreQuery:
     assert isinstance(sequence.request, TextScoreQuery)
     return sequence.request
+
+
+def propose_texts(requests: Seq[TextScoreQuery], device: torch.device) -> Draft:
+    """Returns one isolated branch per text, which attends to the root and to itself."""
+    trees = [root_branch(torch.from_numpy(r.tokens), torch.from_numpy(r.offsets)) for r in requests]
+    tree = merge(trees).to(device)
+    return Draft(tree, NodeInputs(tree.tokens))
+
+
+def label_scores(model: LanguageModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Returns the log-probability of each label as the next token.
+
+    Args:
+        model: The language model.
+        hidden: [M, E] states.
+        labels: [K] token ids.
+
+    Returns:
+        [M, K] float32.
+    """
+    parts = [
+        model.logits(rows).float().log_softmax(-1)[:, labels]
+        for rows in torch.split(hidden, LABEL_ROWS)
+    ]
+    return torch.cat(parts)

@@ -8,8 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from recserve.core.diversity import Cap
-from recserve.core.prefix_groups import PrefixGroups
+from recserve.core.diversity import Cap, PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_view import TrieView
 from recserve.schemas.items import Diversity, InvalidRequest

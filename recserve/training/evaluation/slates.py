@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery
-from recserve.core.retrieval import VectorIndex
+from recserve.core.request import Request, Root, RootKeys, Slate, SlateQuery, VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.features.tables.encoding import root_tokens, window_start
 from recserve.kernels.trie.item_graph import ItemGraph
@@ -20,7 +19,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, RecommenderConfig
 from recserve.models.sasrec import SasRec
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.cases import Cases
 
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from recserve.kernels.trie.trie import Trie
 from recserve.models.drafters.calibration import Calibration, DraftPlan
 from recserve.models.drafters.prefix_head import PrefixHead, load_prefix_head, save_prefix_head
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates

@@ -25,7 +25,7 @@ from recserve.models.drafters.level_draft import LevelDraftHead
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.models.drafters.prefix_head import PrefixHead, save_prefix_head
 from recserve.models.recommender import Recommender
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates

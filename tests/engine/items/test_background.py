@@ -15,7 +15,7 @@ from recserve.core.request import (
 )
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.heads import Heads
+from recserve.search.recommend_strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.recommenders import CATALOGUES, draw_root, make
 

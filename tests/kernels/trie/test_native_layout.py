@@ -11,7 +11,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.search.beams import Beams
 from recserve.search.filters import RequestFilters
 from recserve.search.prefixes import draft_of_keys, propose_beams
-from recserve.search.scored import Scored, nothing_scored
+from recserve.search.scores import Scored, nothing_scored
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed

@@ -120,7 +120,7 @@ def test_rows_outside_the_version_are_refused():
     changed = Changed(*SHAPES["narrow"])
     with pytest.raises(ValueError, match=f"the catalogue has {changed.num_rows}"):
         leaf_filter(changed.overlay, np.array([changed.num_rows]), None)
-    with pytest.raises(ValueError, match="allowed is"):
+    with pytest.raises(ValueError, match="allowed covers"):
         leaf_filter(changed.overlay, None, AllowedItems.of(np.ones(changed.num_rows - 1, bool)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from recserve.batch.together import together
 from recserve.metrics import ShadowCounts
 from recserve.schemas.items import RecommendRequest
-from recserve.search.draft_plan import NO_DRAFT, UNCALIBRATED
+from recserve.search.strategies.speculative import NO_DRAFT, UNCALIBRATED
 from recserve.service import Service
 from recserve.service.recommend.auto_strategy import Chooser
 from tests.support.tiny_bundle import shared_bundle

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from recserve.core.prefix_groups import PrefixGroups
+from recserve.core.diversity import PrefixGroups
 from recserve.features.catalog.catalog_version import CatalogVersion
 from recserve.kernels.trie.trie_overlay import TrieOverlay
 from recserve.schemas.items import (

@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.core.diversity import Cap
-from recserve.core.prefix_groups import PrefixGroups
+from recserve.core.diversity import Cap, PrefixGroups
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.drafters.nezha import SelfDraftConfig, SelfDraftHead
 from recserve.search.beams import Beams
-from recserve.search.bounds import NEVER, bound_places
-from recserve.search.expansion import best_children
+from recserve.search.expansion import NO_BOUND, best_children, bound_places
 from recserve.search.filters import RequestFilters
-from recserve.search.heads import Heads
-from recserve.search.scored import nothing_scored
+from recserve.search.recommend_strategy import Heads
+from recserve.search.scores import nothing_scored
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
@@ -84,7 +82,7 @@ def test_the_k_best_of_drawn_searches_stay():
         k = int(rng.integers(1, max(width // 3, 2)))
         found, few = bounded_search(trie, gains, width, k)
         assert found == plain_search(trie, gains, width)[:k]
-        opened += few, bounded_search(trie, gains, width, NEVER)[1]
+        opened += few, bounded_search(trie, gains, width, NO_BOUND)[1]
     assert opened[0] < 0.9 * opened[1]
 
 
@@ -159,7 +157,7 @@ def test_where_nothing_may_be_left_out():
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
     assert bound_places(free, trie.device) is None
     places = bound_places([request, *free], trie.device)
-    assert places.flatten().tolist() == [3, NEVER, NEVER, NEVER]
+    assert places.flatten().tolist() == [3, NO_BOUND, NO_BOUND, NO_BOUND]
 
 
 def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():

@@ -1,0 +1,246 @@
+"""SpecGR's two steps: a retriever drafts items, and the target verifies their likelihood.
+
+Drafting: the first draft holds the nearest items of the whole catalogue. A guided draft holds only
+items below the current beams. The retriever's favourites there are likely to be accepted.
+
+Verification: an item is accepted if its likelihood reaches a bound, whatever other items exist.
+Items that training never saw would not survive in a beam, but can be accepted. Accepted items keep
+the retriever's order, because a likelihood ranks unseen items last. The best beams fill the
+remaining places.
+
+Source: SpecGR (Ding et al. 2024, arXiv 2410.02939), inductive drafting, guided re-drafting and
+target-aware verification. The paper's bound is a constant per dataset. This one is relative to the
+likelihood of an item drawn uniformly, so it has the same meaning for any catalogue size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recserve.core.allowed import AllowedItems
+from recserve.core.diversity import first_k
+from recserve.core.finite import NotFinite
+from recserve.core.request import Continuation, Slate, SlateQuery
+from recserve.core.sequence import Sequence
+from recserve.kernels.host import on_device
+from recserve.kernels.trie.trie_children import DEAD
+from recserve.kernels.trie.trie_view import gone_rows
+from recserve.models.dense_retriever import DenseRetriever
+from recserve.models.recommender import Recommender
+from recserve.search.beams import Beams
+from recserve.search.capped import answer, with_chosen
+from recserve.search.dense import nearest
+from recserve.search.prefixes import needed_prefixes
+from recserve.search.scores import path_scores, root_scores
+
+
+@dataclass(frozen=True)
+class DraftedItems:
+    """Proposed items.
+
+    Attributes:
+        owners: [n] ascending request numbers.
+        rows: [n] item rows.
+        keys: [m] keys (as in `Scored`) of the prefixes that the target must score for the items.
+    """
+
+    owners: Tensor
+    rows: Tensor
+    keys: Tensor
+
+
+def draft_freely(beams: Beams, retriever: DenseRetriever, skip_single: bool) -> DraftedItems:
+    """Returns the nearest items of every request, as many as its beam width."""
+    requests = [replace(request, k=request.width, caps=()) for request in beams.requests]
+    found = [each.rows for each in nearest(retriever, beams.last_hidden, requests)]
+    return _drafted(beams, np.arange(len(found)), found, skip_single)
+
+
+def draft_under_beams(
+    beams: Beams,
+    retriever: DenseRetriever,
+    unfilled: Seq[int],
+    verified: tuple[np.ndarray, ...],
+    skip_single: bool,
+) -> DraftedItems:
+    """Returns the nearest items below the beams, for requests with too few accepted items.
+
+    Each request gets at most as many items as its beam width.
+
+    Args:
+        beams: The beams.
+        retriever: Proposes items.
+        unfilled: Numbers of the requests to draft for.
+        verified: Rows that were proposed before for each of the B requests. They are not repeated.
+        skip_single: Whether prefixes with one child need no score.
+    """
+    every = beams.requests
+    allowed = [_open_below(beams, b, verified[b]) for b in unfilled]
+    found = [np.flatnonzero(bitmap) for bitmap in allowed]
+    large = [i for i, b in enumerate(unfilled) if found[i].size > every[b].width]
+    if large:
+        numbers = [unfilled[i] for i in large]
+        bitmaps = [AllowedItems.of(allowed[i]) for i in large]
+        requests = [
+            replace(every[b], k=every[b].width, caps=(), excluded=None, allowed=open_)
+            for open_, b in zip(bitmaps, numbers, strict=True)
+        ]
+        for i, each in zip(
+            large, nearest(retriever, beams.last_hidden[numbers], requests), strict=True
+        ):
+            found[i] = each.rows
+    return _drafted(beams, np.array(unfilled), found, skip_single)
+
+
+def _open_below(beams: Beams, b: int, verified: np.ndarray) -> np.ndarray:
+    """Returns [rows] bool: allowed, unverified items below the beams of request b."""
+    trie, request = beams.trie, beams.requests[b]
+    leaves = trie.leaves(beams.nodes[b][beams.alive()[b]])
+    edges = torch.zeros(trie.num_items + 1, dtype=torch.int64, device=trie.device)
+    # +1 where a range of leaves begins, -1 where it ends: the running sum is positive inside.
+    edges.index_add_(0, leaves.first.long(), torch.ones_like(leaves.first, dtype=torch.int64))
+    edges.index_add_(0, leaves.last.long(), -torch.ones_like(leaves.last, dtype=torch.int64))
+    below = torch.zeros(trie.num_rows, dtype=torch.bool, device=trie.device)
+    below[trie.leaf_rows.long()] = edges.cumsum(0)[:-1] > 0
+    if (gone := gone_rows(trie)) is not None:
+        below[gone] = False
+    open_ = below.cpu().numpy()
+    if request.allowed is not None:
+        open_ &= request.allowed.mask()
+    if request.excluded is not None:
+        open_[request.excluded] = False
+    open_[verified] = False
+    return open_
+
+
+def _drafted(
+    beams: Beams, numbers: np.ndarray, found: list[np.ndarray], skip_single: bool
+) -> DraftedItems:
+    device = beams.last_hidden.device
+    sizes = [rows.size for rows in found]
+    owners = on_device(np.repeat(numbers, sizes), device)
+    rows = on_device(np.concatenate(found), device, torch.int64)
+    nodes = beams.trie.nodes_of_items(rows)
+    return DraftedItems(owners, rows, needed_prefixes(beams.trie, nodes, owners, skip_single))
+
+
+MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
+
+
+@dataclass(frozen=True)
+class VerifiedItems:
+    """Verified items of B requests, in the order of their drafts.
+
+    Attributes:
+        owners: [n] request numbers.
+        rows: [n] item rows.
+        log_probs: [n] log-probabilities of the semantic ids.
+        accepted: [n] bool.
+    """
+
+    owners: np.ndarray
+    rows: np.ndarray
+    log_probs: np.ndarray
+    accepted: np.ndarray
+
+    def at(self, places: np.ndarray) -> VerifiedItems:
+        """Returns the items at the given indices."""
+        return VerifiedItems(
+            self.owners[places], self.rows[places], self.log_probs[places], self.accepted[places]
+        )
+
+    def likeliest_first(self) -> VerifiedItems:
+        """Returns the items sorted by log-probability, ties in item-row order."""
+        return self.at(np.lexsort((self.rows, -self.log_probs)))
+
+    def followed_by(self, later: VerifiedItems) -> VerifiedItems:
+        """Returns these items, then the later ones."""
+        return VerifiedItems(
+            np.concatenate([self.owners, later.owners]),
+            np.concatenate([self.rows, later.rows]),
+            np.concatenate([self.log_probs, later.log_probs]),
+            np.concatenate([self.accepted, later.accepted]),
+        )
+
+
+NO_VERIFIED_ITEMS = VerifiedItems(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, bool)
+)
+
+
+def verify_items(beams: Beams, owners: Tensor, rows: Tensor, model: Recommender) -> VerifiedItems:
+    """Scores items whose prefixes are all scored, and accepts the likely ones.
+
+    Args:
+        beams: The requests.
+        owners: [n] request numbers.
+        rows: [n] item rows.
+        model: The target.
+    """
+    nodes = beams.trie.nodes_of_items(rows)
+    log_probs = root_scores(beams.trie, nodes, owners, beams.last_hidden, model)
+    log_probs = log_probs + path_scores(beams.trie, nodes, owners, beams.scored, model)
+    accepted = log_probs >= math.log(MIN_LIFT / beams.trie.num_items)
+    return _on_host(owners, rows, log_probs, accepted)
+
+
+def unfilled(verified: VerifiedItems, beams: Beams) -> list[int]:
+    """Returns the numbers of the requests with fewer than k accepted items under their caps."""
+    numbers = []
+    for b, sequence in enumerate(beams.sequences):
+        request = _request(sequence)
+        rows = with_chosen(sequence, verified.rows[verified.accepted & (verified.owners == b)])
+        if first_k(rows, request.caps, request.k).size < request.k:
+            numbers.append(b)
+    return numbers
+
+
+def end_filled(beams: Beams, numbers: Seq[int]) -> Beams:
+    """Returns beams that are dead for all requests except the given ones."""
+    ended = torch.ones(len(beams.sequences), dtype=torch.bool)
+    ended[list(numbers)] = False
+    dead = ended.to(beams.log_probs.device)[:, None]
+    return replace(beams, log_probs=beams.log_probs.masked_fill(dead, DEAD))
+
+
+def slates(beams: Beams, verified: VerifiedItems) -> list[Slate | Continuation | NotFinite]:
+    """Returns each request's slate: accepted items in order, then the best finished beams.
+
+    Under caps, items of a repeated search follow in the same order.
+    """
+    alive = beams.alive()
+    rows = beams.trie.items_of_leaves(torch.where(alive, beams.nodes, beams.trie.any_leaf))
+    owners, rows, log_probs = alive.nonzero()[:, 0], rows.long()[alive], beams.log_probs[alive]
+    found = _on_host(owners, rows, log_probs, torch.ones_like(rows, dtype=torch.bool))
+    every = verified.at(verified.accepted).followed_by(found.likeliest_first())
+    answers: list[Slate | Continuation | NotFinite] = []
+    counts = alive.sum(1).float()
+    num_alive = (counts if beams.flaws is None else counts + beams.flaws).tolist()
+    for b, sequence in enumerate(beams.sequences):
+        if math.isnan(num_alive[b]):
+            answers.append(NotFinite())
+            continue
+        mine = every.at(every.owners == b)
+        # Drop repeats: an accepted item may be a beam too, and its first place counts.
+        mine = mine.at(np.sort(np.unique(mine.rows, return_index=True)[1]))
+        complete = num_alive[b] < _request(sequence).width
+        answers.append(
+            answer(sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False)
+        )
+    return answers
+
+
+def _on_host(owners: Tensor, rows: Tensor, log_probs: Tensor, accepted: Tensor) -> VerifiedItems:
+    columns = (owners, rows, log_probs.float(), accepted)
+    return VerifiedItems(*(column.cpu().numpy() for column in columns))
+
+
+def _request(sequence: Sequence) -> SlateQuery:
+    assert isinstance(sequence.request, SlateQuery)
+    return sequence.request
