@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
 from recserve.kernels.cpu.processor import processor
-from recserve.training.evaluation.evaluation import evaluate_bundle
+from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
 from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
@@ -89,14 +89,13 @@ def measure(
     trained = bundle.manifest.sections[entry.section]
     began = time.monotonic()
     if entry.section == "sasrec":
-        ways = {
-            "all items": evaluate_bundle(bundle, "test", "sasrec", CUTOFFS, users=users).columns
-        }
+        all_items = EvaluationOptions(strategy="sasrec", k=CUTOFFS, users=users)
+        ways = {"all items": evaluate_bundle(bundle, all_items).columns}
     else:
         ways = beam_ways(bundle, users)
         if entry.dense:
-            found = evaluate_bundle(bundle, "test", "dense_head", CUTOFFS, users=users)
-            ways["dense head, all items"] = found.columns
+            dense_head = EvaluationOptions(strategy="dense_head", k=CUTOFFS, users=users)
+            ways["dense head, all items"] = evaluate_bundle(bundle, dense_head).columns
     kept = {key: trained[key] for key in ("seed", "epochs", "best_epoch", "seconds", "validation")}
     evaluated_s = round(time.monotonic() - began, 1)
     return {"label": entry.label, "trained": kept, "evaluation_s": evaluated_s, "ways": ways}
@@ -108,10 +107,10 @@ def beam_ways(bundle: Bundle, users: int | None) -> dict[str, Columns]:
     ways: dict[str, Columns] = {}
     for name, used in ((f"beam {WIDTH}", 0.0), (f"beam {WIDTH} + {weight:g} dense", weight)):
         if used or not ways:
-            found = evaluate_bundle(
-                bundle, "test", "beam", CUTOFFS, width=WIDTH, dense_weight=used, users=users
+            options = EvaluationOptions(
+                strategy="beam", k=CUTOFFS, width=WIDTH, dense_weight=used, users=users
             )
-            ways[name] = found.columns
+            ways[name] = evaluate_bundle(bundle, options).columns
     return ways
 
 

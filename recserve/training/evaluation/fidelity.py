@@ -58,6 +58,25 @@ class StrategyFigures:
 
 
 @dataclass(frozen=True)
+class StrategyRun:
+    """What one strategy returned for all cases.
+
+    Attributes:
+        strategy: Name of the strategy.
+        slates: Slate of each case, in the order of the cases.
+        illegal: Share of returned items that the strategy must not return.
+        cold_ms: Time of each timed case with an empty prefix cache.
+        warm_ms: Time of each timed case with its prefix cached.
+    """
+
+    strategy: str
+    slates: list[Slate]
+    illegal: float
+    cold_ms: list[float]
+    warm_ms: list[float]
+
+
+@dataclass(frozen=True)
 class Fidelity:
     """All strategies of a bundle on the same `users`, whose seen items are excluded."""
 
@@ -157,7 +176,8 @@ def compare_strategies(
         reference = reference or slates
         cold, warm = _times(answers, timed, max(k), options)
         illegal = illegal_share(cases, rows_of(slates, max(k)), answers.slates.trie.num_items)
-        found.append(_figures(name, cases, slates, reference, k, illegal, cold, warm))
+        run = StrategyRun(strategy=name, slates=slates, illegal=illegal, cold_ms=cold, warm_ms=warm)
+        found.append(_figures(run, reference, cases, k))
     seconds = time.monotonic() - began
     return Fidelity(split, len(cases), len(timed), width, tuple(found), seconds)
 
@@ -191,32 +211,27 @@ def _times(
 
 
 def _figures(
-    name: str,
-    cases: Cases,
-    slates: list[Slate],
-    reference: list[Slate],
-    k: Sequence[int],
-    illegal: float,
-    cold: list[float],
-    warm: list[float],
+    run: StrategyRun, reference: list[Slate], cases: Cases, k: Sequence[int]
 ) -> StrategyFigures:
+    """Compares a run with the slates of the reference strategy on the same cases."""
     most = max(k)
-    rows, best = rows_of(slates, most), rows_of(reference, most)
+    rows, best = rows_of(run.slates, most), rows_of(reference, most)
+    # Items of the slate that the reference has anywhere in its own: [n, k, 1] against [n, 1, k].
     shared = ((rows[:, :, None] == best[:, None, :]) & (rows >= 0)[:, :, None]).any(-1).sum(1)
-    timings = [slate.timing for slate in slates]
+    timings = [slate.timing for slate in run.slates]
     return StrategyFigures(
-        name,
-        slate_metrics(ranks_of(rows, cases.held), k),
-        float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
-        float((rows == best).all(1).mean()),
-        float(np.mean([slate.exact for slate in slates])),
-        illegal,
-        float(np.mean([slate.rounds for slate in slates])),
-        float(np.mean([timing.forwards for timing in timings])),
-        float(np.mean([timing.nodes for timing in timings])),
-        float(np.median(warm)),
-        float(np.percentile(warm, 99)),
-        float(np.median(cold)),
+        strategy=run.strategy,
+        metrics=slate_metrics(ranks_of(rows, cases.held), k),
+        overlap=float((shared / np.maximum((best >= 0).sum(1), 1)).mean()),
+        identical=float((rows == best).all(1).mean()),
+        exact=float(np.mean([slate.exact for slate in run.slates])),
+        illegal=run.illegal,
+        rounds=float(np.mean([slate.rounds for slate in run.slates])),
+        forwards=float(np.mean([timing.forwards for timing in timings])),
+        nodes=float(np.mean([timing.nodes for timing in timings])),
+        warm_ms=float(np.median(run.warm_ms)),
+        warm_p99_ms=float(np.percentile(run.warm_ms, 99)),
+        cold_ms=float(np.median(run.cold_ms)),
     )
 
 
