@@ -1,5 +1,8 @@
-"""How good the slates of a bundle's models are: leave-one-out over all items, seen items kept and
-filtered."""
+"""Leave-one-out evaluation of a bundle's models over the whole catalogue.
+
+Every metric is computed twice. In column `kept`, slates may contain items of the history; in column
+`filtered`, they may not.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by column, `kept` and `filtered` for what happens to seen items, and what they are
-    of."""
+    """Result of an evaluation.
+
+    Attributes:
+        model: `recommender` or `sasrec`.
+        strategy: The strategy that made the slates.
+        split: `valid` or `test`.
+        users: Number of evaluated users.
+        width: Beam width.
+        dense_weight: Weight of the dense head in the final ranking.
+        columns: Metrics by column. Slates of `kept` may contain seen items; slates of `filtered`
+            may not.
+        seconds: Duration of the evaluation.
+    """
 
     model: str
     strategy: str
@@ -41,7 +55,7 @@ class Evaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Returns the result as a JSON-ready dictionary."""
         return asdict(self)
 
     def __rich__(self) -> Table:
@@ -70,8 +84,16 @@ def slate_columns(
     columns: Sequence[str] = ("kept", "filtered"),
     shown: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Metrics of each column. slates: numbers of cases and whether seen items are filtered -> [n,
-    k] rows. shown: whose progress is shown."""
+    """Returns the metrics of each column.
+
+    Args:
+        cases: The cases to evaluate.
+        slates: Maps case numbers and whether seen items are filtered to [n, k] item rows.
+        cutoffs: Cut-offs of the metrics.
+        batch: Number of cases per call of `slates`.
+        columns: Which of `kept` and `filtered` to compute.
+        shown: Label of the progress bar; None means no bar.
+    """
     metrics: dict[str, dict[str, float]] = {}
     for column in columns:
         ranks = np.empty(len(cases), dtype=np.int64)
