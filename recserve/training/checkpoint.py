@@ -102,11 +102,15 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
         run = json.loads(header["run"])
         written = json.loads(header["recipe"])
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {path.name} is damaged ({error}); train anew") from error
+        raise ValueError(
+            f"checkpoint {path.name} is damaged ({error}); train without resume"
+        ) from error
     recipe = json.loads(json.dumps(recipe))  # JSON turns tuples into lists
     if written != recipe:
         differs = sorted(k for k in {*written, *recipe} if written.get(k) != recipe.get(k))
-        raise ValueError(f"checkpoint {path.name} is of a run with other {differs}; train anew")
+        raise ValueError(
+            f"checkpoint {path.name} has another recipe ({differs}); train without resume"
+        )
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")

@@ -63,7 +63,7 @@ class TrainOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
 
         if self.head == "levels" and self.name == "nezha":
-            raise ValueError("head is 'levels' and name 'nezha'; nezha decodes by a recurrent head")
+            raise ValueError("head is 'levels' and name 'nezha'; nezha needs a recurrent head")
 
     def torch_device(self) -> torch.device:
         """Returns the device to train on.

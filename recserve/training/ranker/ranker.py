@@ -295,7 +295,7 @@ def fit_dense_columns(model: Ranker, data: RankingData, ignored: Sequence[str] =
     names = dense_names(data.tables.settings)
     unknown = set(ignored) - set(names)
     if unknown:
-        raise ValueError(f"unknown dense columns {sorted(unknown)}; there are {', '.join(names)}")
+        raise ValueError(f"unknown dense columns {sorted(unknown)}; known are {', '.join(names)}")
     # Rows of the three token groups: profile, events and candidates.
     parts: tuple[list[Tensor], ...] = ([], [], [])
     for plan in data.plan(0)[:STATISTICS_BATCHES]:

@@ -41,7 +41,9 @@ class FrozenRecommender:
             BundleError: If the bundle has no recommender.
         """
         if not bundle.has("recommender"):
-            raise BundleError(f"{bundle.root}: no recommender was trained; a head stands on one")
+            raise BundleError(
+                f"{bundle.root}: no recommender was trained; run `recserve train recommender` first"
+            )
         catalog, events = bundle.catalog(), bundle.events()
         codes = torch.from_numpy(catalog.index.codes.astype(np.int64))
         model = load_recommender(

@@ -88,7 +88,7 @@ class Futures:
         starts = windows(events.offsets.astype(np.int64), config.max_history_items + 1)
         kept = np.diff(starts) > 1
         if not kept.any():
-            raise ValueError("no user has two training events, so nothing follows anything")
+            raise ValueError("no user has two training events, so there is no later event to learn")
         self.starts, self.ends = starts[:-1][kept], starts[1:][kept]
         self.unit: Literal["seconds", "events"] = "seconds" if events.has_timestamps else "events"
         ahead = self._ahead(np.arange(len(self.starts)))

@@ -102,7 +102,7 @@ class HistoryTrees:
         """
         if item_rows.shape[0] == 0:
             raise ValueError(
-                "there is no event to train on; leave-one-out keeps the last two apart"
+                "there is no event to train on; leave-one-out holds out the last two of each user"
             )
         starts = windows(offsets, config.max_history_items + 1)
         rows = item_rows.astype(np.int64)

@@ -192,8 +192,8 @@ def train_language_model(
         tokenizer = train_tokenizer(texts, recipe.vocab_size, END)
     elif tokenizer.get_vocab_size() != recipe.vocab_size or tokenizer.token_to_id(END) != 0:
         raise ValueError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} as number "
-            f"{tokenizer.token_to_id(END)}; the recipe wants {recipe.vocab_size} and 0"
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens and {END} has id "
+            f"{tokenizer.token_to_id(END)}; the recipe needs {recipe.vocab_size} and 0"
         )
     tokens = encode(tokenizer, texts)
     trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
