@@ -231,14 +231,14 @@ class _Run(Generic[Batch]):
         validation.
         """
         began = time.monotonic()
-        kept = {name: p.detach().clone() for name, p in self.named.items()}
+        trained = {name: p.detach().clone() for name, p in self.named.items()}
         try:
             self._load(self.state.averaged)
             self.trainee.model.eval()
             with torch.no_grad():
                 metrics = self.trainee.validate()
         finally:
-            self._load(kept)
+            self._load(trained)
         self.state.validation_s = time.monotonic() - began
         return metrics
 

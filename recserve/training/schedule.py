@@ -41,7 +41,7 @@ class Schedule:
     rates: tuple[tuple[str, float], ...] = ()
     orthogonal: tuple[str, ...] = ()
 
-    def asked(self, options: TrainOptions) -> Schedule:
+    def with_options(self, options: TrainOptions) -> Schedule:
         """Returns the schedule with the epochs and the learning rate of the options, if they are
         set.
         """

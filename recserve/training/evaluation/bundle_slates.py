@@ -77,14 +77,14 @@ class BundleSlates:
         Raises:
             BundleError: If the bundle lacks what the strategy needs.
         """
-        asked = "rpg" if strategy == EXHAUSTIVE else strategy
-        if asked not in self.slates.engine.strategies:
-            raise BundleError(strategy_classes()[asked].missing)
+        served = "rpg" if strategy == EXHAUSTIVE else strategy
+        if served not in self.slates.engine.strategies:
+            raise BundleError(strategy_classes()[served].missing)
         weight = self.dense_weight if dense_weight is None else dense_weight
         return SlateOptions(
             width,
             filtered,
-            weight if strategy_classes()[asked].dense_weight == "used" else 0.0,
-            asked,
+            weight if strategy_classes()[served].dense_weight == "used" else 0.0,
+            served,
             self.graph if strategy == "rpg" else None,
         )

@@ -17,10 +17,10 @@ from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
 
-ASKED = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
+BEAM_SIZES = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
 MARGINS = (0.0, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0)
 USERS = 100
-ENOUGH = 0.98  # share of slates proved in one round at which no wider margin is tried
+SUFFICIENT_SHARE = 0.98  # share of slates proved in one round at which no wider margin is tried
 
 
 def calibrate(
@@ -30,7 +30,7 @@ def calibrate(
     codes: NDArray[np.generic],
     cases: Cases,
 ) -> Calibration:
-    """Measures the draft plans of each beam width and k in ASKED.
+    """Measures the draft plans of each beam width and k in BEAM_SIZES.
 
     A plan is a margin with its measured cost: nodes, extra rounds and the share of slates that are
     proved in one round.
@@ -48,10 +48,10 @@ def calibrate(
     cases = cases.sample(USERS)
     slates = Slates(target, trie, codes, Heads(head))
     plans: dict[tuple[int, int], tuple[DraftPlan, ...]] = {}
-    for width, k in ASKED:
+    for width, k in BEAM_SIZES:
         found: list[DraftPlan] = []
         for margin in MARGINS:
-            if found and found[-1].margin and found[-1].proved >= ENOUGH:
+            if found and found[-1].margin and found[-1].proved >= SUFFICIENT_SHARE:
                 break
             plan = DraftPlan(margin, 0.0, 0.0, 1.0)
             slates.engine.offer(

@@ -167,7 +167,7 @@ def train_drafter(
         return _level_heads(bundle, frozen, recipe)
     trainee = DrafterTrainee(options.name, recipe, frozen, options.seed)
     directory = bundle.directory(section)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     if options.name == "speculative":
         trainee.model.calibration = calibrate(
             trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases

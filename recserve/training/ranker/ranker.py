@@ -247,7 +247,7 @@ def fit_ranker(
     trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
     console = console or Console(stderr=True)
     console.print(f"conversion: {conversion_words(tables.settings)}")
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_ranker(model, directory)
     tables.save(directory)
     return report

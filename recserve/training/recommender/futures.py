@@ -86,10 +86,10 @@ class Futures:
         """
         self.events, self.codes, self.config, self.horizon = events, codes, config, horizon
         starts = windows(events.offsets.astype(np.int64), config.max_history_items + 1)
-        kept = np.diff(starts) > 1
-        if not kept.any():
+        long_enough = np.diff(starts) > 1
+        if not long_enough.any():
             raise ValueError("no user has two training events, so there is no later event to learn")
-        self.starts, self.ends = starts[:-1][kept], starts[1:][kept]
+        self.starts, self.ends = starts[:-1][long_enough], starts[1:][long_enough]
         self.unit: Literal["seconds", "events"] = "seconds" if events.has_timestamps else "events"
         ahead = self._ahead(np.arange(len(self.starts)))
         gaps = self._gaps(ahead)

@@ -250,6 +250,6 @@ def _cut(order: Ints, sizes: Ints, max_nodes: int) -> Iterator[Ints]:
 
 
 def _shuffled(batches: Iterator[Ints], noise: np.random.Generator) -> Iterator[Ints]:
-    kept = list(batches)
-    for index in noise.permutation(len(kept)):
-        yield kept[index]
+    collected = list(batches)
+    for index in noise.permutation(len(collected)):
+        yield collected[index]

@@ -243,7 +243,7 @@ def recipe_for(
     if recipe is None and bundle.manifest.build.get("quantizer") == "product":
         recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
-    return replace(recipe, schedule=recipe.schedule.asked(options))
+    return replace(recipe, schedule=recipe.schedule.with_options(options))
 
 
 def section(

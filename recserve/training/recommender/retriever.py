@@ -156,12 +156,12 @@ class RetrieverTrainee:
     def _negatives(self, futures: FutureBatch) -> Negatives:
         recipe, num_items = self.recipe, self.target.num_bound_items
         device = futures.tokens.device
-        came = futures.futures[:, 0]
-        came = came[torch.randperm(came.shape[0], device=device)[: recipe.in_batch]]
+        in_batch = futures.futures[:, 0]
+        in_batch = in_batch[torch.randperm(in_batch.shape[0], device=device)[: recipe.in_batch]]
         drawn = torch.randint(num_items, (recipe.drawn,), device=device)
-        rows = torch.cat([came, drawn]).sort().values
+        rows = torch.cat([in_batch, drawn]).sort().values
         share = self.sketch.estimate(rows.cpu().numpy()) / self.sketch.total
-        expected = came.shape[0] * share + recipe.drawn / num_items
+        expected = in_batch.shape[0] * share + recipe.drawn / num_items
         return Negatives(rows, torch.from_numpy(np.log(expected)).float().to(device))
 
 
@@ -235,7 +235,7 @@ def train_retriever(
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     trainee = RetrieverTrainee(recipe, frozen, options.seed)
     directory = bundle.directory(SECTION)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     with torch.no_grad():
         ahead = trainee.look_ahead()
     save_retriever(trainee.model, directory)

@@ -155,7 +155,7 @@ def train_sasrec(
         ValueError: If no event can be held out for validation, or if the checkpoint to resume
             belongs to another run.
     """
-    recipe = replace(recipe, schedule=recipe.schedule.asked(options))
+    recipe = replace(recipe, schedule=recipe.schedule.with_options(options))
     device = options.torch_device()
     trainee = SasRecTrainee(recipe, bundle.catalog(), bundle.events(), options.seed, device)
     directory = bundle.directory("sasrec")

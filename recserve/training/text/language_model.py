@@ -114,16 +114,16 @@ class LanguageTrainee:
         Raises:
             ValueError: If training or validation has no more tokens than one window.
         """
-        kept = int(tokens.shape[0] * recipe.validation)
-        if min(kept, tokens.shape[0] - kept) <= recipe.window:
+        held_out = int(tokens.shape[0] * recipe.validation)
+        if min(held_out, tokens.shape[0] - held_out) <= recipe.window:
             raise ValueError(
                 f"the text has {tokens.shape[0]} tokens; training and validation each need more "
                 f"than a window of {recipe.window}"
             )
         torch.manual_seed(seed)
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.tokens = torch.from_numpy(tokens[:-kept]).to(device)
-        self.held_out = torch.from_numpy(tokens[-kept:]).to(device)
+        self.tokens = torch.from_numpy(tokens[:-held_out]).to(device)
+        self.held_out = torch.from_numpy(tokens[-held_out:]).to(device)
         self.model = LanguageModel(recipe.config()).to(device)
         for name, weight in self.model.named_parameters():
             if weight.ndim > 1:  # projections into the residual stream shrink with the depth
@@ -197,7 +197,7 @@ def train_language_model(
         )
     tokens = encode(tokenizer, texts)
     trainee = LanguageTrainee(recipe, tokens, options.seed, options.torch_device())
-    report = fit(trainee, recipe.schedule.asked(options), options, out / "training", console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, out / "training", console)
     save_language_model(trainee.model, out)
     tokenizer.save(str(out / "tokenizer.json"))
     fields = {"bos_token": END, "eos_token": END, "model_max_length": recipe.max_positions}

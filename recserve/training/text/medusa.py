@@ -196,6 +196,6 @@ def train_medusa(
     """
     recipe = recipe or MedusaRecipe()
     trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    report = fit(trainee, recipe.schedule.asked(options), options, directory, console)
+    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_medusa(trainee.model, directory, trainee.accuracies())
     return report
