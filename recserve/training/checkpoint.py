@@ -109,7 +109,7 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     if written != recipe:
         differs = sorted(k for k in {*written, *recipe} if written.get(k) != recipe.get(k))
         raise ValueError(
-            f"checkpoint {path.name} has another recipe ({differs}); train without resume"
+            f"checkpoint {path.name} has other values of {differs}; train without resume"
         )
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
